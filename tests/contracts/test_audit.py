@@ -338,7 +338,7 @@ def test_a_planted_leak_is_caught(unexplained):
     assert own["auroc"] > 0.8 and own["interval"][0] > 0.5 and own["alarm"] is True
     assert own["tpr_at_fpr"] == {"0.01": None, "0.001": None}
     assert model["canaries"]["epsilon_lower"] > 1
-    assert "its losses tell who was in the training data" in report(unexplained, run).read_text()
+    assert "its losses reveal members of the training data" in report(unexplained, run).read_text()
 
 
 def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
@@ -389,7 +389,7 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     assert report(study, run).read_text().count('id="audit"') == 1
     planted = trained(study, "regular", "train.rounds=1", "audit.canaries=4")
     (study.root / planted["run"] / "sites" / "S0" / "canaries.json").unlink()
-    refused(lambda: audit(study, planted["run"]), "the only record of what was planted", error=WsiFlError)
+    refused(lambda: audit(study, planted["run"]), "the only record of the canaries", error=WsiFlError)
     write_store(study, "S0", n_per_slide=8)
     refused(lambda: audit(study, run), "made anew", error=UsageError)
     (study.root / run / "summary.json").unlink()

@@ -302,7 +302,7 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     assert document["internal"]["auroc"]["mean"] is None
     assert document["external"]["accuracy"]["mean"] is not None
     page = report(study, name).read_text()
-    assert "Of one site alone: " in page
+    assert "At one site only: " in page
     assert re.search(r"LGG at <span[^>]*>S1</span>", page)
 
 

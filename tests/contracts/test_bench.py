@@ -133,7 +133,7 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     }
     assert reasons == words and len(read_table(folder, labels).y) == 39
     said = " ".join(capsys.readouterr().err.split())
-    assert "slides set aside: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
+    assert "slides excluded: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
     for line, *what in (("s2,a", "line 44", "slide s2 has a row already"), ("s41,A", "labels A, a differ")):
         labels.write_text("slide,label\n" + "\n".join([*named, "s40,", "z.svs,a", line]))
         refused(lambda: read_table(folder, labels), "labels.csv", *what)
@@ -300,7 +300,7 @@ def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
     asked = {"out": tmp_path / "o.csv", "cells": cells_of("2x8", "alike"), "seeds": 1}
     for name in ("regular", "joint"):
         refused(
-            lambda name=name: bench(npz, methods=[name], **asked), f"{name} is measured beside every method"
+            lambda name=name: bench(npz, methods=[name], **asked), f"{name} is always measured as a baseline"
         )
 
 
@@ -337,7 +337,7 @@ def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measur
     bench(folder / "features.npz", out=out, **asked, watcher=Said())
     kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
     assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
-    assert any("are made anew" in line for line in Said.lines)
+    assert any("are computed again" in line for line in Said.lines)
 
 
 class Said(Silent):

@@ -65,11 +65,11 @@ def test_small_groups_are_not_told(described, wsi_fl):
     groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
     assert groups["old"]["n"] == 52 and groups["new"] is None
     done = wsi_fl("clinical", run, "--by", "scanner", cwd=study.root)
-    assert "scanner new: fewer than 10 patients, not told" in done.stderr
+    assert "scanner new: fewer than 10 patients, not reported" in done.stderr
     assert "scanner old: 52 patients" in done.stderr
     done = wsi_fl("report", run, cwd=study.root)
     page = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
-    for words in ("For the clinic", "of fewer than 10 patients: not told", "Net benefit", "TRIPOD+AI"):
+    for words in ("For the clinic", "of fewer than 10 patients: not reported", "Net benefit", "TRIPOD+AI"):
         assert words in page
     refused(lambda: clinical(study, [run], by="shoe_size"), "shoe_size")
     refused(lambda: clinical(study, [run], by="shelf"), "no table of the sites has a slide or patient")
@@ -105,7 +105,7 @@ def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeyp
     clinical(study, [run])
     page = report(study, run).read_text(encoding="utf-8")
     assert ("or from 0.50" in page) == (len(classes) == 2)
-    assert ("The most probable class is called" in page) == (len(classes) == 3)
+    assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
 
 
 def test_folds_are_taken_together(described, wsi_fl):

@@ -151,7 +151,7 @@ def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
     assert turned["reference"] == turned["baseline"] == "Regular without DP"
     units = {t["a"]: t["unit"] for t in turned["paired"] if t["metric"] == "auroc"}
     assert units == {"FedAvg with DP": "seed", "ProxyFL with DP": "site"}
-    assert any("fewer than three seeds" in note for note in turned["notes"])
+    assert any("fewer than three common seeds" in note for note in turned["notes"])
     assert row_of(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
 
 
@@ -169,9 +169,9 @@ def test_page_figure_and_table_are_written(series):
     assert len(seen.table("Method", "against")) >= 2
     for finding in document["findings"]:
         assert finding["text"] in seen.text
-        assert "federation" not in finding["text"]  # the verdict is that of the figure, by the same words
+        assert "take part" not in finding["text"]  # a verdict on all sites
     assert sum(tag == "svg" for tag, _ in seen.tags) == 4
-    assert page.index("What joining brings each hospital") < page.index(document["findings"][0]["text"][:40])
+    assert page.index("Benefit of federation for each hospital") < page.index(document["findings"][0]["text"][:40])
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
     with Image.open(study.root / document["benefit"]["figure"]) as image:
@@ -199,8 +199,8 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
         assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
     assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
     said = [line.text for line in compare_lines(document) if not isinstance(line, Table)]
-    by_site = [line for line in said if "by joining" in line]
-    assert len(by_site) == 4 and all("by joining (ProxyFL with DP); " in line for line in by_site)
+    by_site = [line for line in said if "by federation" in line]
+    assert len(by_site) == 4 and all("by federation (ProxyFL with DP); " in line for line in by_site)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
         write_sealed(folder / f"{name}.json", whole | more | {"sites": whole["sites"][1:]})
     newer_than(folder / "evaluation.json", folder / "summary.json")
     found = compare(study, ["1-6"])
-    assert "Lost during training in some run: S0." in found["notes"]
+    assert "Dropped out during training in some run: S0." in found["notes"]
     assert row_of(found, "fedavg")["accuracy"]["n"] == 8
 
     def means(method, seed, sites):
@@ -280,7 +280,7 @@ def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
     assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
     assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
     assert document["paired"] == [] and not list(pair.runs.glob("*-regular-*"))
-    assert "nothing here says whether federation pays" in document["findings"][0]["text"]
+    assert "the benefit of federation is unknown" in document["findings"][0]["text"]
     Document((pair.root / document["page"]).read_text())
     words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
     assert words[:6] == ["wsi-fl", "train", "--method", "regular", "--pipeline", "small"]
@@ -335,7 +335,7 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
     document = compare(pair, [name], baseline=False)
     assert document["on"] == "own" and """--set 'sites=["S0"]'""" in document["notes"][0]
     assert any("own site's test part" in note for note in document["notes"])
-    assert "on each site's own test part" in Document((pair.root / document["page"]).read_text()).text
+    assert "on each site's local test part" in Document((pair.root / document["page"]).read_text()).text
     row = row_of(document, "proxyfl")
     assert row["sites"].keys() == {"S0"} and row["accuracy"] == row["own_accuracy"]
 
@@ -365,9 +365,9 @@ def against_alone(row, difference, p, unit="seed", n=3):
 @pytest.mark.parametrize(
     ("difference", "sd", "unit", "tone", "said"),
     [
-        (-0.29, 0.01, "seed", "bad", "−0.290 (−0.315 to −0.265) over {}: on average joining does not pay."),
-        (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average joining pays."),
-        (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether joining pays on average."),
+        (-0.29, 0.01, "seed", "bad", "−0.290 (−0.315 to −0.265) over {}: on average federation does not pay."),
+        (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average federation pays."),
+        (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether federation pays on average."),
         (0.05, 0.03, "seed", "unclear", "these runs do not show"),
         (0.004, 0.0001, "seed", "unclear", "these runs do not show"),
         (-0.3, None, "seed", "unclear", "these runs do not show"),
@@ -377,7 +377,7 @@ def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
     ours = made_up("proxyfl", 0.73 + difference)
     test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
     first, second = comparison.findings([ours, ALONE], [test], ALONE["label"])
-    assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
+    assert first.text == "A local model without DP reaches 0.73 (4 sites, 3 seeds)."
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
 
@@ -401,9 +401,9 @@ def of_all(gain, room):
 @pytest.mark.parametrize(
     ("gain", "room", "tone", "said"),
     [
-        ((0.05, 0.03, 0.07), None, "good", "+0.050 (+0.030 to +0.070) over {}: on average joining pays."),
-        ((-0.05, -0.07, -0.03), None, "bad", "on average joining does not pay."),
-        ((0.05, -0.01, 0.12), None, "unclear", "these runs do not show whether joining pays on average."),
+        ((0.05, 0.03, 0.07), None, "good", "+0.050 (+0.030 to +0.070) over {}: on average federation pays."),
+        ((-0.05, -0.07, -0.03), None, "bad", "on average federation does not pay."),
+        ((0.05, -0.01, 0.12), None, "unclear", "these runs do not show whether federation pays on average."),
         ((0.0, -0.01, 0.01), (0.0, -0.01, 0.01), "unclear", "there is nothing to gain"),
     ],
 )
@@ -426,7 +426,7 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     *_, third, fourth = comparison.findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
-    assert "nobody may pool" in third.text and "what its noise costs" in fourth.text
+    assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
     assert "federation" not in third.text + fourth.text
 
 
@@ -437,7 +437,7 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
     gain = document["benefit"]["all"]
     assert said.endswith(f"over {comparison.ALONE}: {worth.verdict_words(gain, worth.ALL)}.")
     page = html.unescape(report(study, "1").read_text(encoding="utf-8"))
-    said = f"{worth.gain_words(gain)} over a site alone without DP: {worth.verdict_words(gain, worth.ALL)}."
+    said = f"{worth.gain_words(gain)} over a local model without DP: {worth.verdict_words(gain, worth.ALL)}."
     assert said in page
     assert f"Gain in {gain['measure']}" in page and "federation helped" not in page
 
@@ -459,11 +459,11 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
 def test_cautions_name_what_spoils_a_comparison():
     a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
     text = " ".join(comparison.cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
-    for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds", "a single run"):
+    for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
         assert said in text
     assert "a single run" not in " ".join(comparison.cautions([ALONE, a], []))
     (always,) = comparison.cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
-    assert "chose its regularisation" in always
+    assert "chose their regularisation" in always
 
 
 def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
@@ -509,7 +509,7 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
     seen, first = Document(page), found["sites"][0]
     assert "−0.010 no differential privacy" in seen.text
     assert f"{worth.gain_words(first)} for ε = {first['epsilon']:.3g}, guaranteed" in seen.text
-    assert "seed by seed and patient by patient" in seen.text, "gains are paired by what is asked about"
+    assert "paired by seed and patient" in seen.text, "gains are paired by what is asked about"
     assert "more methods than colours" in seen.text
     assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
     assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)

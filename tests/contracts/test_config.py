@@ -238,4 +238,4 @@ def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explaine
     traits = {trait for method in METHODS.values() for trait in traits_of(method)}
     assert {said.split(" = ")[0] for said in conditions} <= rows.keys() | traits
     assert rows["train.fold"]["needs"] == {"train.folds": "it says how many folds there are"}
-    assert "Not with a method without differential privacy: they test what" in page()
+    assert "Not with a method without differential privacy: they test the" in page()

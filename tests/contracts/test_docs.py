@@ -47,7 +47,7 @@ def test_every_key_has_a_meaning_of_its_own():
 
 def test_config_explains_a_key_a_section_and_all():
     explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
-    assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    What the ε is worth.')
+    assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    Guarantee level of ε.')
     found = {
         prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.model")
     }

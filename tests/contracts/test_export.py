@@ -135,7 +135,7 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["benefit"] is None and "joining" not in text
+    assert card["benefit"] is None and "Benefit of federation" not in text
     document = compare(copy, [run])
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
     assert card["benefit"]["verdict"] == document["benefit"]["all"]["verdict"]
@@ -159,7 +159,7 @@ def test_the_card_says_what_the_run_found(done):
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
     most = max(site["max_tpr_at_fpr_1pct"] for site in card["privacy"]["sites"])
-    assert 0.01 < most < 1 and f"knows all other data recognises at most {100 * most:.1f}" in text
+    assert 0.01 < most < 1 and f"all other data identifies at most {100 * most:.1f}" in text
 
 
 def test_what_may_not_leave_stays(done, tmp_path):
@@ -251,13 +251,13 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
     run = trained(pair, "oneshot", "train.data=features", "model.projection=4")["run"]
     _, text = card_of(pair, export_model(pair, run, called="shared", form="onnx"))
-    assert "None leave with this model: the run was not evaluated." in text
+    assert "None are exported with this model: the run was not evaluated." in text
     evaluate(pair, run)
     compare(pair, [run])
     document = export_model(pair, run, called="shared", form="onnx")
     card, text = card_of(pair, document)
-    assert "as the letters make it" in text and "None leave" not in text
-    assert "In the run joining, each hospital with its own sums and models mixed in, reached" in text
+    assert "one-shot global head as released" in text and "None are exported" not in text
+    assert "In the run federation (ensembles with local models) reached" in text
     head = SharedHead(2, 12, directions=4)
     head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("shared"))
     x = torch.randn(20, 12)

@@ -415,7 +415,7 @@ def test_what_imported_features_cannot_do_is_said_in_one_line(study, tmp_path):
         assert all(word in failed["reason"] for word in says)
         assert ('role = "receiver"' in failed["reason"]) == receives
         assert row["heatmap"] is None and row["class"] in CLASSES  # from the store
-    said = ("uni; written as uni_v1", "no encoder of the study makes those", "use --format onnx")
+    said = ("uni; written as uni_v1", "which is no encoder of the study", "use --format onnx")
     refused(lambda: export_model(study, run, called="shared", form="wsinfer"), *said)
 
 

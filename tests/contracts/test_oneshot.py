@@ -445,7 +445,7 @@ def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(pl
     monkeypatch.setattr(SharedHead, "head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
     document = audit(study, run.name)
     assert [row["moved"] for row in document["influence"]] == [None] * 3
-    assert "What each letter changes" in report(study, run.name).read_text()
+    assert "Influence of class statistics" in report(study, run.name).read_text()
 
 
 @pytest.mark.parametrize("forged", [1000, -1])

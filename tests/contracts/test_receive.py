@@ -162,8 +162,8 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
         document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
     )
     assert "none is here" in said(evaluation_lines(document))
-    refused(lambda: compare(study, ["1"]), "a receiver alone")
-    assert "S3 receives" in report(study, summary["run"]).read_text()
+    refused(lambda: compare(study, ["1"]), "only a site without labels")
+    assert "S3 is a site without labels" in report(study, summary["run"]).read_text()
     assert not study.ledger("S3").exists()
 
 

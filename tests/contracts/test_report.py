@@ -289,8 +289,8 @@ SAYS = {
         (
             "Four sites trained together with ProxyFL; no slide left its site.",
             "On the merged test set of 600 patches from 24 slides their private models reach an accuracy of",
-            "a site alone without DP 0.64 ± 0.03 , a site alone with DP 0.55 ± 0.03 , all data pooled without DP",
-            "In this run joining reaches 0.71 in accuracy, +0.072 over a site alone without DP: these runs do not",
+            "a local model without DP 0.64 ± 0.03 , a local model with DP 0.55 ± 0.03 , all data pooled without DP",
+            "In this run federation reaches 0.71 in accuracy, +0.072 over a local model without DP: these runs do not",
             "ε = 2.77–2.80 at δ = 10⁻⁵ , nominal ( what that means )",
             "KL term against a private model that was itself trained without DP",
         ),
@@ -298,17 +298,17 @@ SAYS = {
     ),
     "the best run of its kind": (
         lambda p: {"baselines": [*p.baselines, _changed_baseline(p, accuracy={"mean": 0.75, "sd": 0.01})]},
-        ("accuracy, −0.038 over a site alone without DP", "a site alone without DP 0.75 ± 0.01"),
+        ("accuracy, −0.038 over a local model without DP", "a local model without DP 0.75 ± 0.01"),
         (),
     ),
     "what noise costs is no gain": (
         lambda p: {"baselines": [_changed_baseline(p, dp=True, accuracy={"mean": 0.5, "sd": 0.01})]},
-        ("whose model carries the noise itself",),
+        ("whose model is trained with noise",),
         ("federation helped",),
     ),
     "pooled": (lambda p: {"method": "joint"}, ("were pooled: a reference, not a federation",), FEDERATION),
-    "alone": (lambda p: {"method": "regular"}, ("each on its own; nothing was exchanged",), FEDERATION),
-    "lost": (lambda p: {"summary": {**p.summary, "lost": ["C3"]}}, ("Lost during training: C3.",), ()),
+    "alone": (lambda p: {"method": "regular"}, ("trained local models; nothing was exchanged",), FEDERATION),
+    "lost": (lambda p: {"summary": {**p.summary, "lost": ["C3"]}}, ("Dropped out during training: C3.",), ()),
     "no merged numbers": (
         lambda p: {"evaluation": {**p.evaluation, "merged": None}},
         ("evaluated on its own site's part alone",),
@@ -316,12 +316,12 @@ SAYS = {
     ),
     "before evaluation": (
         lambda p: {"evaluation": None, "baselines": (), "stores": ()},
-        ("wsi-fl evaluate runs/00003-proxyfl", "trains each site alone", "wsi-fl tile draws one per slide"),
+        ("wsi-fl evaluate runs/00003-proxyfl", "trains the local models", "wsi-fl tile draws one per slide"),
         ("accuracy of",),
     ),
     "a single site": (
         lambda p: vars(replace(make_page(n_sites=1, rounds=1, n_overviews=0), patches={})),
-        ("without a second site there is nobody to learn with", "nobody else to generalise to"),
+        ("without a second site there is no federation", "there is no cross-site evaluation"),
         ("Federation",),
     ),
 }
@@ -337,9 +337,9 @@ def test_sentences_say_what_the_run_was(small, case):
 @pytest.mark.parametrize(
     ("low", "high", "tone", "said"),
     [
-        (0.03, 0.09, "good", "on average joining pays"),
-        (-0.09, -0.03, "bad", "on average joining does not pay"),
-        (-0.02, 0.09, "unclear", "these runs do not show whether joining pays on average"),
+        (0.03, 0.09, "good", "on average federation pays"),
+        (-0.09, -0.03, "bad", "on average federation does not pay"),
+        (-0.02, 0.09, "unclear", "these runs do not show whether federation pays on average"),
     ],
 )
 def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
@@ -347,7 +347,7 @@ def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
     known = {"federated": {"mean": 0.71}, "gain": gain.document(), "gap_closed": None, "measure": "accuracy"}
     regular = {**small.baselines[1], "gain": {**known, "verdict": verdict(gain, None)}}
     (found,) = headline(replace(small, baselines=[regular]), 4)["verdicts"]
-    assert found.tone == tone and said in found.text and "joining reaches 0.71" in found.text
+    assert found.tone == tone and said in found.text and "federation reaches 0.71" in found.text
 
 
 def test_epsilon_is_never_without_its_kind(small):
@@ -364,7 +364,7 @@ def test_a_run_without_privacy_says_so(small):
     off = {"epsilon": None, "delta": None, "guarantee": "none"}
     summary = {**small.summary, "sites": [{**s, **off} for s in small.summary["sites"]]}
     document = Document(render(replace(small, summary=summary)))
-    assert "Differential privacy was off in this run. Whatever the sites sent" in document.text
+    assert "Differential privacy was off in this run. The messages between sites" in document.text
     assert document.table("Method", "Run")[OURS][3:5] == ["off", "–"]
     silent = {**summary, "communication": {"messages": 0, "bytes": 0, "seconds": 0.0}}
     text = Document(render(replace(small, method="regular", summary=silent))).text

@@ -63,7 +63,7 @@ def test_ranks_of_this_machine_hear_nothing_of_a_managers_other_machines(within,
 @pytest.mark.parametrize("manager", ["Slurm", "PBS", "Cobalt"])  # those that Open MPI follows to the last
 def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
     within(manager)
-    assert "two ranks talk to each other" in doctor._mpi()
+    assert "two ranks communicate" in doctor._mpi()
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_patients_who_all_say_the_same_leave_others_open(n, value):
 
 def test_nothing_to_gain_takes_more_than_a_few_patients_without_a_difference():
     same = {"gain": of(np.zeros(20)).between(-1.0, 1.0).document(), "verdict": "inconclusive"}
-    assert verdict_words(same, "C1") == "it gives the same answers alone, to 20 test patients"
+    assert verdict_words(same, "C1") == "its local model makes the same predictions, on 20 test patients"
     gain = of(np.array([0.1, -0.1] * 30))
     few, many = (of(np.zeros(n)).between(-1.0, 1.0) for n in (20, 200))
     assert (verdict(gain, few), verdict(gain, many)) == ("inconclusive", "nothing to gain")

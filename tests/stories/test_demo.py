@@ -51,12 +51,12 @@ def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
     page = (study.root / document["page"]).read_text(encoding="utf-8")
     verdicts = [row["verdict"] for row in document["benefit"]["sites"]]
     assert page.index("<figure") == page.index('<figure class="worth"')
-    assert ("this hospital should join" in page) is helps
+    assert ("this hospital should take part" in page) is helps
     if helps:
         assert verdicts[:2] == ["join", "join"]
     else:
         assert "join" not in verdicts
-        said = ("there is nothing to gain", "these runs do not show", "it gives the same answers alone")
+        said = ("there is nothing to gain", "these runs do not show", "its local model makes the same predictions")
         assert any(words in page for words in said)
 
 

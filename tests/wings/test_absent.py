@@ -62,7 +62,7 @@ def test_over_mpi_too_few_do_not_go_on(tmp_path, monkeypatch):
 def test_who_was_away_and_came_back_is_said_with_the_rounds():
     attended = {"A": [[1, 6]], "B": [[3, 6]], "C": []}
     rows = [{"site": site, "rounds_completed": rounds} for site, rounds in attended.items()]
-    assert list(absences(rows)) == ["B was away for a while; it took part in rounds 3 to 6."]
+    assert list(absences(rows)) == ["B dropped out for a while; it took part in rounds 3 to 6."]
 
 
 def test_how_a_lost_site_comes_back_depends_on_who_joins_the_sites():

@@ -187,7 +187,7 @@ def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
     public = (
         r"  S\d: 2 rounds, ε = [\d.]+ \(guaranteed\) at δ = 1e-05, per row; ever spent [\d.]+ of 50 \(guaranteed\); "
         r"B = 8, σ = 4",
-        r"  of 100 rows in it, .* recognises at most [\d.]+, and wrongly 1 of 100 that are not in it",
+        r"  of 100 rows in it, .* identifies at most [\d.]+, at a false positive rate of 1 %",
         r"  \d+ messages, [\d.]+ MB, 0\.0 s of communication",
         r"wsi-fl train: starting …",
         r"\S+ done in \d+ s; next: wsi-fl evaluate \S+",

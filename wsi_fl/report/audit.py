@@ -1,4 +1,4 @@
-"""The section on attacks: who could tell what was trained on, what letters tell, and ε between its two bounds."""
+"""The section on privacy attacks: membership, exposure of class statistics, and ε between its two bounds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MODELS = {
     "released": "Model, as it left the site",
     "central": "Central model",
 }
-"""What the models of an audit are called."""
+"""Titles of the models of an audit."""
 _FEWEST = 1e-4
-_FOUND = ("μ at most", "found at 1 %", "noise redrawn", "guarantee", "found at 0.1 %", "others unknown")
-_MOVED = ("site", "moves the sum by at most", "length with noise", "head without it", "answers without it")
+_FOUND = ("μ at most", "TPR at 1 %", "noise redrawn", "guarantee", "TPR at 0.1 %", "others unknown")
+_MOVED = ("site", "largest norm", "norm with noise", "change of the head", "changed predictions")
 
 
 def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """What the section shows; None for a run that was not audited."""
+    """Return the values of the section; None for a run without audit."""
     if audit is None:
         return None
     rows = _rows(audit)
@@ -57,7 +57,7 @@ def _rows(audit: Json) -> list[dict[str, Any]]:
 
 
 def _tail(site: Json) -> tuple[str, Chart]:
-    """How many are found over the rate of false alarms, on average and of the most exposed, and at most."""
+    """Return a ROC chart of the optimal attack on class statistics: average, most exposed, and the guarantee."""
     tail = site["tail"]
     points = tail["attackers"]["others" if tail["sigma"] else "population"]["curve"]
     curves = {
@@ -67,41 +67,41 @@ def _tail(site: Json) -> tuple[str, Chart]:
         limit = {"guarantee": [(point[0], float(found_at(1 / tail["sigma"], point[0]))) for point in points]}
         curves = limit | curves
     colors = {"all": INK, "most exposed": ACCENT, "guarantee": MUTED}
-    return f"Found in the letter of {site['site']}", _roc_chart(curves, colors, f"Letter of {site['site']}")
+    return f"Exposure at {site['site']}", _roc_chart(curves, colors, f"Class statistics of {site['site']}")
 
 
 def findings(audit: Json) -> Iterator[Finding]:
-    """Yield what is alarming, of the models and of the letters; "bad" where a promise is broken or what left tells."""
+    """Yield the alarming results; "bad" for a broken guarantee or a leaking release."""
     for row in _rows(audit):
         who, planted = f"{row['title']} of {row['site']}", row["canaries"]
         if row["own"]["alarm"]:
             tone = "bad" if row["model"] != "private" else "unclear"
             auroc = number(row["own"]["auroc"])
-            yield Finding(tone, f"{who}: its losses tell who was in the training data (AUROC {auroc}).")
+            yield Finding(tone, f"{who}: its losses reveal members of the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
             least, most = (number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
             text = f"{who}: ε is at least {least}, though the {row['guarantee']} one is {most}."
             yield Finding("bad", text)
     for one in audit.get("influence") or ():
         if one["refused"]:
-            yield Finding("bad", f"the letter of {one['site']} is refused: {one['refused']}.")
+            yield Finding("bad", f"the class statistics of {one['site']} are refused: {one['refused']}.")
     for site in _with_tails(audit):
         name, tail = site["site"], site["tail"]
         if tail["beyond"]:
             who = ", ".join(tail["beyond"])
-            yield Finding("bad", f"{name}: more are found in its letter than is guaranteed: {who}.")
+            yield Finding("bad", f"{name}: more are identified than guaranteed in its statistics: {who}.")
         if not tail["sigma"]:
             groups = tail["attackers"]["population"]["groups"]
             everybody, most = (percent(group["found"]["0.01"]["exact"], 1) for group in groups[:2])
             text = (
-                f"{name}: whoever knows all other {tail['unit']}s finds each in its letter, which has no noise; "
-                f"whoever knows none finds {everybody}, of the most exposed {most}."
+                f"{name}: an attacker who knows all other {tail['unit']}s identifies each in its statistics, which "
+                f"have no noise; one who knows none identifies {everybody}, of the most exposed {most}."
             )
             yield Finding("unclear", text)
 
 
 def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Return title, headings and rows of the tables on letters of an audit's document; none for other methods."""
+    """Return title, headings and rows of the tables on class statistics; none for methods without."""
     tails = [
         [site["site"], group["group"], str(group["n"]), *_cells(site["tail"], group, other)]
         for site in _with_tails(audit)
@@ -117,8 +117,11 @@ def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
         ]
         for row in audit.get("influence") or ()
     ]
-    title = "Who is found in a letter, with so many false alarms"
-    found = [(title, ("site", "who", "n", *_FOUND), tails), ("What each letter changes", _MOVED, moved)]
+    title = "Membership inference in class statistics"
+    found = [
+        (title, ("site", "group", "n", *_FOUND), tails),
+        ("Influence of class statistics", _MOVED, moved),
+    ]
     return [one for one in found if one[2]]
 
 
@@ -136,7 +139,7 @@ def _with_tails(audit: Json) -> list[Json]:
 
 
 def _rocs(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """A chart per kind of model, a curve per site."""
+    """Return a chart per kind of model, with a curve per site."""
     charts = []
     for name in dict.fromkeys(row["model"] for row in rows):
         curves = {
@@ -150,7 +153,7 @@ def _rocs(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Ch
 def _roc_chart(
     curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], what: str
 ) -> Chart:
-    """True against false positive rates, both on log axes; on the dashed line an attack knows nothing."""
+    """Return a chart of true against false positive rates on log axes; the dashed line is guessing."""
     least = max(_FEWEST, min(point[0] for points in curves.values() for point in points))
     with new_figure(width_in=3.3, height_in=3.0, left_in=0.65) as (figure, axes):
         axes.plot([least / 2, 1], [least / 2, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
@@ -171,7 +174,7 @@ def _roc_chart(
 
 
 def _bounds_chart(rows: Sequence[Json]) -> Chart:
-    """ε of every model with canaries: from what the audit shows at least to what the ledger says at most."""
+    """Return a chart of ε of every model with canaries, from the audit's lower to the ledger's upper bound."""
     labels = [f"{row['site']}, {row['model']}" for row in rows]
     left_in = min(1.9, 0.2 + 0.075 * max(len(shortened(label)) for label in labels))
     with new_figure(height_in=0.62 + 0.34 * len(rows), left_in=left_in, bottom_in=0.45) as (figure, axes):

@@ -1,6 +1,6 @@
-"""What hospitals told of each other's models, as a section, and the page of what all sites of a run know.
+"""Cross-site scores from counts of the hospitals, and the page of a run's coordinator.
 
-The page of whoever coordinates a run holds nothing that one hospital keeps to itself.
+The coordinator's page holds only what all sites of the run see.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _METRICS: tuple[_Metric, ...] = ("accuracy", "macro_accuracy", "auroc")
 
 
 def section(between: Between | None) -> dict[str, object] | None:
-    """Return what the templates draw of scores between hospitals; None where there are none.
+    """Return the values of the cross-site section; None without scores.
 
     Args:
-        between: as `learning.counts.results` returns it.
+        between: the scores by model and hospital.
 
     Returns:
         `hospitals` with the number of test examples of each (`sizes`) and of all (`n`), and a table (`tables`) for each
-        metric that is known: its rows of cells, and the `low` and `high` end of its colours. `over` says where
-        macro-accuracy is a mean over some of the classes alone.
+        known metric: its rows of cells, and the `low` and `high` end of its colours. `over` is a sentence on parts that
+        lack classes.
     """
     if not between or not between["models"]:
         return None
@@ -47,7 +47,7 @@ def section(between: Between | None) -> dict[str, object] | None:
 
 
 def _table(hospitals: list[str], models: Mapping[str, OfModel], metric: _Metric) -> dict[str, object] | None:
-    """Each cell is a score, and how far the exact one may lie from it (`within`), None where it is exact."""
+    """Return the table of a metric; a cell is a score and the bound of its error (`within`), None where exact."""
 
     def cell(scores: OfCounts) -> dict[str, float | None]:
         within = scores.get("auroc_within") if metric == "auroc" else None
@@ -69,7 +69,7 @@ def _table(hospitals: list[str], models: Mapping[str, OfModel], metric: _Metric)
 
 
 def _verdict(models: Mapping[str, OfModel], constant: Constant | None) -> str:
-    """Return in a sentence which model has the highest accuracy on all test parts together; a tie has no winner."""
+    """Return a sentence on the models with the highest accuracy on all test parts together."""
     found = {name: v for name, one in models.items() if known(v := one["merged"]["accuracy"])}
     top = max(found.values(), default=None)
     if top is None:
@@ -77,7 +77,7 @@ def _verdict(models: Mapping[str, OfModel], constant: Constant | None) -> str:
     if constant is not None and top <= constant["accuracy"]:
         none = "the model does not do" if len(found) == 1 else "no model does"
         score = f"which has an accuracy of {number(constant['accuracy'])}"
-        return f"There {none} better than always saying {constant['class']}, {score}."
+        return f"There {none} better than always predicting {constant['class']}, {score}."
     if len(found) == 1:
         return ""
     first = [name for name, value in found.items() if value == top]
@@ -91,11 +91,11 @@ def _verdict(models: Mapping[str, OfModel], constant: Constant | None) -> str:
 
 
 def render_coordinator(summary: Json, scores: Scores | None) -> str:
-    """Return one HTML document that needs nothing beside it, made of two documents that all sites hold.
+    """Return the coordinator's page as one HTML document without external files.
 
     Args:
         summary: of the run, as `train --json` prints it.
-        scores: the counts that the hospitals let go (`scores.json`); None where there are none.
+        scores: the counts that the hospitals released (`scores.json`); None without any.
     """
     sites = list(summary["sites"])
     spent = [row for row in sites if known(row.get("epsilon"))]

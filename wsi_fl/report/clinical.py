@@ -1,4 +1,4 @@
-"""What a clinic asks, in cells, sentences and a decision curve: the document of ``clinical --json`` in."""
+"""Clinical measures as cells, sentences and decision curves, from the document of ``clinical --json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wsi_fl.report.words import Json, number
 
 
 def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """What the section shows; None where nobody described the run by patient."""
+    """Return the values of the section; None without clinical measures."""
     if document is None:
         return None
     groups = _groups(document)
@@ -32,7 +32,7 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, objec
 
 
 def cells(document: Json) -> list[dict[str, str]]:
-    """A row per site and class, each value with its interval.
+    """Return a row per site and class, each value with its interval.
 
     >>> _interval({"value": 0.9, "low": 0.72, "high": 0.97, "n": 20}), _interval(None)
     ('0.90 (0.72–0.97)', '–')
@@ -58,14 +58,14 @@ def cells(document: Json) -> list[dict[str, str]]:
 
 
 def _interval(value: Json | None) -> str:
-    """A value and its 95 % interval."""
+    """Return a value with its 95 % interval."""
     if not value:
         return words.DASH
     return f"{number(value['value'], 2)} ({number(value['low'], 2)}–{number(value['high'], 2)})"
 
 
 _Group = TypedDict("_Group", {"site": str, "class": str, "group": str, "told": Json | None})
-"""A group of the patients of a site, and what is told of it, in words."""
+"""A subgroup of the patients of a site, and its measures as text."""
 
 
 def _groups(document: Json) -> list[_Group]:
@@ -83,7 +83,7 @@ def _groups(document: Json) -> list[_Group]:
 
 
 def findings(document: Json) -> list[str]:
-    """What the numbers say, in sentences; of one class of each site."""
+    """Return sentences on calibration, on the gain over local models, and on small classes."""
     found, few = [], set()
     for site in document["sites"]:
         for name, one in site["classes"].items():
@@ -93,7 +93,8 @@ def findings(document: Json) -> list[str]:
                 few.add(f"{one['cases']} {name}")
     if few:
         found.append(
-            f"So few cases say little ({', '.join(sorted(few))}); `wsi-fl plan-size` says how many patients it takes."
+            f"So few cases are not conclusive ({', '.join(sorted(few))}); "
+            "`wsi-fl plan-size` computes the sample size."
         )
     return found
 
@@ -112,13 +113,13 @@ def _over_alone(one: Json) -> str:
         return ""
     side = "above" if more["value"] >= 0 else "below"
     around = f"{words.signed(more['low'])} to {words.signed(more['high'])}"
-    return f"AUROC is {abs(more['value']):.2f} {side} that of its lone model ({around})"
+    return f"AUROC is {abs(more['value']):.2f} {side} that of its local model ({around})"
 
 
 def _curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """A decision curve for every class, with a line per site, as far as acting on everybody does no great harm.
+    """Return a decision curve for every class, with a line per site.
 
-    A site whose model's net benefit is not known, as of patients of one kind at another prevalence, has no line.
+    A site without a known net benefit, as of patients of one class at another prevalence, has no line.
     """
     found = []
     thresholds = document["thresholds"]
@@ -132,13 +133,13 @@ def _curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]
             for curve, site in everybody.items():
                 shown = [(t, b) for t, b in zip(thresholds, curve, strict=True) if b > -0.3 * most]
                 color = MUTED if len(everybody) == 1 else colors.get(site, INK)
-                axes.plot(*zip(*shown, strict=True), color=color, lw=1.2, ls=(0, (4, 3)), label="everybody")
+                axes.plot(*zip(*shown, strict=True), color=color, lw=1.2, ls=(0, (4, 3)), label="treat all")
             axes.axhline(0, color=INK, lw=0.8)
             for site, one in lines.items():
                 axes.plot(thresholds, one, color=colors.get(site, INK), lw=1.6, label=site)
             axes.set_ylim(-0.3 * most, 1.15 * most)
             axes.set_xlim(0, 1)
-            axes.set_xlabel("acts from this probability on", loc="right", labelpad=1)
+            axes.set_xlabel("threshold probability", loc="right", labelpad=1)
             title = f"Net benefit, {name}"
             alt = f"{title}: " + "; ".join(_said(site, one, thresholds) for site, one in lines.items())
             found.append((title, Chart(to_svg(figure, title), alt)))

@@ -1,4 +1,4 @@
-"""The page that sets methods side by side: the document of ``compare --json`` in, sentences and HTML out."""
+"""The page of a comparison, from the document of ``compare --json``."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from wsi_fl.report.figures import Chart
 from wsi_fl.report.fill import fill
 from wsi_fl.report.words import Finding, Json, known, number
 
-ALONE = "a hospital alone without DP"
+ALONE = "a local model without DP"
 WHERE = {
     "merged": "on the merged test set",
-    "own": "on each site's own test part",
-    "left_out": "on the site that was left out",
+    "own": "on each site's local test part",
+    "left_out": "on the left-out site",
 }
 _JITTER = 0.22
-"""How far single values lie off their row, in rows: one line of dots per seed."""
+"""Largest vertical offset of single values from their row, in rows: one line of dots per seed."""
 _LINE = 22
 """Characters in a line of a row's name."""
 _NAMED = 6
-"""With more rows than this a legend would hide the curves."""
+"""Largest number of rows with a legend."""
 _TOP = -0.85
-"""Upper end of the rows, the first of which is 0: room for what the dashed line is called."""
+"""Upper limit of the axis in rows, with room for the label of the dashed line."""
 
 
 def repeated(rows: Sequence[Json]) -> str:
-    """Return what values are spread over, in words.
+    """Return the repetitions over which values are averaged, in words.
 
     Example:
         >>> repeated([{"seeds": [0], "folds": [1, 2]}])
         'sites, seeds and folds'
     """
     if any(row.get("left_out") for row in rows):
-        return "sites left out and seeds"
+        return "left-out sites and seeds"
     return "sites, seeds and folds" if any(row.get("folds") for row in rows) else "sites and seeds"
 
 
@@ -57,26 +57,25 @@ def findings(
     metric: str = "accuracy",
     gains: Mapping[str, Json] | None = None,
 ) -> list[Finding]:
-    """What the numbers say about federation: the baseline first, then a sentence per method.
+    """Return a sentence on the baseline, then one per method.
 
     Args:
-        rows, tests: as in the document; of the tests those against the row ``baseline`` are looked at.
-        metric: the score that is compared, "macro_accuracy" where tests are skewed.
-        gains: what joining brings over all sites, by the label of a row. Where it is known it alone says whether
-            joining pays, so that a page has one verdict, and what is reached: means of patients, not of sites or folds.
+        rows, tests: as in the document; only tests against the row ``baseline`` are used.
+        metric: the compared score, "macro_accuracy" where tests are skewed.
+        gains: benefit over all sites by the label of a row. Where known, the verdict and the scores are its (means over
+            patients, not over sites or folds), so that a page has one verdict.
     """
     alone = next(row for row in rows if row["label"] == baseline)
     if not known(alone[metric]["mean"]):
-        text = (
-            f"There is no run of {ALONE} on these {examples}, so nothing here says whether federation pays."
-        )
+        text = f"There is no run of {ALONE} on these {examples}, so the benefit of federation is unknown."
         return [Finding("unclear", text)]
     n, seeds = alone["n_sites"], len(alone["seeds"])
     folds = f", {len(alone['folds'])} folds" if alone.get("folds") else ""
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
     told = next((gain for gain in (gains or {}).values() if gain.get("local")), {"local": alone[metric]})
     together = f" in {told['measure']} over all test {examples}" if "measure" in told else ""
-    reached = f"A{ALONE[1:]} reaches {number(told['local']['mean'], 2)}{together} {measured}."
+    reached = f"A{ALONE[1:]} reaches {number(told['local']['mean'], 2)}"
+    reached += f"{together} {measured}."
     over = f" as a mean over {repeated(rows)}" if together else ""
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     whole = next((gain for gain in (gains or {}).values() if gain["pooled_gain"]), None)
@@ -91,13 +90,13 @@ def findings(
 
 
 def _against(row: Json, test: Json, whole: Json | None, over: str) -> Finding:
-    """One method against the hospital alone, where nothing tells what joining brings each patient.
+    """Return a method's difference from the local baseline, where the benefit by patient is unknown.
 
-    Repetitions with other seeds then do, by the same rule; pairs of sites or folds of the same run do not.
+    The verdict then needs repetitions with other seeds; pairs of sites or folds of one run do not suffice.
 
     Args:
-        whole: what joining brings, where this method pools all data: it has what that reaches and gains.
-        over: what its mean is of, where the hospital alone has another one.
+        whole: benefit of federation, where this method pools all data: it holds the pooled score and gain.
+        over: the repetitions of its mean, where those of the baseline differ.
     """
     reached = _reached(row, whole["pooled"]) if whole else f"{_reached(row, row[test['metric']])}{over}"
     d = test["difference"]
@@ -106,7 +105,7 @@ def _against(row: Json, test: Json, whole: Json | None, over: str) -> Finding:
         side = f"{apart} {ALONE} ({p_value(test['p_holm'])} over {_pairs(test)})"
         side = f"{worth.gain_words({'gain': whole['pooled_gain']})} over {ALONE}" if whole else side
         meaning = "; this is what its noise costs" if row["dp"] else ""
-        meaning = "; nobody may pool the data like that" if words.is_pooled(row["method"]) else meaning
+        meaning = "; privacy forbids pooling the data" if words.is_pooled(row["method"]) else meaning
         return Finding("unclear", f"{reached}, {side}{meaning}.")
     gain = of_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
     return worth.finding({"gain": gain.document(), "verdict": verdict(gain, None)}, reached, ALONE)
@@ -117,10 +116,10 @@ def _pairs(test: Json) -> str:
 
 
 def _spoken(row: Json) -> str:
-    """A row as the subject of a sentence."""
+    """Return a row as the subject of a sentence."""
     if words.is_federated(row["method"]):
         return str(row["label"])
-    name = "A model of all data pooled" if words.is_pooled(row["method"]) else "A hospital alone"
+    name = "A model of pooled data" if words.is_pooled(row["method"]) else "A local model"
     with_dp = f"{name} {'with' if row['dp'] else 'without'} DP"
     return ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
 
@@ -134,7 +133,7 @@ def _price(row: Json) -> str:
 
 
 def p_value(p: float | None) -> str:
-    """A p-value in words.
+    """Return a p-value in words.
 
     >>> p_value(0.0312), p_value(2e-6), p_value(None)
     ('p = 0.031', 'p < 0.001', 'no p-value')
@@ -145,59 +144,56 @@ def p_value(p: float | None) -> str:
 
 
 def cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool = True) -> list[str]:
-    """What a reader has to know before believing the sentences.
+    """Return the limits of the findings, in sentences.
 
     Args:
-        classes: whether classes were asked for.
+        classes: whether the task is one of classes.
     """
     balance = " and the weights of its classes" if classes else ""
     found = [
-        f"A hospital alone chose its regularisation{balance} by cross-validation on its own patients. Give the same "
-        "care to every method before you believe in a loss, and to the pooled model."
+        f"Local models chose their regularisation{balance} by cross-validation on the site's patients. Tune every "
+        "method and the pooled model as carefully before you believe in a loss."
     ]
     if any(test["unit"] == "fold" for test in tests):
         found.append(
             "Where a test pairs folds, its p-value is too small: any two folds train on mostly the same patients. "
-            "Tests by patient do not know how much chance there is in training; repeat with other seeds (--seeds 3)."
+            "Tests by patient ignore the variance of training; repeat with other seeds (--seeds 3)."
         )
     if any(test["unit"] == "site" for test in tests):
         found.append(
-            "Where fewer than three seeds are common to both, a test pairs the sites. Sites of one run learned from "
-            "each other and share a test set, so such a p-value is too small; repeat with other seeds "
-            "(train --seeds 5) before believing it."
+            "With fewer than three common seeds a test pairs the sites. Sites of one run train together and share a "
+            "test set, so the p-value is too small; repeat with other seeds (train --seeds 5) before believing it."
         )
     if any(words.is_federated(row["method"]) and len(row["seeds"]) == 1 for row in rows):
         found.append(
-            "Intervals of a single run know of its test patients, and of the privacy noise where a head was "
-            "made of letters; of other training patients, and of the noise in training, they know nothing. Repeat it "
-            "(train --seeds 5) before a hospital decides."
+            "Intervals of a single run cover its test patients, and the privacy noise of a one-shot global head; they "
+            "do not cover other training patients or noise in training. Repeat the run (train --seeds 5) before a "
+            "hospital decides."
         )
     private = [row for row in rows if known(row["epsilon"])]
     if len({number(row["epsilon"], 1) for row in private}) > 1:
         spent = words.span([row["epsilon"] for row in private], 1)
-        found.append(f"The methods did not spend the same ε ({spent}), so they did not pay the same price.")
+        found.append(f"The methods spent different ε ({spent}), so their privacy cost differs.")
     if any(row["guarantee"] == "nominal" for row in private):
         found.append(
-            "An ε called nominal is no guarantee: the proxy learned from a private model trained without noise."
+            "A nominal ε is no guarantee: the proxy learned from a private model trained without noise."
         )
     if any(row["guarantee"] == "shared" for row in private):
         found.append(
-            "An ε called shared is guaranteed to all who see the sum of all sites, and against as many colluding sites "
-            "as privacy.colluding says; a site that adds less noise than it says weakens it for all."
+            "A shared ε is guaranteed against all who see the sum over sites, and against up to privacy.colluding "
+            "colluding sites; a site that adds less noise than agreed weakens it for all."
         )
     if len({tuple(row["seeds"]) for row in rows if row["seeds"]}) > 1:
-        found.append(
-            "Not every method was run with the same seeds; differences use the seeds that both have."
-        )
+        found.append("Not every method was run with the same seeds; differences use the common seeds.")
     return found
 
 
 def render(document: Json, series: Sequence[Series], *, created: str, sites: Sequence[str]) -> str:
-    """One HTML document that needs nothing beside it.
+    """Return the page as one HTML document without external files.
 
     Args:
         document: of ``compare --json``.
-        series: what the charts show, one per row and in the order of the rows.
+        series: values of the charts, in the order of the rows.
         created: when, as text.
         sites: their names, in order.
     """
@@ -233,7 +229,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
 
 
 def settings_words(settings: Mapping[str, Any]) -> str:
-    """Settings as one writes them after ``--set``.
+    """Return settings as written after ``--set``.
 
     >>> settings_words({"train.alpha": 0.3, "train.input_px": None, "model.proxy": "mlp"})
     'train.alpha=0.3, train.input_px=default, model.proxy=mlp'
@@ -246,7 +242,7 @@ def settings_words(settings: Mapping[str, Any]) -> str:
 
 
 class _Difference(TypedDict):
-    """All tests of two rows, by score, and over how many pairs: the words of `units`, in their order, are `n`."""
+    """All tests of two rows by score, with the numbers of pairs (`units`; joined as `n`)."""
 
     a: str
     b: str
@@ -268,10 +264,10 @@ def _differences(tests: Sequence[Json]) -> list[_Difference]:
 
 @dataclass(frozen=True)
 class Series:
-    """One row of the comparison as charts need it.
+    """The values of a comparison's row for charts.
 
     Attributes:
-        settings: what sets the row apart from others of its method; a second line below the label.
+        settings: distinguish the row from others of its method; a second line below the label.
         values: by seed, one accuracy per site.
         curves: (round, accuracy) of every site of every run.
         sent_bytes: per round and site.
@@ -291,28 +287,28 @@ class Series:
 
     @property
     def words(self) -> str:
-        """Label and settings in one line."""
+        """The label and the settings in one line."""
         return ", ".join(filter(None, (self.label, self.settings)))
 
     @cached_property
     def band(self) -> list[tuple[float, float, float]]:
-        """(round, mean, standard deviation) over all curves."""
+        """The (round, mean, standard deviation) over all curves."""
         return figures.band(self.curves)
 
     @cached_property
     def lines(self) -> list[str]:
-        """The label, and below it the settings without their sections."""
+        """The label, followed by the settings without their sections."""
         settings = re.sub(r"\b\w+\.(\w+=)", r"\1", self.settings)
         wrapped = textwrap.wrap(settings, _LINE, break_long_words=False, break_on_hyphens=False)
         return [figures.shortened(line, _LINE) for line in (self.label, *wrapped)]
 
 
 _Draw = Callable[[Axes, Sequence[Series], Mapping[str, str]], None]
-"""Draws all rows into axes, in the colours of these names."""
+"""A function that draws all rows into axes, given colours by name."""
 
 
 def _color_name(position: int, series: Sequence[Series]) -> str:
-    """Which colour a row has: ink for the baseline, then one each while they last."""
+    """Return the colour of a row: ink for the baseline, N_COLORS for the first others, then muted."""
     if series[position].baseline:
         return "ink"
     earlier = sum(not one.baseline for one in series[:position])
@@ -320,7 +316,7 @@ def _color_name(position: int, series: Sequence[Series]) -> str:
 
 
 def _charts(series: Sequence[Series], what: str) -> list[tuple[str, str, Chart]]:
-    """(title, explanation, chart) for the page: accuracies, accuracy over rounds, bytes; without what is unknown."""
+    """Return (title, explanation, chart) of known values: accuracies, accuracy over rounds, bytes."""
     wide = {"height_in": _height_in(series), "left_in": _left_in(series)}
     found = []
     if said := [
@@ -337,7 +333,7 @@ def _charts(series: Sequence[Series], what: str) -> list[tuple[str, str, Chart]]
         found.append((f"{what} by round", text, _chart(_draw_curves, series, alt)))
     if any(one.sent_bytes for one in series):
         said = [f"{one.words} {words.size(one.sent_bytes)}" for one in series if one.sent_bytes is not None]
-        text = "Bar: mean over sites. Diamond: the site that sends most, where one does."
+        text = "Bar: mean over sites. Diamond: the site that sends most."
         alt = f"Sent per round and site: {'; '.join(said)}."
         found.append(("Sent per round and site", text, _chart(_draw_bytes, series, alt, **wide)))
     return found
@@ -350,7 +346,7 @@ def _chart(draw: _Draw, series: Sequence[Series], alt: str, **size: float) -> Ch
 
 
 def png(series: Sequence[Series], what: str) -> bytes:
-    """The three charts side by side; accuracies and bytes share their rows."""
+    """Return the three charts side by side as a PNG; accuracies and bytes share their rows."""
     left, width, bottom, gap = _left_in(series) + 0.25, 13.0, 0.62, 0.2
     height = max(3.2, _height_in(series) + 0.75)
     share = (width - left - 1.15) / 3
@@ -378,7 +374,7 @@ def png(series: Sequence[Series], what: str) -> bytes:
 
 
 def _draw_scores(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]) -> None:
-    """A row per method: every value as a small dot, mean ± sd, and a dashed line through the baseline's mean."""
+    """Draw a row per method: every value as a small dot, mean ± sd, and a dashed line at the baseline's mean."""
     marked = None
     for y, one in enumerate(series):
         color = colors[_color_name(y, series)]
@@ -401,11 +397,11 @@ def _draw_scores(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]
         right = marked > float(np.mean(axes.get_xlim()))
         how: dict[str, Any] = {"ha": "right" if right else "left", "va": "top", "textcoords": "offset points"}
         place = (marked, _TOP), (-5 if right else 5, -3)
-        axes.annotate("alone, no DP", *place, fontsize=8.5, color=colors["muted"], **how)
+        axes.annotate("local, no DP", *place, fontsize=8.5, color=colors["muted"], **how)
 
 
 def _draw_curves(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]) -> None:
-    """Mean over sites and seeds against the round, in a band of one standard deviation."""
+    """Draw the mean over sites and seeds by round, in a band of one standard deviation."""
     for position, one in enumerate(series):
         if not one.band:
             continue
@@ -420,7 +416,7 @@ def _draw_curves(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]
 
 
 def _draw_bytes(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]) -> None:
-    """A bar per method with what a site sends in a round, and a diamond where one site sends more than others."""
+    """Draw a bar per method of the bytes per site and round, and a diamond where one site sends more than others."""
     top = max([b for one in series for b in (one.sent_bytes, one.busiest_bytes) if b], default=1.0)
     power = next(p for p in (9, 6, 3, 0) if top >= 10**p or p == 0)
     unit = {9: "GB", 6: "MB", 3: "kB", 0: "B"}[power]

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: text stays text in the page's font, colours are the page's CSS variables."""
+"""Charts as inline SVG, with text in the page's font and colours as the page's CSS variables."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from wsi_fl.learning.metrics import mean_of_known
 from wsi_fl.report.words import number
 
-# Matplotlib wants real colours; these stand for CSS variables and are exchanged in the finished SVG, so that
-# one chart serves light, dark and print.
+# Matplotlib needs real colours; these stand for CSS variables and are replaced in the finished SVG, so that one chart
+# serves light, dark and print.
 INK, MUTED, LINE, PAPER, ACCENT = "#010101", "#010102", "#010103", "#010104", "#010105"
 N_COLORS = 8
-"""With more sites than this, single colours cannot be told apart: sites become faint, their mean stands out."""
+"""Largest number of sites with colours of their own; of more sites lines are faint and the mean is strong."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wsi-fl",
@@ -52,7 +52,7 @@ TOKENS = {
     **{"ink": INK, "muted": MUTED, "line": LINE, "paper": PAPER},
     **{f"s{k}": f"#0202{k:02x}" for k in range(N_COLORS)},
 }
-"""What stands for the page's colours, by the name of their variable."""
+"""Placeholders of the page's colours by the name of their variable."""
 
 Points = Sequence[tuple[float, float]]
 """(x, y) of a curve, in order of x."""
@@ -60,7 +60,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """An SVG element and what it shows, in words."""
+    """An SVG element and its text alternative."""
 
     svg: str
     alt: str
@@ -79,26 +79,26 @@ class Bar:
 
 
 def palette() -> dict[str, str]:
-    """The colours of the page's light theme by the name of their variable (``ink``, ``s0``, …)."""
+    """Return the colours of the page's light theme by the name of their variable (``ink``, ``s0``, …)."""
     css = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
     light = css[: css.index("@media")]
     return {name: color for name, color in re.findall(r"--(\w+): (#\w+)", light) if name in TOKENS}
 
 
 def png_style() -> Any:
-    """Matplotlib's settings for a figure that looks like the page's charts, in real colours."""
+    """Return Matplotlib's settings for a figure in the style of the page's charts, in real colours."""
     real = {TOKENS[name]: color for name, color in palette().items()}
     style = {key: real.get(value, value) for key, value in _STYLE.items() if isinstance(value, str)}
     return {**_STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
 
 def slots(sites: Sequence[str]) -> dict[str, int]:
-    """The number of each site's colour, ``s0``, …; all alike when there are more than N_COLORS."""
+    """Return the number of each site's colour, ``s0``, …; 0 for all of more than N_COLORS sites."""
     return {site: 0 if len(sites) > N_COLORS else k for k, site in enumerate(sites)}
 
 
 def band(curves_: Iterable[Points]) -> list[tuple[float, float, float]]:
-    """(x, mean, standard deviation) over curves at every x where each has a value.
+    """Return (x, mean, standard deviation) over curves at every common x.
 
     >>> band([[(1, 0.5), (2, 0.6)], [(1, 0.75)]])
     [(1, 0.625, 0.125)]
@@ -117,7 +117,7 @@ def curves(
     ylim: tuple[float, float] | None = None,
     reference: tuple[str, float] | None = None,
 ) -> Chart:
-    """One line per site over rounds; their mean on top when there are at least two; a labelled dashed reference."""
+    """Return a chart with a line per site over rounds, their mean for two or more, and a dashed reference."""
     many = len(series) > N_COLORS
     mean = [(x, y) for x, y, _ in band(series.values())] if len(series) > 1 else []
     with new_figure() as (figure, axes):
@@ -136,9 +136,9 @@ def curves(
 def budget_curves(
     series: Mapping[str, Points], colors: Mapping[str, str], budgets: Mapping[str, float], what: str
 ) -> Chart:
-    """Privacy spent over rounds, from zero, with the budget of each site as a dashed line.
+    """Return a chart of privacy spent over rounds, with the budget of each site as a dashed line.
 
-    A budget beyond four times the largest value would flatten the curves: it is named, not drawn.
+    A budget beyond four times the largest value is in the text alternative only, since it would flatten the curves.
     """
     top = max(y for points in series.values() for _, y in points)
     near = {site: b for site, b in budgets.items() if b <= 4 * top}
@@ -157,7 +157,7 @@ def budget_curves(
 
 
 def comparison(rows: Sequence[Bar], what: str, measure: str) -> Chart:
-    """Mean ± sd of runs below each other; hollow without DP; the single sites of this run as small dots."""
+    """Return a chart of mean ± sd by run; hollow without DP; the sites of this run as small dots."""
     left_in = min(1.75, 0.2 + 0.07 * max(len(shortened(row.label)) for row in rows))
     with new_figure(height_in=0.42 + 0.34 * len(rows), left_in=left_in, bottom_in=0.25) as (figure, axes):
         for y, row in enumerate(rows):
@@ -177,7 +177,7 @@ def comparison(rows: Sequence[Bar], what: str, measure: str) -> Chart:
 
 
 def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: str) -> Chart:
-    """Accuracy against stated confidence; on the dashed diagonal confidence can be taken at its word."""
+    """Return a reliability diagram, accuracy against confidence; the dashed diagonal is perfect calibration."""
     many = len(series) > N_COLORS
     lowest = min((x for points in series.values() for x, _ in points), default=0.0)
     start = 0.5 if lowest >= 0.5 else 0.0
@@ -192,7 +192,7 @@ def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: s
 
 
 def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float], what: str) -> Chart:
-    """A heatmap without numbers, for more sites than a table can show; rows are models, columns test parts."""
+    """Return a heatmap without numbers for many sites; rows are models, columns test parts."""
     grid = np.array([[np.nan if v is None else v for v in row] for row in values], dtype=float)
     with new_figure(height_in=4.0, width_in=4.4) as (figure, axes):
         drawn = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], interpolation="nearest")
@@ -235,7 +235,7 @@ def name_rows(axes: Axes, names: Sequence[str], colors: Sequence[str], bold: Seq
 
 
 def to_png(figure: Figure) -> bytes:
-    """Return the figure as a PNG that says nothing of what made it."""
+    """Return the figure as a PNG without metadata."""
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
@@ -245,7 +245,7 @@ def to_png(figure: Figure) -> bytes:
 def new_figure(
     width_in: float = 4.4, height_in: float = 2.5, left_in: float = 0.55, bottom_in: float = 0.45
 ) -> Iterator[tuple[Figure, Axes]]:
-    """A figure with margins fixed in inches, so that plots in a row line up (and layout costs nothing)."""
+    """Yield a figure with margins fixed in inches, so that plots in a row are aligned."""
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         # The browser's fonts draw the text; what matplotlib's own font lacks does not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
@@ -257,7 +257,7 @@ def new_figure(
 
 
 def to_svg(figure: Figure, what: str) -> str:
-    """The figure as an ``<svg>`` element: no header, no styles of its own, ids that no other figure has."""
+    """Return the figure as an ``<svg>`` element without header and styles, with unique ids."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     svg = re.sub(r"^.*?(?=<svg )", "", out.getvalue(), count=1, flags=re.DOTALL)
@@ -284,7 +284,7 @@ def _marker(points: Points) -> dict[str, Any]:
 
 def _dashed(axes: Axes, y: float, words: str, color: str = MUTED) -> None:
     axes.axhline(y, color=color, lw=1.1, ls=(0, (4, 3)))
-    corner = (0.01, y)  # where curves that learn have not come yet
+    corner = (0.01, y)  # free of curves that rise
     how: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     axes.annotate(words, corner, (0, 3), ha="left", va="bottom", fontsize=8.5, color=color, **how)
 

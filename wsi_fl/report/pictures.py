@@ -1,4 +1,4 @@
-"""Pictures: small enough to live inside a page, as JPEG in data URIs, and grids of patches as PNG."""
+"""Pictures for pages, as JPEG in data URIs, and grids of patches as PNG."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 
 _PATCH_SIDE_PX = 144
-"""Patches larger than this are scaled down: twice the size at which a page shows them."""
+"""Largest side of a patch picture: twice its size on a page."""
 _OVERVIEWS_BYTES = 4_000_000
-"""JPEG bytes that all overview pictures of a page may take together (a third more in base64)."""
+"""Largest number of JPEG bytes of all overview pictures of a page (a third more in base64)."""
 _SIDES_PX = (1200, 900, 640, 480, 360, 260, 180, 120)
 
 _GAP_PX = 2
 _SIDE_PX = 96
-"""Patches smaller than that are enlarged by a whole factor, so that their pixels can be seen."""
+"""Smallest side of a patch in a grid; smaller patches are enlarged by a whole factor."""
 
 
 def patch_uri(pixels: NDArray[np.uint8]) -> str:
-    """A patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
+    """Return a patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
     image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
     image.thumbnail((_PATCH_SIDE_PX, _PATCH_SIDE_PX), Image.Resampling.LANCZOS)
     return _uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 
 def overview_uris(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> dict[str, list[tuple[str, str]]]:
-    """(slide, data URI) per site; pictures shrink until they fit together.
+    """Return (slide, data URI) per site, with pictures shrunk to a common limit of bytes.
 
-    Raises WsiFlError for bytes that are no picture.
+    Raises:
+        WsiFlError: for bytes that are no picture.
     """
     n_pictures = sum(len(pictures) for pictures in overviews.values())
     each = _OVERVIEWS_BYTES // max(n_pictures, 1)
@@ -61,7 +62,7 @@ def _open(data: bytes, slide: str, site: str) -> Image.Image:
 
 
 def _fit(image: Image.Image, n_bytes: int) -> bytes:
-    """JPEG of at most ``n_bytes``, as large as that allows; the smallest side is always accepted."""
+    """Return the largest JPEG of at most ``n_bytes``; the smallest side is always accepted."""
     encoded = b""
     for side in _SIDES_PX:
         if encoded and side >= max(image.size):
@@ -78,13 +79,13 @@ def _uri(picture: bytes) -> str:
 
 
 def enlarged(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The patch uint8[h, w, c], its pixels repeated where it is small."""
+    """Return a patch uint8[h, w, c] with repeated pixels if it is small."""
     factor = max(1, _SIDE_PX // patch.shape[0])
     return patch.repeat(factor, 0).repeat(factor, 1)
 
 
 def grid(rows: Sequence[NDArray[np.uint8]]) -> bytes:
-    """Rows of patches uint8[n, h, w, c] as one PNG on white; rows may differ in length."""
+    """Return rows of patches uint8[n, h, w, c] as one PNG on white; rows may differ in length."""
     side = len(enlarged(rows[0][0]))
     step = side + _GAP_PX
     width = max(len(row) for row in rows)

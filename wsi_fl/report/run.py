@@ -1,4 +1,4 @@
-"""The page of a run: its sections, and those on data, test sets, single answers, and all sites' predictions as one."""
+"""The page of a run, with its sections on data, test sets, single predictions and aggregated predictions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RULES = {
     "weighted": "Votes weighted by training rows",
 }
 _TEST_SETS = {
-    "internal": "each model on its own site's test part",
+    "internal": "each model on the local test part",
     "external": "each model on the test parts of all other sites of the run",
     "merged": "each model on the test parts of all sites",
 }
@@ -34,9 +34,10 @@ _DECISIVE = ("aggregated A", "aggregated B")
 
 
 def render(page: Page) -> str:
-    """One HTML document that needs nothing beside it.
+    """Return the page as one HTML document without external files.
 
-    Raises WsiFlError where an overview is no picture.
+    Raises:
+        WsiFlError: when an overview is no picture.
     """
     evaluation = page.evaluation or {}
     evaluated = list(evaluation.get("sites", ()))
@@ -91,9 +92,7 @@ def render(page: Page) -> str:
 
 
 def _data(page: Page) -> dict[str, object]:
-    """Examples per site, split and class, with sums; the splits any store has, in their usual order; and which classes
-    only one site of several has (`single`).
-    """
+    """Return the examples per site, split and class with sums, and the classes at one site only (`single`)."""
     tables = {s["site"]: s.get("table") or {} for s in page.stores}
     splits = [x for x in ("train", "val", "test") if any(x in t for t in tables.values())]
     sums = {
@@ -125,7 +124,7 @@ def _data(page: Page) -> dict[str, object]:
 
 
 def _tumor_types(evaluated: Sequence[Json]) -> list[dict[str, object]]:
-    """Per tumour type: slides, and mean ± sd over sites of both accuracies on the set of the headline."""
+    """Return by tumour type the slides, and mean ± sd over sites of both accuracies."""
     found: dict[str, list[Json]] = {}
     for site in evaluated:
         for kind, row in (site.get("tumor_types") or {}).items():
@@ -143,7 +142,7 @@ def _tumor_types(evaluated: Sequence[Json]) -> list[dict[str, object]]:
 def _picture_uris(
     pictures_of: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]], classes: Sequence[str], limit: int
 ) -> dict[str, dict[str, list[str]]]:
-    """Data URIs by site and label, at most so many of each; labels in the order of the classes."""
+    """Return data URIs by site and label, at most `limit` of each; labels in the order of the classes."""
     shown: dict[str, dict[str, list[str]]] = {}
     for site, samples in pictures_of.items():
         for label in dict.fromkeys([*classes, *(label for label, _ in samples)]):
@@ -153,7 +152,7 @@ def _picture_uris(
 
 
 def _answers(page: Page) -> list[tuple[str, Chart, str]]:
-    """Return (title, chart, caption) of each site's own test part; nothing where classes are asked."""
+    """Return (title, chart, caption) of each site's local test part, for numbers and survival."""
     if page.task == "number":
         return [(site, _against_truth(site, *found), "") for site, found in page.said.items()]
     ends = [float(name) for name in page.outputs] if page.task == "survival" else []
@@ -161,7 +160,7 @@ def _answers(page: Page) -> list[tuple[str, Chart, str]]:
 
 
 def _against_truth(site: str, truth: _Floats, said: _Floats) -> Chart:
-    """A dot per example, and the line on which the model is right."""
+    """Return a scatter plot of predicted against true numbers with the diagonal."""
     low, high = (float(f([f(truth), f(said)])) for f in (np.min, np.max))
     with new_figure() as (figure, axes):
         axes.plot([low, high], [low, high], color=MUTED, lw=1, ls=(0, (4, 3)))
@@ -172,7 +171,7 @@ def _against_truth(site: str, truth: _Floats, said: _Floats) -> Chart:
 
 
 def _by_risk(site: str, truth: _Floats, said: _Floats, ends: list[float]) -> tuple[Chart, str]:
-    """Kaplan–Meier curves of the half of the patients with the higher predicted risk, and of the others."""
+    """Return Kaplan–Meier curves above and below the median predicted risk, and the p-value in words."""
     stated = risk(said, ends)
     high = stated > np.median(stated)
     p = logrank(truth, high)
@@ -189,17 +188,16 @@ def _by_risk(site: str, truth: _Floats, said: _Floats, ends: list[float]) -> tup
 
 
 def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """All sites' answers as one, and what MPCPA's models learned from; None where fewer than two sites answered for the
-    same test set.
-    """
+    """Return the section on aggregated predictions and MPCPA; None with fewer than two sites on the same test set."""
     evaluation = page.evaluation or {}
     if not (together := evaluation.get("aggregated")):
         return None
     mean = evaluation["merged"]["accuracy"]["mean"]
     one = together["rules"][together["rule"]]["accuracy"]
     text = (
-        f"All sites' predictions as one reach an accuracy of {number(one)}, one site's {number(mean)} on average. "
-        "One run is one draw: a few points mean nothing."
+        f"Aggregated predictions reach an accuracy of {number(one)}, "
+        f"those of one site {number(mean)} on average. "
+        "In a single run a difference of a few points means nothing."
     )
     found: dict[str, object] = {
         "used": _RULES[together["rule"]],
@@ -221,17 +219,17 @@ def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | N
 
 
 def _models_chart(rows: Sequence[Json]) -> Chart:
-    """Accuracy of every model of the comparison, below each other; aggregations stand out."""
+    """Return a bar chart of the accuracy of every model of the comparison; aggregations are marked."""
     labels = [", ".join(row[key] for key in ("row", "site") if key in row) for row in rows]
     bars = [
         Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
         for label, row in zip(labels, rows, strict=True)
     ]
-    return figures.comparison(bars, "Own and generated images", "Accuracy on the merged test set")
+    return figures.comparison(bars, "Local and generated images", "Accuracy on the merged test set")
 
 
 def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
-    """Accuracy over the number of generated images of each class from each denoiser (the paper's Figure 5)."""
+    """Return a chart of accuracy over generated images per class and denoiser (the paper's Figure 5)."""
     x = [point["per_class"] for point in points]
     with new_figure(left_in=0.6) as (figure, axes):
         for site in points[0]["sites"]:

@@ -1,4 +1,4 @@
-"""The plain values of the page of a run, and what its sections on results, training and privacy make of them."""
+"""The values of a run's page, and its sections on results, training and privacy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NUMBER_WORDS = (
     *("Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve"),
 )
 _CELLS_IN_TABLE = 12
-"""A heatmap of more sites than this is drawn, not written."""
+"""Largest number of sites of a heatmap with numbers."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """Everything the page shows. Any number may be None; what has not been done yet is None or empty."""
+    """The content of a run's page. Any number may be None; missing documents are None or empty."""
 
     run: str
     """Name of the run's folder, ``00001-proxyfl-camelyon17``."""
@@ -49,35 +49,35 @@ class Page:
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
     """Overview pictures by site: (slide, PNG bytes)."""
     groups: Mapping[str, Json] = field(default_factory=dict)
-    """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    """Group privacy of each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
     clinical: Json | None = None
     """The document of ``clinical --json``."""
     audit: Json | None = None
     """The document of ``audit --json``."""
     between: Between | None = None
-    """What hospitals that keep their test parts told of what travelled, as ``evaluate --json`` has it."""
+    """Cross-site scores of the released models from counts, as in ``evaluate --json``."""
     mpcpa: Json | None = None
     """The document of ``train --method mpcpa --baselines``."""
     generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
     """Images that were generated for this run, by the site whose denoiser they come from."""
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Sites of real patients whose ``patches``, ``overviews`` or ``generated`` images are not shown."""
+    """Sites of real patients whose ``patches``, ``overviews`` or ``generated`` images are omitted."""
     patients_of: Sequence[str] = ()
-    """Sites of real patients of whom the page holds pictures."""
+    """Sites of real patients with pictures on the page."""
     scores: tuple[str, ...] = ("accuracy", "macro_accuracy", "auroc")
-    """Names of the scores, the most telling first, which is better when it is higher."""
+    """Names of the scores, the main one first; higher is better."""
     task: str = "classes"
-    """What models answer: "classes", a "number", or "survival"."""
+    """The kind of task: "classes", "number" or "survival"."""
     outputs: tuple[str, ...] = ()
-    """What each output of a model is called; of survival the ends of the intervals."""
+    """Names of a model's outputs; of survival the ends of the intervals."""
     said: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=dict)
-    """(truth, what the model says) of test examples by site, for numbers and survival."""
+    """(truth, predictions) of test examples by site, for numbers and survival."""
     examples: str = "patches"
-    """What a model is asked about: patches, or whole slides, of which there are no pixels."""
+    """Plural of an example: patches, slides or patients."""
 
 
 def headline(page: Page, n_sites: int) -> dict[str, object]:
-    """The opening: what was done, what came out, and whether federation helped."""
+    """Return the values of the first section: method, score, and benefit of federation."""
     merged = (page.evaluation or {}).get("merged") or {}
     evaluated = (page.evaluation or {}).get("sites", ())
     score = page.scores[0]
@@ -105,25 +105,23 @@ def headline(page: Page, n_sites: int) -> dict[str, object]:
 
 
 def setting(method: str, n_sites: int) -> str:
-    """What was done, in one sentence."""
+    """Return a sentence on the method and the number of sites."""
     word = _NUMBER_WORDS[n_sites] if n_sites < len(_NUMBER_WORDS) else str(n_sites)
     who, spoken = f"{word} site{'' if n_sites == 1 else 's'}", words.method_name(method)
     if words.is_pooled(method):
         return f"The training data of {who.lower()} were pooled: a reference, not a federation."
     if words.is_alone(method):
-        return f"{who} trained {'alone' if n_sites == 1 else 'each on its own'}; nothing was exchanged."
+        return f"{who} trained {'a local model' if n_sites == 1 else 'local models'}; nothing was exchanged."
     if n_sites == 1:
-        return f"{who} trained with {spoken}; without a second site there is nobody to learn with."
+        return f"{who} trained with {spoken}; without a second site there is no federation."
     return f"{who} trained together with {spoken}; no slide left its site."
 
 
 def _references(baselines: Sequence[Mapping[str, Any]], score: str) -> dict[str, Mapping[str, Any]]:
-    """The runs a federation is measured against: the best of each kind, so that no comparison is easier than the study
-    allows.
-    """
+    """Return the best run of each kind of baseline."""
     kinds = {
-        "a site alone without DP": (words.is_alone, False),
-        "a site alone with DP": (words.is_alone, True),
+        "a local model without DP": (words.is_alone, False),
+        "a local model with DP": (words.is_alone, True),
         "all data pooled without DP": (words.is_pooled, False),
         "all data pooled with DP": (words.is_pooled, True),
     }
@@ -136,7 +134,7 @@ def _references(baselines: Sequence[Mapping[str, Any]], score: str) -> dict[str,
 
 
 def _majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
-    """The commonest true class and its share: what answering always the same would score.
+    """Return the most frequent true class and its share, the accuracy of a constant prediction.
 
     >>> _majority([[30, 10], [20, 40]], ("healthy", "tumor"))
     ('tumor', 0.6)
@@ -149,20 +147,20 @@ def _majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str])
 
 
 def _verdict(merged: Json, run: Json, name: str, score: str) -> Finding:
-    """Whether joining pays, by the rule of comparisons."""
+    """Return the benefit of federation over a baseline, by the rule of comparisons."""
     more = merged[score]["mean"] - run[score]["mean"]
     if run["dp"]:
         side = "above" if more >= 0 else "below"
         text = f"{words.SCORES[score]} is {number(abs(more), 2)} {side} that of {name}"
-        return Finding("unclear", f"{text}, whose model carries the noise itself.")
+        return Finding("unclear", f"{text}, whose model is trained with noise.")
     gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "inconclusive"}
     reached = number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.measured_in(score))
-    return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
+    return worth.finding(gain, f"In this run federation reaches {reached} in {measure}", name)
 
 
 def _gain(merged: Json, over: str, run: Json, score: str) -> dict[str, object]:
-    """What the first of the models alone is exceeded by, over whom, and in which measure."""
+    """Return the gain over the first local baseline: its name, the measure and the value."""
     gain = (run.get("gain") or {}).get("gain")
     return {
         "over": over,
@@ -172,24 +170,24 @@ def _gain(merged: Json, over: str, run: Json, score: str) -> dict[str, object]:
 
 
 def _events(page: Page) -> Iterable[str]:
-    """What did not go as planned, in sentences: sites that were lost, that left, and models that were rejected."""
+    """Yield sentences on sites that dropped out, on one-shot statistics, and on rejected models."""
     for loss in page.summary.get("losses", ()):
-        yield f"{loss['site']} was lost in round {loss['round']}: {loss['reason']}."
+        yield f"{loss['site']} dropped out in round {loss['round']}: {loss['reason']}."
     yield from words.absences(page.summary.get("sites", ()))
     if letters := page.summary.get("statistics"):
-        yield f"The head is made of {len(letters)} letters: {words.letters(letters)}."
+        yield f"The head is made of {len(letters)} class statistics: {words.letters(letters)}."
     yield from words.received(page.evaluation or {})
     for row in page.summary.get("sites", ()):
         lines = page.metrics.get(row["site"], ())
         if row.get("max_epsilon") is not None and lines and lines[-1].get("takes_part") is False:
-            most = f"the next would have crossed its max_epsilon of {row['max_epsilon']:g}"
+            most = f"the next would have exceeded its max_epsilon of {row['max_epsilon']:g}"
             yield f"{row['site']} took part in {row['rounds']} rounds: {most}."
         if n := row.get("rejected"):
             yield f"{row['site']} rejected {n} model{'' if n == 1 else 's'} of its peers (log.txt says why)."
 
 
 def privacy(page: Page) -> dict[str, Any]:
-    """ε of all sites as one statement; ``guarantee`` is the weakest any site has."""
+    """Return the privacy spent by all sites; ``guarantee`` is the weakest of them."""
     sites = page.summary.get("sites", ())
     spent = [s for s in sites if known(s.get("epsilon"))]
     guarantees = {s.get("guarantee") or "none" for s in spent}
@@ -208,7 +206,7 @@ def privacy(page: Page) -> dict[str, Any]:
 
 
 def _group(site: str, found: Mapping[str, Any]) -> str:
-    """What ε of one row is worth to the patient with the most rows, in a sentence.
+    """Return a sentence on group privacy of the patient with the most rows.
 
     >>> _group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
     'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
@@ -222,7 +220,7 @@ def _group(site: str, found: Mapping[str, Any]) -> str:
 
 
 def rows(page: Page) -> list[dict[str, Any]]:
-    """This run and its baselines, best merged accuracy first; runs without a number last."""
+    """Return this run and its baselines, best merged accuracy first; runs without a number last."""
     spent_by_all = privacy(page)
     this = {
         **{"run": page.run, "method": page.method, "dp": spent_by_all["on"], "this": True},
@@ -241,7 +239,7 @@ def _mean(row: Json, metric: str) -> Any:
 
 
 def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """A chart per metric over all runs; nothing to draw for a single run."""
+    """Return a chart per metric over all runs; none for a single run."""
     charts, evaluated = [], (page.evaluation or {}).get("sites", ())
     for metric in page.scores:
         bars = [
@@ -273,7 +271,7 @@ def _label(row: Json, rows: Sequence[Json]) -> str:
 
 
 def _series(page: Page, *keys: str) -> dict[str, Points]:
-    """(round, value) by site of one entry of the metrics, rounds without it left out."""
+    """Return (round, value) by site of an entry of the metrics, without rounds that lack it."""
     series: dict[str, Points] = {}
     for site, lines in page.metrics.items():
         points = []
@@ -289,30 +287,30 @@ def _series(page: Page, *keys: str) -> dict[str, Points]:
 
 
 def _over_rounds(score: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """(set or model, score) → title and explanation of its curve."""
+    """Return (test set or model, score) → title and explanation of its curve."""
     word = words.SCORES[score].lower()
     return {
         ("merged", score): (f"Merged test set, {word}", "Each site's model on the test parts of all sites."),
         ("own", score): (f"Own test part, {word}", "Each site's model on the test part of that site."),
-        ("proxy", score): (f"Proxy model, {word}", "The model that leaves the site."),
+        ("proxy", score): (f"Proxy model, {word}", "The model that is exchanged."),
         ("shared", score): (f"Shared head, {word}", "The model that all sites make together."),
         ("merged", "auroc"): ("Merged test set, AUROC", "Ranking quality, whatever the threshold."),
     }
 
 
 def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]]:
-    """(title, explanation, chart) over rounds, losses last; the accuracies share their axis."""
+    """Return (title, explanation, chart) over rounds, losses last; the accuracies share their axis."""
     score = page.scores[0]
     shown = _over_rounds(score)
     series = {keys: _series(page, *keys) for keys in shown}
     ylim = _limits(v for keys, s in series.items() if keys[1] == score for p in s.values() for _, v in p)
     references = _references(page.baselines, score)
-    alone = references.get("a site alone without DP", {}) if words.is_federated(page.method) else {}
+    alone = references.get("a local model without DP", {}) if words.is_federated(page.method) else {}
     charts = []
     for keys, (title, text) in shown.items():
         if series[keys]:
             level = _mean(alone, keys[1]) if keys[0] == "merged" else None
-            reference = None if level is None else ("alone, no DP", level)
+            reference = None if level is None else ("local, no DP", level)
             limits = ylim if keys[1] == score else None
             chart = figures.curves(series[keys], colors, title, ylim=limits, reference=reference)
             charts.append((title, text, chart))
@@ -345,7 +343,7 @@ def spent(page: Page, colors: Mapping[str, str]) -> Chart | None:
 
 
 def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """A diagram per site, or one for all when there are many."""
+    """Return a reliability diagram per site, or one for all of many sites."""
     series: dict[str, Points] = {}
     for site in evaluated:
         bins = (site.get("calibration") or {}).get("bins", ())
@@ -361,13 +359,13 @@ def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tu
 
 
 def pooled(evaluated: Sequence[Json]) -> list[list[int]] | None:
-    """The confusion matrices of all sites' models, added up."""
+    """Return the sum of the confusion matrices of all sites' models."""
     found = [np.asarray(s["confusion"]) for s in evaluated if s.get("confusion")]
     return np.sum(found, axis=0).tolist() if found else None
 
 
 def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, object]]:
-    """Who generalises to whom: models × test parts, for the most telling score, and AUROC where there is one."""
+    """Return cross-site heatmaps, models × test parts, of the main score, and of AUROC where known."""
     parts = {s["site"]: s["parts"] for s in evaluated if s.get("parts")}
     names = list(parts)
     found: list[dict[str, object]] = []
@@ -382,7 +380,8 @@ def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, object]]:
             found.append({
                 "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
                 "elsewhere": elsewhere, "reached": reached,
-                "best": _named(max, names, elsewhere), "hardest": _named(min, names, reached),
+                "best": _named(max, names, elsewhere),
+                "hardest": _named(min, names, reached),
                 "chart": figures.matrix(grid, (low, high), title) if len(names) > _CELLS_IN_TABLE else None,
             })  # fmt: skip
     return found
@@ -396,14 +395,14 @@ def _average(values: Iterable[Any]) -> float | None:
 def _named(
     choose: Callable[..., Any], names: Sequence[str], values: Sequence[float | None]
 ) -> tuple[str, float] | None:
-    """The name with the highest or lowest value; None where several have it, as a tie has no winner."""
+    """Return the name with the highest or lowest value; None for a tie."""
     end = choose((value for value in values if value is not None), default=None)
     first = [name for name, value in zip(names, values, strict=True) if value == end]
     return (first[0], end) if end is not None and len(first) == 1 else None
 
 
 def traffic(page: Page) -> list[dict[str, object]]:
-    """What each site sent over the whole run."""
+    """Return the messages, bytes and seconds of each site over the whole run."""
     keys = ("messages", "bytes", "communication_seconds", "seconds")
     found: list[dict[str, object]] = []
     for site, lines in page.metrics.items():

@@ -1,4 +1,4 @@
-"""Numbers and findings as a reader sees them; every sentence is composed from the run's data alone."""
+"""Formats of numbers, and sentences on a run, for pages and the console."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 from wsi_fl.federation.methods import METHODS
 
 Json = Mapping[str, Any]
-"""A JSON object as the run's files hold it."""
+"""A JSON object of a run's file."""
 DASH = "–"
 SCORES = {
     "accuracy": "Accuracy",
@@ -21,7 +21,7 @@ SCORES = {
     "concordance": "Concordance",
     "integrated_brier": "Integrated Brier score",
 }
-"""What scores are called."""
+"""Names of scores."""
 SHORT = {
     "macro_accuracy": "macro-acc.",
     "auroc": "AUROC",
@@ -30,11 +30,11 @@ SHORT = {
     "r2": "R²",
     "integrated_brier": "int. Brier",
 }
-"""What the long ones are called in narrow tables."""
+"""Short names of scores for narrow tables."""
 
 
 def known(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a number one can print (not None, not NaN).
+    """Return whether a value is a number other than NaN.
 
     >>> known(0.5), known(None), known(float("nan"))
     (True, False, False)
@@ -43,7 +43,7 @@ def known(value: object) -> TypeGuard[float]:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A number with fixed decimals, a dash when there is none.
+    """Return a number with fixed decimals, a dash for None and NaN.
 
     >>> number(0.70649), number(None), number(2.3567, 2), number(-0.0001)
     ('0.706', '–', '2.36', '0.000')
@@ -55,7 +55,7 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def count(value: Any) -> str:
-    """A whole number with thousands separated.
+    """Return a whole number with thousands separators.
 
     >>> count(2984), count(None)
     ('2,984', '–')
@@ -64,17 +64,17 @@ def count(value: Any) -> str:
 
 
 def area_words(scores: Mapping[str, Any]) -> str:
-    """Return the AUROC that follows from counts in bins, and how far the exact one may lie from it at most."""
+    """Return the AUROC from counts in bins, ± the bound of its error."""
     within = scores.get("auroc_within")
     around = f" ± {number(within)}" if known(within) and within >= 0.0005 else ""
     return number(scores.get("auroc")) + around
 
 
 def over_classes(present: Mapping[str, int], n_classes: int) -> str:
-    """Return in a sentence over how many classes the macro-accuracy of each part is a mean; "" where over all.
+    """Return a sentence on the classes in the macro-accuracy of test parts that lack some; "" without such a part.
 
     Args:
-        present: by name of a test part, how many of the classes have examples in it; 0 of parts without examples.
+        present: test part → number of classes with examples; 0 for parts without examples.
 
     >>> over_classes({"C1": 3, "C2": 2}, 3), over_classes({"C1": 3}, 3)
     ('Macro-accuracy is the mean over the classes that occur, at C2 over 2 of 3.', '')
@@ -86,14 +86,14 @@ def over_classes(present: Mapping[str, int], n_classes: int) -> str:
 
 
 def classes_of_parts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return `over_classes` of the sites' own test parts, by their rows of an evaluation; "" where none has classes."""
+    """Return `over_classes` of the local test parts, from the rows of an evaluation; "" without classes."""
     tables = {row["site"]: (row.get("own") or {}).get("confusion") or [] for row in rows}
     present = {name: sum(any(counts) for counts in table) for name, table in tables.items()}
     return over_classes(present, max(map(len, tables.values()), default=0))
 
 
 def letters(digests: Mapping[str, str]) -> str:
-    """Return the letters that heads were made of, by site and the beginning of their digests.
+    """Return the class statistics of a head as text: site and beginning of the digest.
 
     >>> letters({"C1": "0f3a9c2e", "C2": "77d01b4a"})
     'C1 0f3a9c2e, C2 77d01b4a'
@@ -102,27 +102,28 @@ def letters(digests: Mapping[str, str]) -> str:
 
 
 def received(evaluation: Mapping[str, Any]) -> list[str]:
-    """Return in sentences who only receives, and how right its predictions are to be expected."""
+    """Return sentences on the inference-only sites, and the expected score of their predictions."""
     found = evaluation.get("inference_sites")
     if not found:
         return []
     score, examples = evaluation["scores"][0], evaluation["examples"]
     said = [
-        f"{one['site']} receives: {one['n']} {examples} are predicted, and nobody knows what is true."
+        f"{one['site']} is a site without labels: {one['n']} {examples} are predicted, the true labels are unknown."
         for one in found["sites"]
     ]
-    expect = "What to expect of receivers is what a site with labels tells; none is here."
+    expect = "The score to expect at sites without labels needs a site with labels; none is here."
     if told := found["expected"].get(score):
-        reached = f"{number(told['mean'])} ({number(told['low'])} to {number(told['high'])})"
+        low, high = number(told["low"]), number(told["high"])
+        reached = f"{number(told['mean'])} ({low} to {high})"
         expect = (
-            f"To expect of receivers: {SCORES[score].lower()} {reached}, which their head has on the test parts of "
-            f"{', '.join(found['reference_sites'])}; a hospital unlike these may see less."
+            f"Expected at sites without labels: {SCORES[score].lower()} {reached}, as their head has on the test parts "
+            f"of {', '.join(found['reference_sites'])}; a hospital unlike these may have less."
         )
     return [*said, expect]
 
 
 def measured_in(score: str) -> str:
-    """What a score is called within a sentence.
+    """Return the name of a score within a sentence.
 
     >>> measured_in("accuracy"), measured_in("auroc"), measured_in("r2")
     ('accuracy', 'AUROC', 'R²')
@@ -132,7 +133,7 @@ def measured_in(score: str) -> str:
 
 
 def signed(value: Any, digits: int = 2) -> str:
-    """A difference, its sign always written.
+    """Return a difference with its sign.
 
     >>> signed(0.071), signed(-0.05), signed(-0.001)
     ('+0.07', '−0.05', '±0.00')
@@ -145,7 +146,7 @@ def signed(value: Any, digits: int = 2) -> str:
 
 
 def percent(share: Any, digits: int = 0) -> str:
-    """A share of one in percent.
+    """Return a share in percent.
 
     >>> percent(0.6649), percent(None)
     ('66 %', '–')
@@ -154,7 +155,7 @@ def percent(share: Any, digits: int = 0) -> str:
 
 
 def stated_percent(share: float) -> str:
-    """Return a share that somebody has stated in percent, with all its digits: half a per cent is not 0 %.
+    """Return a given share in percent with all its digits.
 
     >>> stated_percent(0.004), stated_percent(0.07), stated_percent(0.9995)
     ('0.4 %', '7 %', '99.95 %')
@@ -163,7 +164,7 @@ def stated_percent(share: float) -> str:
 
 
 def singular(examples: str) -> str:
-    """Return one of several examples, or models.
+    """Return the singular of a plural noun.
 
     >>> singular("patches"), singular("patients"), singular("shared models")
     ('patch', 'patient', 'shared model')
@@ -172,7 +173,7 @@ def singular(examples: str) -> str:
 
 
 def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
-    """Mean ± standard deviation of ``{"mean", "sd"}``; the mean alone where nothing varies.
+    """Return mean ± standard deviation of ``{"mean", "sd"}``; the mean without a deviation.
 
     >>> spread({"mean": 0.7123, "sd": 0.0211}), spread({"mean": 0.5, "sd": None}), spread(None)
     ('0.712 ± 0.021', '0.500', '–')
@@ -184,7 +185,7 @@ def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
 
 
 def interval(bounds: Sequence[float | None] | None) -> str:
-    """An interval in brackets, empty when there is none.
+    """Return an interval in brackets, "" for None.
 
     >>> interval([0.6712, 0.75]), interval(None), interval([None, None])
     ('[0.671, 0.750]', '', '')
@@ -195,7 +196,7 @@ def interval(bounds: Sequence[float | None] | None) -> str:
 
 
 def span(values: Sequence[Any], digits: int = 2) -> str:
-    """Smallest to largest known value, one number when they print alike.
+    """Return smallest–largest known value, one number where both print alike.
 
     >>> span([2.81, None, 2.36]), span([1.5]), span([])
     ('2.36–2.81', '1.50', '–')
@@ -207,7 +208,7 @@ def span(values: Sequence[Any], digits: int = 2) -> str:
 
 
 def size(n_bytes: Any) -> str:
-    """Bytes in decimal units.
+    """Return bytes in decimal units.
 
     >>> size(512), size(48_300_000), size(999_960)
     ('512 B', '48.3 MB', '1.0 MB')
@@ -223,28 +224,28 @@ def size(n_bytes: Any) -> str:
 
 
 def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each site that took no part in some rounds and came back.
+    """Yield a sentence for each site that dropped out of some rounds and came back.
 
     Args:
         sites: rows of a run's summary.
 
     >>> rounds = {"C1": [[1, 9]], "C2": [[1, 2], [6, 9]]}
     >>> list(absences([{"site": name, "rounds_completed": held} for name, held in rounds.items()]))
-    ['C2 was away for a while; it took part in rounds 1 to 2 and 6 to 9.']
+    ['C2 dropped out for a while; it took part in rounds 1 to 2 and 6 to 9.']
     """
     began = min((row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1)
     for row in sites:
         held = row.get("rounds_completed") or ()
         if len(held) > 1 or (held and held[0][0] > began):
             parts = " and ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in held)
-            yield f"{row['site']} was away for a while; it took part in rounds {parts}."
+            yield f"{row['site']} dropped out for a while; it took part in rounds {parts}."
 
 
 def duration(seconds: Any) -> str:
-    """A time span to the precision a reader needs.
+    """Return a time span in two units at most.
 
-    >>> duration(0.0123), duration(3.21), duration(252), duration(7260), duration(None)
-    ('12 ms', '3.2 s', '4 min 12 s', '2 h 1 min', '–')
+    >>> duration(0.0123), duration(3.21), duration(252), duration(7260)
+    ('12 ms', '3.2 s', '4 min 12 s', '2 h 1 min')
     """
     if not known(seconds):
         return DASH
@@ -259,7 +260,7 @@ def duration(seconds: Any) -> str:
 
 
 def scientific(value: Any) -> str:
-    """A small number such as δ as a power of ten.
+    """Return a small number such as δ as a power of ten.
 
     >>> scientific(1e-5), scientific(2.5e-6), scientific(None)
     ('10⁻⁵', '2.5 × 10⁻⁶', '–')
@@ -273,23 +274,23 @@ def scientific(value: Any) -> str:
 
 
 def detected(rate: float, unit: str) -> str:
-    """What ε means for those it protects, by the test that finds most of them.
+    """Return the meaning of ε as rates of the most powerful membership test.
 
     Args:
-        rate: the largest true positive rate of a test whose false positive rate is 0.01.
-        unit: what ε protects.
+        rate: the largest true positive rate of a test with a false positive rate of 0.01.
+        unit: the privacy unit.
 
     >>> detected(0.0198, "patient").split(", ")[1]
-    'somebody who sees all that leaves and knows all other data recognises at most 2.0'
+    'an attacker with all releases and all other data identifies at most 2.0'
     """
     return (
-        f"of 100 {unit}s in it, somebody who sees all that leaves and knows all other data recognises at most "
-        f"{100 * rate:.1f}, and wrongly 1 of 100 that are not in it"
+        f"of 100 {unit}s in it, an attacker with all releases and all other data identifies at most "
+        f"{100 * rate:.1f}, at a false positive rate of 1 %"
     )
 
 
 def detected_of(sites: Sequence[Mapping[str, Any]]) -> str:
-    """What ε means at the site where it means least; "" where some site promises nothing.
+    """Return the meaning of ε at the site with the weakest guarantee; "" where a site has none.
 
     Args:
         sites: rows of a summary or a plan, with `max_tpr_at_fpr_1pct` and `unit`.
@@ -302,27 +303,27 @@ def detected_of(sites: Sequence[Mapping[str, Any]]) -> str:
 
 
 def method_name(method: str) -> str:
-    """Return the name of a method as its paper writes it; an unknown one as it is."""
+    """Return the name of a method in its paper; an unknown name unchanged."""
     return METHODS[method].name if method in METHODS else method
 
 
 def method_does(method: str) -> str:
-    """Return what a method does, in a few words; "" for an unknown one."""
+    """Return the summary of a method; "" for an unknown one."""
     return METHODS[method].does if method in METHODS else ""
 
 
 def is_pooled(method: str) -> bool:
-    """Return whether a method learns from all sites' data in one place."""
+    """Return whether a method trains on the pooled data of all sites."""
     return method in METHODS and METHODS[method].learns_from == "everybody"
 
 
 def is_alone(method: str) -> bool:
-    """Return whether each site learns from its own data alone."""
+    """Return whether a method trains local models only."""
     return method in METHODS and not METHODS[method].shares and not is_pooled(method)
 
 
 def is_federated(method: str) -> bool:
-    """Return whether sites learn with one another by a method."""
+    """Return whether a method is federated."""
     return not (is_pooled(method) or is_alone(method))
 
 

@@ -1,4 +1,4 @@
-"""The figure that answers a hospital's question: alone, joined, pooled, site by site, with intervals and ε."""
+"""The benefit of federation in words and figures: local, federated and pooled models by site, with intervals and ε."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from wsi_fl.report.words import Finding, Json, known, number, signed
 
 ALL = "all sites"
 _KINDS = {"local": ("ink", "o", -0.24), "federated": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
-"""Colour, marker and place in the row of each model."""
+"""Colour, marker and vertical offset of each model."""
 _SAYS = {
-    "local": "alone, without DP",
-    "federated": "joined",
-    "pooled": "all data pooled, which nobody may do",
+    "local": "local, without DP",
+    "federated": "federated",
+    "pooled": "all data pooled, which privacy forbids",
 }
 _ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 3.0, 8.6
 
 
 def rows_of(document: Json) -> list[tuple[str, Json]]:
-    """(name, values) of every site and, where there are several, of their mean.
+    """Return (name, values) of every site and, where there are several, of their mean.
 
     Args:
         document: `benefit` of ``compare --json``.
@@ -36,7 +36,7 @@ def rows_of(document: Json) -> list[tuple[str, Json]]:
 
 
 def chart(document: Json) -> Chart:
-    """For the page."""
+    """Return the figure as a chart of the page."""
     rows = rows_of(document)
     said = "; ".join(
         f"{name}: " + ", ".join(f"{kind} {number(row[kind]['mean'])}" for kind in _KINDS if row.get(kind))
@@ -45,11 +45,11 @@ def chart(document: Json) -> Chart:
     with figures.new_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
         _draw(axes, rows, TOKENS, document["measure"])
         alt = f"{document['measure'].capitalize()} by site. {said}."
-        return Chart(figures.to_svg(figure, "What joining brings"), alt)
+        return Chart(figures.to_svg(figure, "Benefit of federation"), alt)
 
 
 def png(document: Json) -> bytes:
-    """For slides and papers."""
+    """Return the figure as a PNG for slides and papers."""
     rows = rows_of(document)
     height = 1.25 + _ROW_IN * len(rows)
     with mpl.rc_context(png_style()):
@@ -74,7 +74,7 @@ def _fill(kind: str, colors: Mapping[str, str]) -> str:
 
 
 def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str], measure: str) -> None:
-    """A row per site: three marks with their intervals."""
+    """Draw a row per site: three marks with their intervals."""
     axes.set_ylim(len(rows) - 0.45, -0.55)
     for y, (_, row) in enumerate(rows):
         for kind, (color, marker, offset) in _KINDS.items():
@@ -94,11 +94,11 @@ def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
 
 
 def _tell(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str]) -> None:
-    """On the right, in words, what joining brings and costs."""
+    """Write the gain and the privacy cost of each site on the right."""
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     for y, (_, row) in enumerate(rows):
         for text, below, size, color in (
-            (f"joining: {gain_words(row)}", -0.13, 9.5, "ink"),
+            (f"gain: {gain_words(row)}", -0.13, 9.5, "ink"),
             (price(row), 0.2, 8.5, "muted"),
         ):
             axes.annotate(
@@ -107,7 +107,7 @@ def _tell(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
 
 
 def gain_words(row: Json) -> str:
-    """What joining brings, with its interval.
+    """Return the gain with its interval.
 
     >>> gain_words({"gain": {"mean": 0.0612, "low": 0.04, "high": 0.083}})
     '+0.061 (+0.040 to +0.083)'
@@ -120,31 +120,32 @@ def gain_words(row: Json) -> str:
 
 
 _MEANS = {
-    "join": "this hospital should join",
-    "local": "this hospital does better alone",
-    "nothing to gain": "there is nothing to gain: data pooled in one place would not help either",
-    "inconclusive": "these runs do not show whether it should join",
+    "join": "this hospital should take part",
+    "local": "this hospital's local model is better",
+    "nothing to gain": "there is nothing to gain: pooled data would not help either",
+    "inconclusive": "these runs do not show whether it should take part",
 }
 _MEANS_OF_ALL = _MEANS | {
-    "join": "on average joining pays",
-    "local": "on average joining does not pay",
-    "inconclusive": "these runs do not show whether joining pays on average",
+    "join": "on average federation pays",
+    "local": "on average federation does not pay",
+    "inconclusive": "these runs do not show whether federation pays on average",
 }
 
 
 def finding(row: Json, reached: str, alone: str) -> Finding:
-    """What joining by one method brings on average, as a sentence: the one verdict of console and pages.
+    """Return the average benefit of a method as a sentence, the same on the console and on pages.
 
     Args:
-        row: what `rows_of` says of all sites.
-        reached, alone: what the method reaches, and the hospital that it is measured against, in words.
+        row: the values over all sites.
+        reached: the score of the method, in words.
+        alone: the baseline, in words.
     """
     text = f"{reached}, {gain_words(row)} over {alone}: {verdict_words(row, ALL)}."
     return Finding({"join": "good", "local": "bad"}.get(row["verdict"], "unclear"), text)
 
 
 def sources_words(row: Json) -> str:
-    """Where chance came in: the standard error of the gain by each source that is known.
+    """Return the standard error of the gain by each known source of variance.
 
     >>> sources = {"patients": 0.011, "seeds": None, "noise": 0.004}
     >>> sources_words({"gain": {"n_patients": 60, "sources": sources}})
@@ -162,32 +163,32 @@ def _asked(gain: Json) -> str:
 
 
 def verdict_words(row: Json, name: str) -> str:
-    """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
+    """Return the verdict for a hospital or "all sites", with the share of the gap to pooled data that is closed.
 
     >>> gain = {"mean": 0.1, "low": 0.07, "high": 0.13}
     >>> room = {"mean": 0.62, "low": 0.5, "high": 0.71}
     >>> verdict_words({"gain": gain, "verdict": "join", "gap_closed": room}, "C1")
-    'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
+    'this hospital should take part (62 % of the gain of pooling, 50 to 71 %)'
     >>> verdict_words({"gain": {"mean": 0.0, "low": 0.0, "high": 0.0, "n_patients": 2}}, "C1")
-    'it gives the same answers alone, to 2 test patients'
+    'its local model makes the same predictions, on 2 test patients'
     """
     gain = row.get("gain")
     if not gain:
         return ""
     alike = (gain.get("sources") or {}).get("patients") == 0 or gain["low"] == gain["high"]
     if gain["mean"] == 0 and alike and known(gain["low"]):
-        return f"it gives the same answers alone, to {_asked(gain)}"
+        return f"its local model makes the same predictions, on {_asked(gain)}"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("gap_closed")
     if not room or room["mean"] <= 0:
         return said
     mean, low, high = (number(room[key] and 100 * room[key], 0) for key in ("mean", "low", "high"))
     around = f", {low} to {high} %" if known(room["low"]) else ""
-    return f"{said} ({mean} % of what pooling would bring{around})"
+    return f"{said} ({mean} % of the gain of pooling{around})"
 
 
 def price(row: Json) -> str:
-    """What it costs in privacy; empty for all sites together."""
+    """Return the privacy cost; "" for all sites together."""
     if "guarantee" not in row:
         return ""
     spent = f"for ε = {number(row['epsilon'], 2)}, {row['guarantee']}"

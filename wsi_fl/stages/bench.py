@@ -1,6 +1,6 @@
-"""`bench`: what methods bring hospitals drawn from one table of features, beside staying alone and pooling all.
+"""`bench`: benefit of methods for hospitals sampled from one table of features, with local and pooled baselines.
 
-Every method trains linear heads in memory, by the loop of every study. No store, no run and no ledger is made.
+Every method trains linear heads in memory, by the same loop as studies, without stores, runs and ledgers.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from wsi_fl.types import SetAside, UsageError, WsiFlError, one_line
 
 DELTA = 1e-5
 _TEST = 500
-"""Of each class, where so many are left."""
+"""Largest number of test patients of each class."""
 _TUNING = -1
-"""The seed of the draw on which the rounds and the learning rate of a method are chosen."""
+"""Seed of the sample for choosing the rounds and the learning rate of a method."""
 _WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
-"""(rounds, learning rate) that are tried."""
+"""Candidates of (rounds, learning rate)."""
 _NAMED_SKEWS = ("alike", "missing-class")
 _NAMES = ("label", "patient")
-"""Columns of a table that are no features."""
+"""Columns of a table without features."""
 _NUMBER = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _NAMED = 5
-"""Slides that give no row and are named to people; the others are counted."""
+"""Largest number of excluded slides named in a message; the others are counted."""
 _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
@@ -69,10 +69,10 @@ _COLUMNS = (
 
 
 class Cell(NamedTuple):
-    """How hospitals are drawn: so many, of so many patients each, and how unlike they are.
+    """Sampling of hospitals: their number, patients of each, and class skew.
 
-    `skew` is the share of one class at a hospital, by turns: "0.9"; "alike" draws at random; with
-    "missing-class" the last one has never seen the first class.
+    `skew` is the share of one class at a hospital, by turns: "0.9"; "alike" samples at random; with "missing-class" the
+    last hospital has no patient of the first class.
     """
 
     sites: int
@@ -103,7 +103,7 @@ def cells_of(hospitals: str, skews: str) -> list[Cell]:
 
 
 def numbers_of(text: str, option: str = "--epsilon") -> list[float]:
-    """Return the numbers above 0 that are written with commas between; UsageError for anything else."""
+    """Return positive numbers from a comma-separated text; UsageError for anything else."""
     try:
         found = [float(one) for one in text.split(",")]
     except ValueError:
@@ -114,10 +114,10 @@ def numbers_of(text: str, option: str = "--epsilon") -> list[float]:
 
 
 def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable], FeatureTable]:
-    """Draw hospitals and a test that none of them has; whole patients, who count as of the class of their first row.
+    """Sample hospitals and a disjoint test set by patient; a patient's class is that of the first row.
 
     Raises:
-        UsageError: where there are too few.
+        UsageError: for too few patients.
     """
     rng = np.random.default_rng(seed + 1000)
     names = np.array([name or f"row {row}" for row, name in enumerate(table.patient.tolist())])
@@ -129,8 +129,9 @@ def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable
     def some(one: int, count: int) -> list[int]:
         if count > len(left[one]):
             raise UsageError(
-                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}: the next "
-                f"hospital needs {count}, {len(left[one])} are left; what no hospital takes is the test"
+                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}: "
+                f"the next hospital needs {count}, {len(left[one])} are left; "
+                "patients of no hospital are the test set"
             )
         found, left[one] = left[one][:count], left[one][count:]
         return found
@@ -155,7 +156,7 @@ def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable
 
 @dataclass(frozen=True)
 class _Work:
-    """One training of all hospitals: a line of the result for each of them."""
+    """A training of all hospitals, with a line of the result for each."""
 
     method: str
     epsilon: float
@@ -175,9 +176,9 @@ def _key(row: Mapping[str, str | None]) -> tuple[str, ...]:
 
 
 _Results = dict[tuple[str, ...], list[dict[str, str]]]
-"""The lines of each training, by what it was."""
+"""The lines of each training by its key."""
 _shared: dict[str, Any] = {}
-"""In each process, what all works have in common."""
+"""Common values of all trainings in a process."""
 
 
 def _begin(table: FeatureTable, along: Directions | int, unit: Unit) -> None:
@@ -224,7 +225,7 @@ def _fitted(part: FeatureTable) -> FittedHead:
 
 @lru_cache(maxsize=2)
 def _alone(cell: Cell, seed: int) -> list[FittedHead]:
-    """Return the head that each hospital has alone, tuned on its own held-out patients."""
+    """Return the local head of each hospital, tuned by cross-validation over its patients."""
     return [_fitted(part) for part in drawn(_shared["table"], cell, seed)[0]]
 
 
@@ -238,7 +239,7 @@ def _asked(model: nn.Module, rows: FeatureTable) -> Probabilities:
 
 
 def _learned(parts: Sequence[FeatureTable], work: _Work) -> list[Learned]:
-    """Return what hospitals have after training together."""
+    """Return the hospitals' models after federated training."""
     row, unit = METHODS[work.method], _shared["unit"]
     fewest = min(len(np.unique(part.patient)) if unit == "patient" else len(part.y) for part in parts)
     rounds, lr = work.way
@@ -267,7 +268,7 @@ def _learned(parts: Sequence[FeatureTable], work: _Work) -> list[Learned]:
 def _mixed(
     learned: Sequence[Learned], parts: Sequence[FeatureTable], test: FeatureTable, work: _Work
 ) -> list[Probabilities]:
-    """Return what each hospital answers with: a mixture with the head that it has alone, as a study does."""
+    """Return the predictions of each hospital's ensemble of local and federated head, as in a study."""
     answers = []
     for site, part, lone in zip(learned, parts, _alone(work.cell, work.seed), strict=True):
         model = site.models.get("proxy") or site.models.get("shared") or next(iter(site.models.values()))
@@ -291,23 +292,22 @@ def bench(
     jobs: int = 1,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Measure methods on hospitals drawn from a table; return the `--json` document.
+    """Measure methods on hospitals sampled from a table; return the `--json` document.
 
-    A hospital alone and all data pooled are heads without noise, tuned by cross-validation. Rounds and learning rate of
-    a method that has rounds are the best of six on a draw of its own, for each cell, at the middle ε. What a hospital
-    answers with is measured (`score`), which contains its lone head as in a study, and what the method's model says by
-    itself (`own_score`).
+    The local and the pooled baseline are heads without noise, tuned by cross-validation. Rounds and learning rate of a
+    method in rounds are the best of six on a separate sample, for each cell, at the middle ε. Scores are of a
+    hospital's ensemble with its local head, as in a study (`score`), and of the federated model (`own_score`).
 
     Args:
         path, labels: see `read_table`.
-        out: CSV with a line for each method, ε, cell, seed and hospital. What is there already is not computed again.
-        methods: names in METHODS, those of other packages included.
-        cells: how hospitals are drawn.
-        along: directions of public tissue for `oneshot`, or a table of its features; random ones without.
-        jobs: processes.
+        out: CSV with a line for each method, ε, cell, seed and hospital; existing lines are not computed again.
+        methods: names in METHODS, including those of plug-ins.
+        cells: sampling of hospitals.
+        along: from public reference slides for `oneshot`, or a table of their features; by default random.
+        jobs: number of processes.
 
     Raises:
-        UsageError: for a table, methods or cells that do not go, or a CSV of another table.
+        UsageError: for an invalid table, method or cell, or a CSV of another table.
     """
     table, told = read_table(path, labels), watcher or Silent()
     if table.aside:
@@ -320,7 +320,7 @@ def bench(
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
         if method in (ALONE, POOLED):
-            raise UsageError(f"{method} is measured beside every method anyway; leave it out of --method")
+            raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
         if METHODS[method].without_dp or METHODS[method].learns_from != "own":
             raise UsageError(f"{method} needs more than features; train it in a study")
     for cell in cells:
@@ -345,7 +345,7 @@ def bench(
     n = len(tuning) + seeds * len(tested)
 
     def work_off(works: Sequence[_Work], before: int) -> None:
-        """Do what is not there; after each training the CSV holds it. Earlier works were so many."""
+        """Run missing trainings, and write the CSV after each; `before` is the number of earlier ones."""
         asked = [work for work in works if work.key not in there]
         done = before + len(works) - len(asked)
         told.update("trainings", done, n)
@@ -374,7 +374,7 @@ def bench(
 
 
 def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], told: Watcher) -> _Results:
-    """Return the lines that are there by training, without those of methods whose code or tuning has changed since."""
+    """Return existing lines by training, without those of methods whose code or tuning has changed."""
     beside = out.with_suffix(".json")
     before = read_object(beside, "choose another --out") if beside.exists() else {}
     if before and {key: before.get(key) for key in facts} != facts:
@@ -384,7 +384,7 @@ def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], tol
     known = known if isinstance(known, dict) else {}
     changed = [name for name in methods if known.get(name, code[name]) != code[name]]
     for name in changed:
-        told.say(f"{name} has changed since {out}; its lines are made anew")
+        told.say(f"{name} has changed since {out}; its lines are computed again")
     write_json(beside, {**facts, "code": known | code})
     found: _Results = {}
     for key, rows in _lines_of(out).items() if out.exists() else ():
@@ -394,16 +394,16 @@ def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], tol
             found[key] = rows
         else:
             told.say(
-                f"{out}: lines of {' '.join(key)} are damaged, missing or there twice; they are made anew"
+                f"{out}: lines of {' '.join(key)} are damaged, missing or duplicated; they are computed again"
             )
     return found
 
 
 def _lines_of(out: Path) -> _Results:
-    """Return the lines of an earlier result by training.
+    """Return the lines of an existing CSV by training.
 
     Raises:
-        UsageError: when it is no such result.
+        UsageError: when it is not a result of bench.
     """
     try:
         with ordinary(out).open(newline="", encoding="utf-8") as file:
@@ -442,7 +442,7 @@ def _whole(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _code_of(method: str) -> str:
-    """Return a digest of what the lines of a method depend on: the file of its step, and the ways that are tried."""
+    """Return a digest of the file of a method's step and of the candidates of hyperparameters."""
     step = METHODS[method].step
     module = inspect.getmodule(step) or inspect.getmodule(type(step))
     file = getattr(module, "__file__", None)
@@ -468,7 +468,7 @@ def _results(
 
 
 def _best(there: _Results, method: str, cell: Cell, epsilon: float) -> tuple[int, float]:
-    """Return the way whose answers were best; where joining changes no answer, whose models were."""
+    """Return the hyperparameters with the best ensembles; at a tie, with the best federated models."""
 
     def reached(way: tuple[int, float]) -> tuple[float, float]:
         rows = there[_Work(method, epsilon, cell, _TUNING, way).key]
@@ -479,7 +479,7 @@ def _best(there: _Results, method: str, cell: Cell, epsilon: float) -> tuple[int
 
 
 def _gain(there: _Results, method: str, epsilon: float, cell: Cell, seeds: int) -> dict[str, Any]:
-    """Return what a method brings in a cell: balanced accuracy less that of staying alone, in pairs."""
+    """Return the paired gain in balanced accuracy of a method over local heads in a cell."""
     from scipy.stats import t
 
     def scores(name: str, at: float) -> NDArray[np.float64]:
@@ -514,7 +514,7 @@ def bench_lines(document: dict[str, Any]) -> Lines:
     headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
     yield Table("balanced accuracy", headings, rows)
     yield Line(
-        f"{document['seeds']} seeds; a gain is paired with staying alone, ± its 95 % interval over seeds"
+        f"{document['seeds']} seeds; a gain is paired with the local head, ± its 95 % interval over seeds"
     )
     yield Line(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")
 
@@ -525,9 +525,9 @@ class FeatureTable:
 
     Attributes:
         x: float32[n, d].
-        y: int64[n], numbers of `classes`.
-        patient: str[n]; "" where it is not known.
-        aside: slides of a folder that give no row.
+        y: int64[n], indices of `classes`.
+        patient: str[n]; "" where unknown.
+        aside: excluded slides of a folder.
     """
 
     x: NDArray[np.float32]
@@ -537,12 +537,12 @@ class FeatureTable:
     aside: tuple[SetAside, ...] = ()
 
     def taken(self, rows: NDArray[np.int64]) -> FeatureTable:
-        """Return some rows."""
+        """Return a table of some rows."""
         return FeatureTable(self.x[rows], self.y[rows], self.patient[rows], self.classes)
 
 
 def together(parts: Sequence[FeatureTable]) -> FeatureTable:
-    """Return the rows of several tables of the same classes."""
+    """Return the concatenated rows of tables of the same classes."""
     x, y, patient = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient")
     )
@@ -554,13 +554,12 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
 
     Args:
         path: `.npz` with x [n, d], y [n] and perhaps patient [n]; `.csv` with the columns label, perhaps patient, and
-            numbers; a store of features (`.h5`) of this program, with a row for each patch where patches have labels of
-            their own and else for each slide, the mean; or a folder as TRIDENT writes it, whose slides count with
-            their mean.
+            numbers; a feature store (`.h5`), with a row for each labelled patch, else for the mean of each slide; or
+            TRIDENT's folder, with a row for the mean of each slide.
         labels: CSV with the columns slide, label and perhaps patient, for such a folder.
 
     Raises:
-        UsageError: for anything else, fewer than two classes, classes alike but for case, or numbers that are none.
+        UsageError: for anything else, fewer than two classes, classes that differ in case only, or invalid numbers.
     """
     readers = {".npz": _of_arrays, ".csv": _of_csv, ".h5": _of_store}
     aside: list[SetAside] = []
@@ -597,10 +596,10 @@ _Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
-    """Refuse features that are no numbers, and labels and patients that are not one for each row.
+    """Refuse features that are no finite numbers, and labels and patients of another length.
 
     Raises:
-        UsageError: naming the array and the first row that is at fault.
+        UsageError: with the array and the first wrong row.
     """
     if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
         raise UsageError(
@@ -620,7 +619,7 @@ def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDAr
 
 
 def _not_whole(names: Sequence[str]) -> str:
-    """Return the first of the labels that is no whole number, where all are numbers; "" elsewhere."""
+    """Return the first fractional label where all labels are numbers; "" else."""
     numbers = [name.replace(",", ".") for name in names]
     if not all(map(_NUMBER.fullmatch, numbers)):
         return ""
@@ -677,7 +676,7 @@ def _of_store(path: Path) -> _Columns:
 
 
 def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Columns:
-    """Return a row for each slide with a label and whole features; the others are put aside."""
+    """Return a row for each slide with a label and complete features; the others are excluded."""
     if labels is None:
         raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")
     layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide"])
@@ -711,7 +710,7 @@ def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Colum
 
 
 def _told(aside: Sequence[SetAside]) -> str:
-    """Say which slides give no row, the first by name."""
+    """Return a message on excluded slides, the first by name."""
     more = "; --json names all" if len(aside) > _NAMED else ""
     named = "; ".join(f"{one.slide}: {one.reason}" for one in aside[:_NAMED])
-    return f"slides set aside: {len(aside)} ({named}{more})"
+    return f"slides excluded: {len(aside)} ({named}{more})"

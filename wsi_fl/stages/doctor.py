@@ -1,4 +1,4 @@
-"""`doctor`: what works on this machine, what is missing, and how to fix it."""
+"""`doctor`: checks of the installation, with remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 
 
 def doctor() -> dict[str, Any]:
-    """Checks one thing after the other; each row has name, ok, said, and fix where it is needed."""
+    """Run all checks; each row has name, ok, and the result or remedy (`said`)."""
     checks: dict[str, Callable[[], str]] = {
         "Python": platform.python_version,
         "OpenSlide": _openslide,
@@ -44,7 +44,7 @@ def doctor() -> dict[str, Any]:
 
 
 def _openslide() -> str:
-    """Writes a small slide and reads it back, so that the library is tried, not merely found."""
+    """Write a small slide and read it back."""
     import numpy as np
 
     from wsi_fl.demo.phantom import write_pyramid
@@ -61,7 +61,7 @@ def _openslide() -> str:
                 raise WsiFlError(
                     "it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`"
                 )
-    return "reads a slide it was given"
+    return "reads a slide"
 
 
 def _torch() -> str:
@@ -81,7 +81,7 @@ def _mpi() -> str:
     if answer.returncode:
         reason = launcher_reason(answer.stderr)
         raise WsiFlError(f"two ranks do not work together: {reason}; mpi4py and mpiexec must be of one MPI")
-    return f"two ranks talk to each other ({command[0]})"
+    return f"two ranks communicate ({command[0]})"
 
 
 def _gpu() -> str:

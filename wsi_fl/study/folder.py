@@ -1,6 +1,6 @@
-"""A study: a folder with pipelines/ and sites/, in which stores, runs and ledgers grow.
+"""A study: a folder with pipelines/ and sites/, and with the stores, runs and ledgers that commands write.
 
-Like `config`, only `stages` and `cli` know it.
+Only `stages` and `cli` import it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from wsi_fl.types import UsageError, natural, strange_character
 
 
 def shipped(kind: Literal["pipelines", "sites"]) -> Path:
-    """The folder of shipped pipelines or site files, in an installed package or a checkout."""
+    """Return the folder of shipped pipelines or site files, in an installed package or a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "shipped" / kind
     return installed if installed.is_dir() else package.parent / kind
 
 
 class Study:
-    """A folder with pipelines/ and sites/; stores, runs and ledgers grow in it."""
+    """The paths, pipelines and site files of a study."""
 
     def __init__(self, root: Path, run: Path | None = None, *, rehearses: str = "") -> None:
         self.root = root
@@ -38,16 +38,16 @@ class Study:
         self._rehearses = rehearses
 
     def as_of(self, run: Path) -> Study:
-        """Return the study as a run sees it: its site files promise what they did when the run began."""
+        """Return the study with the settings snapshot of a run in its site files."""
         return Study(self.root, run, rehearses=self._rehearses)
 
     def owner(self, site: str) -> str:
-        """Return whose a site's store must be: its own, or, where one site's rows stand for all, that site's."""
+        """Return the site whose store is used for a site; in a dry run one site stands in for all."""
         return self._rehearses or site
 
     @staticmethod
     def find(start: Path | None = None) -> Study:
-        """The nearest study at or above `start` (default: the current folder)."""
+        """Return the nearest study at or above a folder (default: the current folder)."""
         here = (start or Path.cwd()).resolve()
         for folder in (here, *here.parents):
             if (folder / "pipelines").is_dir() and (folder / "sites").is_dir():
@@ -72,11 +72,11 @@ class Study:
         return self.root / "stores" / site / "features.h5"
 
     def release(self, site: str) -> Path:
-        """A site's released sums, its own or a copy of another's."""
+        """The released class statistics of a site, or a copy of another site's."""
         return self.root / "statistics" / f"{site}.safetensors"
 
     def release_at_home(self, site: str) -> Path:
-        """What a site keeps of its release for itself, its exact sums among it."""
+        """The local part of a site's release with the exact statistics, which stays at the site."""
         return self.root / "stores" / site / "statistics.safetensors"
 
     def generator(self, site: str) -> Path:
@@ -88,7 +88,7 @@ class Study:
         return self.root / "denoisers" / site
 
     def generated(self, key: str) -> Path:
-        """The store of images drawn from a denoiser that a site released, or is about to."""
+        """The store of images sampled from a site's denoiser."""
         return self.root / "generated" / key / "patches.h5"
 
     def site_path(self, site: str) -> Path:
@@ -96,17 +96,17 @@ class Study:
         return self.root / "sites" / f"{site}.toml"
 
     def ledger(self, site: str) -> Path:
-        """The privacy account of a site, where its file says."""
+        """The privacy account of a site, by default in ledgers/."""
         file = self._site_today(site) if self.site_path(site).is_file() else self.site_of_run(site)
         own = file.ledger if file else None
         return self.resolve(own) if own else self.root / "ledgers" / f"{site}.jsonl"
 
     def relative(self, path: Path) -> str:
-        """As it stands in JSON: relative to the study unless it lies outside."""
+        """Return a path for JSON: relative to the study unless it lies outside."""
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
     def run(self, name: str) -> Path:
-        """The directory of a run given by path, name or unique number."""
+        """Return the folder of a run by path, name or unique number."""
         for candidate in (Path(name), self.root / name, self.runs / name):
             if (candidate / "config.toml").is_file():
                 return candidate.resolve()
@@ -126,19 +126,19 @@ class Study:
         return sorted((path.stem for path in files), key=natural)
 
     def site(self, name: str) -> SiteFile:
-        """One site, with the promises of the run where the study is seen as of one."""
+        """Return a site file, with the settings snapshot of the run if the study has one."""
         began = self.site_of_run(name)
         if began is None:
             return self._site_today(name)
         return as_agreed(began, self._site_today(name)) if self.site_path(name).is_file() else began
 
     def site_of_run(self, name: str) -> SiteFile | None:
-        """The site file that the run keeps; None without one."""
+        """Return the run's snapshot of a site file; None without one."""
         kept = self._kept(name)
         return validated(SiteFile, _read_toml(kept), self._label(kept)) if kept else None
 
     def promise(self, name: str) -> str:
-        """SHA-256 of the site file that the run keeps; "" without one."""
+        """Return the SHA-256 of the run's snapshot of a site file; "" without one."""
         kept = self._kept(name)
         return hashlib.sha256(kept.read_bytes()).hexdigest() if kept else ""
 
@@ -147,7 +147,7 @@ class Study:
         return kept if kept and kept.is_file() else None
 
     def changed_promises(self, name: str) -> list[str]:
-        """What today's site file promises otherwise than the run's, as "max_epsilon = 3 now, 2 in this run"."""
+        """Return the differences of the current site file from the run's, as "max_epsilon = 3 now, 2 in this run"."""
         began = self.site_of_run(name)
         if began is None or not self.site_path(name).is_file():
             return []
@@ -158,7 +158,7 @@ class Study:
         ]
 
     def _site_today(self, name: str) -> SiteFile:
-        """One site; its file's name and its `name` are the same."""
+        """Return the current file of a site; UsageError unless its `name` is the file's name."""
         path = self.site_path(name)
         if not path.is_file():
             names = self.site_names()
@@ -171,12 +171,13 @@ class Study:
         site = validated(SiteFile, _read_toml(path), self._label(path))
         if site.name != name:
             raise UsageError(
-                f"{self._label(path)}: it says name = {site.name!r}; write name = {name!r}, or rename the file"
+                f"{self._label(path)}: name = {site.name!r}, not the file's; "
+                f"write name = {name!r}, or rename the file"
             )
         return site
 
     def sites(self, pipeline: Pipeline) -> list[SiteFile]:
-        """The sites of a pipeline, in order."""
+        """Return the site files of a pipeline, in order."""
         names = pipeline.sites if pipeline.sites is not None else self.site_names()
         if not names:
             raise UsageError(
@@ -185,14 +186,14 @@ class Study:
         return [self.site(name) for name in names]
 
     def pipeline_name(self, name: str | None) -> str:
-        """The name asked for, else the study's only pipeline, else camelyon17; UsageError where several others are."""
+        """Return the given name, else the only pipeline, else camelyon17; UsageError for several others."""
         own = [path.stem for path in drop_companions((self.root / "pipelines").glob("*.toml"))]
         if not name and len(own) > 1 and "camelyon17" not in own:
             raise UsageError(f"the study has several pipelines; name one with --pipeline: {', '.join(own)}")
         return name or (own[0] if len(own) == 1 else "camelyon17")
 
     def pipeline(self, name: str, overrides: Sequence[str] = ()) -> Pipeline:
-        """The pipeline with its `extends` resolved and `--set key=value` applied."""
+        """Return the pipeline with `extends` resolved and `--set key=value` applied."""
         path = self._pipeline_path(name)
         values = self._resolved(path, seen=())
         for override in overrides:
@@ -230,7 +231,7 @@ class Study:
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
     def resolve(self, path: str) -> Path:
-        """A path in a site file: relative to the study unless absolute; `~` and variables expand."""
+        """Return a path of a site file: relative to the study unless absolute; `~` and variables expand."""
         return self.root / os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 unknown users stay
 
 
@@ -239,7 +240,7 @@ def _shown(value: Any) -> str:
 
 
 def load_pipeline(path: Path) -> Pipeline:
-    """Return the complete pipeline that a run keeps."""
+    """Return the complete pipeline of a run."""
     return validated(pipeline_model(), _read_toml(path), path.name)
 
 

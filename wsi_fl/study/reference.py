@@ -1,4 +1,4 @@
-"""What every configuration key means, taken from the models that validate it: `wsi-fl config` and its page."""
+"""The reference of configuration keys, from the models that validate them: `wsi-fl config` and its page."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PATTERNS = {"store.pixels": "raw, native, none or jpeg:90 (a quality from 1 to 
 _INTRODUCTION = """\
 # Configuration
 
-This page is made from the models that validate the configuration; `wsi-fl config KEY` prints the same, and
+This page is generated from the models that validate the configuration; `wsi-fl config KEY` prints the same, and
 `wsi-fl config site` the keys of site files.
 
-A pipeline, `pipelines/*.toml`, says what to do. `--set section.key=value` overrides one of its keys for one command.
-`extends = "NAME"` as a first line takes all other keys from another pipeline. A site file, `sites/*.toml`, says where
-a hospital's slides are and what the hospital allows. Unknown keys are errors.
+A pipeline, `pipelines/*.toml`, holds the settings of a study. `--set section.key=value` overrides a key for one
+command. `extends = "NAME"` in the first line takes all other keys from another pipeline. A site file, `sites/*.toml`,
+holds the paths of a hospital's slides, its privacy budget and its permissions. Unknown keys are errors.
 """
 
 
 class _Key(TypedDict):
-    """A configuration key: type in words, default or None, and condition → why of what it needs and excludes."""
+    """A configuration key: type in words, default or None, and its needs and excludes as condition → reason."""
 
     key: str
     type: str
@@ -54,7 +54,7 @@ def keys(prefix: str = "") -> list[_Key]:
 
 
 def keys_lines(document: Mapping[str, list[_Key]]) -> Iterator[str]:
-    """Yield keys for people, each with its type, its default and its meaning."""
+    """Yield two lines for each key: type and default, and meaning."""
     for row in document["keys"]:
         yield f"{row['key']}: {row['type']}; default: {_default(row)}\n    {_meaning(row)}\n"
 
@@ -64,7 +64,8 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for title, about, rows in _sections():
         table = [
-            f"| `{row['key'].removeprefix('site.')}` | {row['type']} | {_default(row, '`')} | {_meaning(row)} |"
+            f"| `{row['key'].removeprefix('site.')}` | {row['type']} "
+            f"| {_default(row, '`')} | {_meaning(row)} |"
             for row in rows
         ]
         parts += [f"## {title}\n", f"{about}\n", "| key | type | default | meaning |\n|---|---|---|---|"]
@@ -73,7 +74,7 @@ def page() -> str:
 
 
 def _sections() -> list[tuple[str, str, list[_Key]]]:
-    """Return (title, introduction, keys) of the top of a pipeline, of each of its sections and of a site file."""
+    """Return (title, introduction, keys) of the top level of a pipeline, its sections, and the site file."""
     schema, site = pipeline_model().model_json_schema(), SiteFile.model_json_schema()
     found: list[tuple[str, str, list[_Key]]] = [("Top of a pipeline", schema["description"], [])]
     for name, field in schema["properties"].items():

@@ -1,4 +1,4 @@
-"""TOML as people read and write it: documents of settings, and what is wrong with one."""
+"""Settings in TOML: reading, writing, validation, and error messages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _S = TypeVar("_S", bound=BaseModel)
 
 
 MOST_SEED = 2**63 - 1
-"""The largest seed that every library takes."""
+"""The largest seed of all libraries."""
 
 LEAST_SIGMA = 1e-3
-"""The least noise multiplier that accountants can price."""
+"""The smallest noise multiplier that privacy accountants can handle."""
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-"""What a site is called: its file, its folders and its store bear the name."""
+"""Name of a site, of its file, its folders and its store."""
 
 
 def _plain(name: str) -> str:
@@ -33,21 +33,21 @@ def _plain(name: str) -> str:
 
 
 ModelName = Annotated[str, AfterValidator(_plain)]
-"""What an architecture is called; what follows `timm:` is in timm's own table."""
+"""Name of an architecture; `timm:` precedes a name of timm's registry."""
 
 
 def _of_no_hub(name: str) -> str:
-    if ":" in name:  # of a file's path `encoder` itself says that it goes into weights
+    if ":" in name:  # the error for a path is raised where encoders are built
         raise ValueError(f"{name!r} {NOT_PLAIN}")
     return name
 
 
 EncoderName = Annotated[str, AfterValidator(_of_no_hub)]
-"""What an encoder is called: a preset, or an architecture in timm's own table."""
+"""Name of an encoder: a preset, or an architecture of timm's registry."""
 
 
 TableText = Annotated[str, AfterValidator(compose_text)]
-"""What stands in a table of a site too: a column or a value, in the form in which tables are read."""
+"""Name of a column or a value of a site's table, in the Unicode form of tables."""
 
 
 def refuse_twice(names: list[str] | None) -> list[str] | None:
@@ -58,7 +58,8 @@ def refuse_twice(names: list[str] | None) -> list[str] | None:
 
 
 class Section(BaseModel):
-    """A table of settings; the docstring of each key is its meaning for people, and `key` says what it goes with."""
+    """A section of settings; the docstring of a key is its documentation, its field's `needs` and `excludes` its
+    rules."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -71,10 +72,10 @@ class Section(BaseModel):
         return values
 
     without_effect: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of its keys that make no other method: they change nothing about what is learned from a given store or
-    answered, repeat it, or are told of anyway; "" for all."""
+    """Prefixes of keys that do not distinguish rows of a comparison: they change neither training on a given store nor
+    predictions, are repetitions (seed, fold), or are compared otherwise; "" for all keys."""
     compared: ClassVar[bool] = False
-    """Whether the sites of a run must share its settings, of a section that has joined; of the core's `train` knows."""
+    """Whether all sites of a run must have the same settings, for sections of plug-ins; `train` checks the core's."""
 
 
 def key(
@@ -84,23 +85,23 @@ def key(
     excludes: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Any:
-    """Return the field of a key that is refused without what it needs, or beside what it excludes, once it is set to
-    anything but its default.
+    """Return a field whose value, unless it is the default, is refused by unmet needs or met exclusions.
 
     Args:
-        needs: condition → why. A condition is a key that is set ("train.folds"), a key with one value
-            ("predict.model = ensemble"), or what a method is ("a method of sums").
+        needs: condition → reason. A condition is a key that is set ("train.folds"), a key with a value
+            ("predict.model = ensemble"), or a trait of a method ("a method of sums").
         excludes: the same.
-        more: what pydantic's `Field` takes.
+        more: arguments of pydantic's `Field`.
     """
     others: Any = {"needs": dict(needs or {}), "excludes": dict(excludes or {})}
     return Field(default, json_schema_extra=others, **more)
 
 
 def clash(settings: Section, traits: Collection[str]) -> str:
-    """Return in one line what the first key that is set lacks, or does not go with; "" where all go together.
+    """Return one line on the first key with an unmet need or a met exclusion; "" without any.
 
-    Among the conditions that keys name are `traits` of the method.
+    Args:
+        traits: conditions that the method meets.
     """
     for name, section in settings:
         for last, field in type(section).model_fields.items() if isinstance(section, Section) else ():
@@ -126,7 +127,7 @@ def _holds(settings: Section, traits: Collection[str], condition: str) -> bool:
 
 
 def value_of(settings: Section, key: str) -> Any:
-    """Return the value of a key, "train.rounds"; None where its section has not joined, KeyError for an unknown key."""
+    """Return the value of a key such as "train.rounds"; None without its section, KeyError for an unknown key."""
     name, _, last = key.partition(".")
     section = getattr(settings, name, None)
     return section.model_dump(by_alias=True)[last] if isinstance(section, Section) else None
@@ -146,14 +147,14 @@ def _refuse_strange(value: object, key: str = "") -> None:
 
 
 def dump_toml(model: BaseModel, first_line: str = "") -> str:
-    """Return the model as TOML that loads back to it; None and empty tables are left out."""
+    """Return the model as TOML without None and empty tables; loading it gives an equal model."""
     values = model.model_dump(exclude_none=True, by_alias=True)
     text = tomli_w.dumps({key: value for key, value in values.items() if value != {}})
     return f"{first_line}\n{text}" if first_line else text
 
 
 def toml_value(value: Any) -> str:
-    """Return one TOML value on one line; TypeError for what is none, such as a table or None.
+    """Return one TOML value on one line; TypeError for a table or None.
 
     Example:
         >>> toml_value([1, True, 1e-05, "a"])
@@ -167,17 +168,17 @@ def toml_value(value: Any) -> str:
 
 
 def validated(model: type[_S], values: Mapping[str, Any], label: str) -> _S:
-    """Return the model of these values; UsageError in one line names `label`, the key and what is allowed."""
+    """Validate values; the UsageError is one line with the label, the key and the allowed values."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        # a misspelt key says more than the one that is missing because of it
+        # a misspelt key explains more than the missing key that it causes
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         raise UsageError(f"{label}: {_explain(model, first)}") from None
 
 
 _NOT_KEYS = ("str", "list[str]", "[key]")
-"""What pydantic adds to a location to say which member of a union it tried, or that a key itself is wrong."""
+"""Parts of pydantic's error locations that are union members or mark a wrong key."""
 
 
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
@@ -207,7 +208,7 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
 
 
 def toml_or_repr(value: Any) -> str:
-    """Return the value as TOML where there is any, else as Python shows it, for messages."""
+    """Return the value as TOML, else as Python's `repr`, for messages."""
     try:
         return toml_value(value)
     except TypeError:

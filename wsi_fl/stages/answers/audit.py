@@ -1,6 +1,6 @@
-"""`audit`: attacks on the models of a run, by those who know the most, and what they show of its ε.
+"""`audit`: worst-case attacks on the models of a run, and empirical bounds of its ε.
 
-What comes out are rates and bounds; no example, no loss of one, and no coin of a canary is written down.
+Results are rates and bounds; no example, no single loss and no inclusion of a canary is written.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from wsi_fl.system.files import write_csv
 from wsi_fl.types import WsiFlError
 
 _CONFIDENCE = 0.95
-"""Of a bound alone, and of all that is called broken in a run together."""
+"""Confidence of a single bound, and of all statements on broken guarantees in a run together."""
 _PLANTED = 400
-"""Canaries that bound ε well from below."""
+"""Number of canaries for a useful lower bound on ε."""
 _RATES = (0.01, 0.001)
 _EXPOSURE = "exposure.csv"
-"""Of a site: how far each unit moves its letter. It names patients, and stays at home."""
+"""File of a site with the exposure of each unit in its class statistics; it names patients and stays at the site."""
 
 
 class _Audit(TypedDict):
@@ -64,12 +64,12 @@ class _Audit(TypedDict):
 
 
 def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> _Audit:
-    """Audits a finished run, writes audit/audit.json, returns the document.
+    """Audit a finished run, write audit/audit.json, and return the document.
 
-    A hospital that keeps its patches to itself is audited where its store is, on its own examples alone.
+    A hospital that does not share its patches is audited where its store is, on local examples only.
 
     Raises:
-        WsiFlError: when the run has not finished, or no store of its sites is here.
+        WsiFlError: when the run is not finished, or no store of its sites is here.
     """
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
@@ -114,12 +114,12 @@ def _document(party: RunContext, watcher: Watcher) -> _Audit:
 
 
 def _may_plant(party: RunContext) -> bool:
-    """Return whether a run like this one may have canaries."""
+    """Return whether the settings of the run permit canaries."""
     return not clash(party.pipeline.changed(audit={"canaries": _PLANTED}), traits_of(party.method))
 
 
 def _models_of(method: Method) -> list[tuple[str, str]]:
-    """(name, role) of what each site is left with, and of what it sent if it sent something."""
+    """Return (name, role) of the final model of each site, and of its released model if any."""
     kept = "central" if method.learns_from == "everybody" or method.travels == "private" else "private"
     if method.travels is None:
         return [(kept, "private")]
@@ -127,8 +127,8 @@ def _models_of(method: Method) -> list[tuple[str, str]]:
 
 
 class _Attacked(NamedTuple):
-    """A trained model of a site: "private"; "proxy", "shared" or "released", as it left the site in its last round;
-    "central", all sites'. And whether it was trained with differential privacy."""
+    """A trained model of a site: "private"; "proxy", "shared" or "released", as released in the last round; or
+    "central" of all sites. `dp` is whether it was trained with differential privacy."""
 
     name: str
     dp: bool
@@ -146,7 +146,7 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
     account = folder.account()
     if pipeline.audit.canaries and folder.kept("canaries") is None:
         raise WsiFlError(
-            f"{folder.path}/canaries.json is missing, the only record of what was planted; restore it"
+            f"{folder.path}/canaries.json is missing, the only record of the canaries; restore it"
         )
     planted = agreed_canaries(party, name)
     rows = []
@@ -166,12 +166,12 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
 
 
 def _attacked(party: RunContext, index: int) -> list[_Attacked]:
-    """What a site has trained: the model it keeps, and what it sent, from the checkpoint before the last exchange."""
+    """Load the final model of a site, and its released model from the checkpoint before the last exchange."""
     method, name = party.method, party.names[index]
     folder = party.run.site(name)
     rounds = folder.checkpoints()
     if not rounds:
-        raise WsiFlError(f"{folder.path}/state: no checkpoint, so what {name} released cannot be audited")
+        raise WsiFlError(f"{folder.path}/state: no checkpoint, so the release of {name} cannot be audited")
     state, _ = folder.load_checkpoint(rounds[-1])
     found: list[_Attacked] = []
     for called, role in _models_of(method):
@@ -181,7 +181,7 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
         common = method.travels == "private"
         network = build_model(party, index, role, common=common, state=tensors)
         if isinstance(network, SharedHead) and sent:
-            network.forget()  # what left is the letter alone
+            network.forget()  # only the noisy statistics were released
         found.append(_Attacked(called, with_dp(party, role), network.to(device_of_rank()).eval()))
     return found
 
@@ -189,7 +189,7 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
 def _membership(
     model: _Attacked, members: Examples, others: Mapping[str, Examples], repeats: int
 ) -> dict[str, dict[str, object]]:
-    """Membership by a threshold on the loss (Yeom et al., 2018), against each set of examples never trained on."""
+    """Attack membership by a threshold on the loss (Yeom et al., 2018), against each set of non-members."""
     scores = -losses_of(model.network, members, device_of_rank())
     found: dict[str, dict[str, object]] = {}
     for name, examples in others.items():
@@ -210,10 +210,10 @@ def _membership(
 def _canaries(
     model: _Attacked, planted: Canaries, upper: float | None, delta: float, level: float
 ) -> dict[str, float | None]:
-    """What the loss of each canary tells, and the least ε that explains it.
+    """Return the accuracy of guesses from canaries' losses, and the lower bound on ε.
 
-    The loss after training alone: minus that before, which varies from one to the next, it tells less. The promised ε,
-    `upper`, is broken when the bound is above it at the confidence `level`.
+    Scores are losses after training; differences from those before are less informative. The guaranteed ε, `upper`, is
+    broken when the bound exceeds it at the confidence `level`.
     """
     scores = -losses_of(model.network, planted.examples, device_of_rank())
     bound, among_all = (
@@ -234,7 +234,7 @@ def _canaries(
 
 
 def audit_lines(document: _Audit) -> Lines:
-    """A row per model; then what is alarming."""
+    """Yield a table with a row per model, then alarming results."""
     rows = []
     for site in document["sites"]:
         for model in site["models"]:
@@ -253,7 +253,7 @@ def audit_lines(document: _Audit) -> Lines:
         yield Line(f"  {said.text}", "red" if said.tone == "bad" else "yellow")
     if letters:
         yield Line(
-            f"  sites/*/{_EXPOSURE} lists all, the most exposed first; it names patients and stays here"
+            f"  sites/*/{_EXPOSURE} lists all, the most exposed first; it names patients, so keep it here"
         )
     if document["tests"]:
         yield from (Line(f"  {said}") for said in (document["tested"], document["adjacency"]))
@@ -263,9 +263,9 @@ def audit_lines(document: _Audit) -> Lines:
 
 
 def _exposure_of(party: RunContext, name: str) -> dict[str, object]:
-    """Attack every unit of a site's letter, keep what each is exposed to in its folder, and return what groups are.
+    """Attack every unit of a site's class statistics, write the exposures to its folder, and return those of groups.
 
-    Where patients have more rows than a letter takes of each, rows are drawn anew.
+    For patients with more rows than the statistics use, rows are sampled.
     """
     train, _, every = learned_from(party, name)
     units, folder, stream = every.with_rows(), party.run.site(name), CipherStream.fresh()
@@ -283,7 +283,7 @@ def _exposure_of(party: RunContext, name: str) -> dict[str, object]:
 
 
 def _head(party: RunContext, name: str) -> SharedHead:
-    """Return a site's head as its run left it."""
+    """Load a site's final head."""
     state = party.run.site(name).load_model("shared")
     head = build_model(party, party.names.index(name), "shared", state=state)
     assert isinstance(head, SharedHead)
@@ -293,7 +293,7 @@ def _head(party: RunContext, name: str) -> SharedHead:
 def _parts(
     head: SharedHead, mechanism: NoisySums, train: Examples, units: Units, rows: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return float64[units, k], the letter of each unit alone: letters add up."""
+    """Return float64[units, k], the contribution of each unit to the class statistics."""
     ((x, y),) = batches(train, iter([rows]), augment=None, device=device_of_rank())
     z, y, of = head.embedded(x).cpu(), train.task.columns(y.cpu()), units.of_row[rows]
     whose, head = torch.from_numpy(of), head.cpu()
@@ -305,7 +305,7 @@ def _parts(
 
 
 def _groups(classes: Sequence[str], train: Examples, units: Units) -> dict[str, NDArray[np.bool_]]:
-    """Return which units are of each class, and have how many slides where some have several."""
+    """Return masks of units by class, and by number of slides where some have several."""
     label = train.label[np.unique(units.of_row, return_index=True)[1]]
     slide_of = np.unique(train.slide, return_inverse=True)[1]
     slides = np.bincount(np.unique([units.of_row, slide_of], axis=1)[0], minlength=units.n).clip(max=3)
@@ -319,7 +319,7 @@ def _groups(classes: Sequence[str], train: Examples, units: Units) -> dict[str, 
 def _keep(
     path: Path, known: NDArray[np.float64], unknown: NDArray[np.float64], train: Examples, units: Units
 ) -> None:
-    """Write μ of all units, the most exposed first, to one who knows all others and to one who knows none."""
+    """Write μ of all units, the most exposed first, for attackers who know all others or none."""
     _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
     slide = train.slide[row] if units.kind == "row" else [""] * units.n
 
@@ -333,12 +333,12 @@ def _keep(
 
 
 def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, object]]:
-    """Return what each letter that is here adds to the head of all, and what the head would be without it.
+    """Return the influence of each site's class statistics on the one-shot global head, by leaving them out.
 
-    A letter is a sum of n units, each at most 1 long, and noise; so n is the most that a site moves the sum by.
+    Statistics are a sum of n units, each of norm 1 at most, and noise; so n bounds a site's influence on the sum.
 
     Args:
-        here: sites whose stores are here; on their own test parts answers are compared.
+        here: sites with stores here; predictions are compared on their local test parts.
     """
     heads = {name: _head(party, name) for name in here}
     head = heads[here[0]]
@@ -370,6 +370,6 @@ def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, object]]
 
 
 def _answers(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
-    """Return the class that a head names for every example."""
+    """Return the predicted class of every example."""
     said = [choose_classes(probabilities(head.as_released(), one, device_of_rank())) for one in tests]
     return np.concatenate(said) if said else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""What hospitals told of the models that travelled, by counts on their own test parts alone."""
+"""Cross-site scores of the released models, from counts of the hospitals' test parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from wsi_fl.stages.work.console import MOST_COLUMNS, Lines, Table
 
 
 def between_of(party: RunContext) -> Between | None:
-    """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
+    """Return the scores of the released models on each hospital's test part and on all; None without counts.
 
-    Every site of a run keeps the same counts, so those of the first that lies here are taken.
+    Every site of a run stores the same counts, so those of the first site here are read.
     """
     for name in party.here:
         if (kept := party.run.site(name).kept("scores")) is not None:
@@ -22,7 +22,7 @@ def between_of(party: RunContext) -> Between | None:
 
 
 def between_lines(between: Between) -> Lines:
-    """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
+    """Yield a table of each model's accuracy on each hospital's test part, and of its scores on all parts."""
     hospitals = between["hospitals"]
     hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
     headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
@@ -32,4 +32,4 @@ def between_lines(between: Between) -> Lines:
         parts = [*(model["hospitals"][hospital] for hospital in hospitals), whole]
         areas = [number(whole["macro_accuracy"]), area_words(whole), str(whole["n"])]
         rows.append([name, *(number(part["accuracy"]) for part in parts), *areas])
-    yield Table("between hospitals: accuracy of what travelled", headings, rows)
+    yield Table("cross-site accuracy of released models", headings, rows)

@@ -1,4 +1,4 @@
-"""`clinical`: what a clinic asks of a run, by patient; and `plan-size`: how many patients it takes to know that."""
+"""`clinical`: clinical measures of a run by patient; and `plan-size`: the sample size of a test set."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError
 
 _THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)))
-"""Of the decision curve."""
+"""Thresholds of the decision curve."""
 _BESIDE = 4
-"""Sites whose columns stand beside each other."""
+"""Number of sites in a table of the console."""
 _MOST_GROUPS = 30
 _CRITERIA = {
     "auroc": "AUROC",
@@ -48,19 +48,19 @@ def clinical(
     by: str | None = None,
     least: int = LEAST,
 ) -> dict[str, Any]:
-    """Describe each site's answers by patient, as `evaluate` left them; return the document.
+    """Compute clinical measures of each site's predictions by patient; return the document.
 
-    It is measured on the merged test set where there is one, and else on the site's own part. Of one run clinical.json
-    keeps it. Folds are taken together, each of whose patients one model has not seen.
+    The test set is the merged one, else the local test part. With one run the document is written to clinical.json.
+    Folds are pooled; each patient is predicted by the model of the fold that held the patient out.
 
     Args:
-        names: of a run, or of all folds of one, as `compare` takes them.
-        prevalence: at which predictive values are told too.
-        by: a column by which patients are grouped: `part` or `tumor_type`, or one of the sites' own tables.
-        least: patients, and of these cases and others, of whom a group must have so many that it is told.
+        names: of a run, or of all folds of one, as in `compare`.
+        prevalence: of additional predictive values.
+        by: a column for subgroups: `part` or `tumor_type`, or a column of the sites' tables.
+        least: smallest number of patients, of cases and of others, of a reported subgroup.
 
     Raises:
-        UsageError: for a prevalence that is none, a column that nobody has, or a run whose answers are no classes.
+        UsageError: for an invalid prevalence, an unknown column, or a run without classes.
         WsiFlError: when the run was not evaluated.
     """
     if prevalence is not None and not 0 < prevalence < 1:
@@ -70,7 +70,7 @@ def clinical(
     with ExitStack() as stack:
         parties = [stack.enter_context(RunContext.of_run(as_begun(study, run), run)) for run in runs]
         if parties[0].task.kind != "classes":
-            raise UsageError(f"{name}: answers no question of classes; `wsi-fl report` says how good it is")
+            raise UsageError(f"{name}: predicts no classes; see its scores in `wsi-fl report`")
         document = described_runs(parties, prevalence=prevalence, by=by, least=least)
     if document is None:
         raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
@@ -80,14 +80,14 @@ def clinical(
 
 
 def _folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
-    """Return one run, or runs that are folds of one; no patient is asked twice."""
+    """Return one run, or the folds of one."""
     first, *others = runs = named(study, names)
     folds = {run.member.fold for run in runs}
     alike = all(
         (run.method, run.seed, run.settings) == (first.method, first.seed, first.settings) for run in others
     )
     if others and not (alike and None not in folds and len(folds) == len(runs)):
-        raise UsageError("clinical takes one run, or the folds of one: a patient is asked once")
+        raise UsageError("clinical takes one run, or the folds of one: each patient counts once")
     return [run.folder for run in runs]
 
 
@@ -98,7 +98,7 @@ def described_runs(
     by: str | None = None,
     least: int = LEAST,
 ) -> dict[str, Any] | None:
-    """Return the document of `clinical` without writing it; None where no predictions of classes lie here.
+    """Return the document of `clinical` without writing it; None without predictions of classes here.
 
     Args:
         parties: a run, or the folds of one.
@@ -124,14 +124,14 @@ def described_runs(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the models of one site say of the patients of one run's test.
+    """The predictions of a site for the test patients of a run.
 
     Attributes:
-        called: int64[m], the class that each is said to be of.
-        groups: str[m]; None where nobody asked.
-        alone: of the site's lone model, on the same patients.
-        point: the score from which on a patient is called a case, as the run found it on the site's own slides, or one
-            half; None of more than two classes.
+        called: int64[m], predicted classes.
+        groups: str[m], subgroups; None without.
+        alone: predictions of the local model for the same patients.
+        point: threshold of the score for a case, chosen on the site's training slides, else one half; None for more
+            than two classes.
     """
 
     patients: Patients
@@ -148,7 +148,7 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     if table is None or not len(table):
         return None
     patients, choice = _patients(table), folder.kept("prediction_model") or {}
-    point = None  # of more than two classes the most probable one is called
+    point = None  # of more than two classes the most probable one is predicted
     if len(table.outputs) == 2:
         found = choice.get("slide_threshold") if choice.get("model") == table.answer else None
         point = float(found) if found and patients.any_counts else 0.5  # an earlier version rounded to 0
@@ -159,7 +159,7 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
 
 
 def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: int) -> dict[str, Any]:
-    """One site's answers, class by class; of two classes the second one is the case."""
+    """Return the measures of a site by class; of two classes the second one is the case."""
     patients = measures.together([one.patients for one in told])
     called = np.concatenate([one.called for one in told])
     groups = [one.groups for one in told if one.groups is not None]
@@ -188,14 +188,14 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
 
 
 def _patients(table: Predictions) -> Patients:
-    """By patient; examples of no known patient each by themselves."""
+    """Return predictions by patient; an example without a known patient is one of its own."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
     whose = np.where(table.patient == "", rows, table.whose(table.patient))
     return measures.by_patient(table.answers, table.truth, whose)
 
 
 def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients, by: str) -> Names:
-    """Which group each patient is of, that of the first example; "" where nobody says."""
+    """Return the subgroup of each patient, that of the first example; "" where unknown."""
     if by == "part":
         column = table.part
     elif by in table.about:
@@ -222,7 +222,7 @@ def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients
 
 
 _LEAST = 1e-5
-"""Shares and widths below it ask for more patients than there are people."""
+"""Smallest share and width; smaller ones need more patients than there are people."""
 
 
 def plan_size(
@@ -233,15 +233,15 @@ def plan_size(
     sensitivity: float | None = None,
     specificity: float | None = None,
 ) -> dict[str, Any]:
-    """Return how many patients a test set needs, the `--json` document.
+    """Return the sample size of a test set, the `--json` document.
 
     Args:
         prevalence: the share of cases.
-        area: the AUROC that is expected.
-        width: of the intervals of AUROC, sensitivity and specificity, from end to end; 0.1 if nothing is said.
+        area: the expected AUROC.
+        width: of the intervals of AUROC, sensitivity and specificity, from end to end; by default 0.1.
 
     Raises:
-        UsageError: for numbers out of their range.
+        UsageError: for numbers out of range.
     """
     wanted = Wanted() if width is None else Wanted(auroc=width, sensitivity=width, specificity=width)
     asked = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
@@ -263,7 +263,7 @@ def plan_size(
 
 
 def size_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row for each interval, then what decides."""
+    """Yield a row for each interval, then the largest sample size."""
     rows = [
         [_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()
     ]
@@ -274,13 +274,13 @@ def size_lines(document: dict[str, Any]) -> Lines:
     most = max(document["needed"], key=document["needed"].get)
     yield Line(
         f"{document['patients']:,} test patients, of them {document['cases']:,} cases, meet all; "
-        f"the {_CRITERIA[most]} asks for most"
+        f"the {_CRITERIA[most]} needs most"
     )
 
 
 def clinical_lines(document: dict[str, Any]) -> Lines:
-    """Yield a column per site and class, then what follows."""
-    on = "merged test set" if any(site["on"] == "merged" for site in document["sites"]) else "own test part"
+    """Yield a column per site and class, then subgroups and findings."""
+    on = "merged test set" if any(site["on"] == "merged" for site in document["sites"]) else "local test part"
     on = f"{on} of {document['folds']} folds" if document["folds"] else on
     for class_name in {name: None for site in document["sites"] for name in site["classes"]}:
         columns = [one for one in cells(document) if one["class"] == class_name]
@@ -300,6 +300,6 @@ def clinical_lines(document: dict[str, Any]) -> Lines:
 
 def _group(told: Mapping[str, Any] | None, least: int) -> str:
     if told is None:
-        return f"fewer than {least} patients, not told"
+        return f"fewer than {least} patients, not reported"
     values = [f"{name} {one['value']:.2f}" for name, one in told.items() if isinstance(one, dict)]
     return ", ".join([f"{told['n']} patients", *values])

@@ -1,4 +1,4 @@
-"""`compare`: methods side by side, mean ± sd over sites and seeds, paired tests, and the baseline that matters."""
+"""`compare`: methods by mean ± sd over sites and seeds, paired tests, and the benefit over local models."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ if TYPE_CHECKING:
     from wsi_fl.stages.answers.evaluate import Evaluation
 
 _ENOUGH_SEEDS = 3
-"""With fewer common seeds than this, pairs are sites."""
+"""Smallest number of common seeds for tests by seed; else pairs are sites."""
 _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
-"""From the weakest to the strongest."""
+"""Guarantee levels, from the weakest to the strongest."""
 
 
 def compare(
     study: Study, runs: Sequence[str], *, baseline: bool = True, watcher: Watcher | None = None
 ) -> dict[str, Any]:
-    """Compares finished runs on the same stores; returns the document and writes page, figure and table.
+    """Compare finished runs on the same stores; return the document and write page, figure and table.
 
-    A row is a method, whether it had DP, and the settings in which the runs differ; runs that differ in their
-    seed, their fold or the site that they leave out are repetitions of one row. The baseline row, every hospital
-    alone without DP, is always there.
+    A row is a method with or without DP and the settings in which the runs differ; runs with another seed, fold or
+    left-out site are repetitions of a row. The baseline row, local models without DP, is always included.
 
     Args:
-        runs: folders, names, numbers, ranges (3-8) or patterns; the first one's row is the reference.
-        baseline: whether runs of the baseline that are missing are trained.
+        runs: folders, names, numbers, ranges (3-8) or patterns; the row of the first is the reference.
+        baseline: whether missing runs of the baseline are trained.
 
     Raises:
-        WsiFlError: when a run has not finished, or learned from other patches than the first.
+        WsiFlError: when a run is not finished, or was trained on other patches than the first.
     """
     watcher = watcher or Silent()
     given = named(study, runs)
@@ -59,11 +58,11 @@ def compare(
     if first.member.left_out is not None:
         on = "left_out"
     if on == "own":
-        own = "each model is measured on its own site's test part"
+        own = "each model is evaluated on its own site's test part"
         notes.append(f"Not every run has a merged test set: {own}.")
         notes += filter(None, [words.classes_of_parts(evaluations[0]["sites"])])
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
-        notes.append(f"Lost during training in some run: {', '.join(lost)}.")
+        notes.append(f"Dropped out during training in some run: {', '.join(lost)}.")
     rows = _grouped(everything, evaluations, on, first)
     _require_one_store(evaluations)
     scores = tuple(evaluations[0]["scores"])
@@ -108,28 +107,25 @@ def compare(
 
 
 def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse runs that were tested on different stores of the same site that was left out."""
+    """Refuse runs with different stores of the same left-out site."""
     seen: dict[str, str] = {}
     for one in evaluations:
         left_out = (one.get("external_set") or {}).get("left_out")
         if left_out and seen.setdefault(left_out["site"], left_out["store"]) != left_out["store"]:
             raise WsiFlError(
-                f"{one['run']} was tested on other slides of {left_out['site']} than the others; evaluate all runs anew"
+                f"{one['run']} was tested on other slides of {left_out['site']} than the others; "
+                "evaluate all runs again"
             )
 
 
 def _evaluation(study: Study, run: Run, watcher: Watcher) -> Evaluation:
-    """The run's evaluation, made now where there is none of what it is by now: a lost site may have come back, or
-    another answer was asked for than the run's own.
-    """
+    """Return the run's evaluation, computed now if it is missing, older than the run, or of another `predict.model`."""
     document, wanted = run.folder.evaluation(), run.pipeline.predict.model
     made, finished = (run.folder.path / f"{name}.json" for name in ("evaluation", "summary"))
     current = document and made.stat().st_mtime_ns >= finished.stat().st_mtime_ns
     if document and current and document["model"] == wanted:
         return cast("Evaluation", document)
-    from wsi_fl.stages.answers.evaluate import (
-        evaluate,  # and with it PyTorch; evaluated runs need not wait for it
-    )
+    from wsi_fl.stages.answers.evaluate import evaluate  # imports PyTorch
 
     watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
     return evaluate(study, str(run.folder.path), watcher=watcher)
@@ -140,10 +136,10 @@ class _Row:
     """The runs of one method with the same settings, and their evaluations, in the order of seeds and folds.
 
     Attributes:
-        settings: what sets it apart from other rows of its method.
-        values: per run, {site: {metric: value or None}}; the site is whose model it is, or the one that was left out.
-        right: by where it is measured, {(site, patient): how often the models were right}; of folds alone, which test
-            each patient once per seed.
+        settings: distinguish the row from others of its method.
+        values: per run, {site: {metric: value or None}} by the model's site, or by the left-out site.
+        right: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient in
+            one test part per seed.
     """
 
     method: str
@@ -162,13 +158,14 @@ class _Row:
         return ", ".join(filter(None, (self.name, settings_words(self.settings))))
 
     def is_alone(self, first: Run) -> bool:
-        """Whether it is every hospital alone, with the settings of the first run."""
+        """Return whether the row is the local baseline with the settings of the first run."""
         return not self.runs or is_baseline(self.runs[0], first)
 
     def by(
         self, key: Callable[[Run, str], Any], metric: str, seeds: Iterable[int] | None = None
     ) -> dict[Any, list[float]]:
-        """The known values of a metric, grouped by a key of run and site; of runs with these seeds, or of all."""
+        """Return the known values of a metric, grouped by a key of run and site; of runs with these seeds, or of
+        all."""
         found: dict[Any, list[float]] = {}
         for run, values in zip(self.runs, self.values, strict=True):
             for site, scores in values.items():
@@ -177,12 +174,12 @@ class _Row:
         return found
 
     def spread(self, metric: str) -> dict[str, float | None]:
-        """Mean and standard deviation over all sites of all runs, and the number of values."""
+        """Return mean and standard deviation over all sites of all runs, and the number of values."""
         values = self.by(lambda run, site: None, metric).get(None, [])
         return {**mean_and_sd([*values]), "n": len(values)}
 
     def document(self, scores: Sequence[str]) -> dict[str, Any]:
-        """The row as ``--json`` has it."""
+        """Return the row of the ``--json`` document."""
         summaries = [run.summary for run in self.runs]
         sites = [site for summary in summaries for site in summary["sites"]]
         guarantees = {site["guarantee"] for site in sites}
@@ -211,8 +208,10 @@ class _Row:
         }
 
     def communication(self) -> dict[str, float | None]:
-        """Per round: messages and bytes a site sends on average, bytes of the one that sends most, seconds of the
-        slowest. The busiest site is known only where the metrics of all sites lie here.
+        """Return per round the mean messages and bytes of a site, the bytes of the busiest, and the seconds of the
+        slowest.
+
+        The busiest site is known only where the metrics of all sites are here.
         """
         kinds = ("messages", "bytes", "busiest_bytes", "seconds")
         found: dict[str, list[float | None]] = {kind: [] for kind in kinds}
@@ -227,7 +226,7 @@ class _Row:
         return {key: mean_of_known(values) for key, values in found.items()}
 
     def series(self, on: str, score: str, *, baseline: bool) -> Series:
-        """What the charts show of it."""
+        """Return the row's values for charts."""
         curves = []
         for run in self.runs:
             for site in run.summary["sites"]:
@@ -256,7 +255,7 @@ def _rounds(summary: Mapping[str, Any]) -> int:
 def _grouped(
     runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: str, first: Run
 ) -> list[_Row]:
-    """Runs grouped into rows, and an empty row for a baseline that is missing."""
+    """Return runs grouped into rows, with an empty row for a missing baseline."""
     keys = differing(runs)
     rows: dict[str, _Row] = {}
     for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].member.place):
@@ -267,7 +266,7 @@ def _grouped(
     if not any(row.is_alone(first) for row in rows.values()):
         wanted = first.settings_alone
         empty = _Row(ALONE, False, {key: wanted[key] for key in keys if key in wanted})
-        if alike := rows.get(empty.label):  # a hospital alone, but not as well tuned
+        if alike := rows.get(empty.label):  # local models with other settings
             known = alike.runs[0].settings
             empty.settings.update({key: value for key, value in wanted.items() if known.get(key) != value})
         rows[empty.label] = empty
@@ -278,7 +277,7 @@ def _grouped(
 
 
 def _by_patient(row: _Row, where: str) -> dict[Any, float]:
-    """How often all models of a row were right about each patient, whom each seed tests in one fold."""
+    """Return the mean accuracy of a row's models for each patient, tested in one fold per seed."""
     said: dict[Any, list[float]] = {}
     for run in row.runs:
         for site in run.summary["sites"]:
@@ -288,7 +287,7 @@ def _by_patient(row: _Row, where: str) -> dict[Any, float]:
 
 
 def _values(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, float | None]]:
-    """The values of one run: of each site's model, or of the site that was left out the mean over all models."""
+    """Return the values of a run: of each site's model, or the mean over models on the left-out site."""
     scores = evaluation["scores"]
     own = f"own_{scores[0]}"
     if on == "left_out":
@@ -318,10 +317,10 @@ class _OfFamily(_Test):
 def _tests(
     rows: Sequence[_Row], reference: str, alone: str, metrics: Sequence[str], on: str
 ) -> list[_OfFamily]:
-    """Every row against the baseline and against the reference, each metric a family of its own for Holm."""
+    """Test every row against the baseline and the reference, with Holm's correction by metric."""
     by_label = {row.label: row for row in rows}
     pairs = [(a, b) for b in dict.fromkeys((alone, reference)) for a in by_label if a != b]
-    pairs = [(a, b) for a, b in pairs if (a, b) != (alone, reference)]  # the other way round is there
+    pairs = [(a, b) for a, b in pairs if (a, b) != (alone, reference)]  # the reverse pair is included
     tests: list[_OfFamily] = []
     for metric in metrics:
         family = [_test(by_label[a], by_label[b], metric, on) for a, b in pairs]
@@ -332,10 +331,10 @@ def _tests(
 
 
 def _test(a: _Row, b: _Row, metric: str, on: str) -> _Test | None:
-    """The paired test of two rows; None without any pair.
+    """Return the paired test of two rows; None without any pair.
 
-    Pairs are seeds, or where too few seeds are common patients or folds of a cross-validation, or else sites. A pair
-    takes only what both rows have: one may have lost a site.
+    Pairs are seeds; with too few common seeds patients or folds of a cross-validation, else sites. A pair uses only
+    sites of both rows, since one may have dropped out.
     """
     common = sorted({run.seed for run in a.runs} & {run.seed for run in b.runs})
     where = {"accuracy": on, "own_accuracy": "own"}.get(metric, "")
@@ -364,13 +363,13 @@ def _test(a: _Row, b: _Row, metric: str, on: str) -> _Test | None:
 
 
 def _worth(rows: Sequence[_Row], first: Run, on: str) -> tuple[dict[str, Any] | None, dict[str, Gain]]:
-    """What joining brings: every site's own score with each of three models, and by the label of each federated row
-    what it brings over all sites. None and {} where no federated method is compared, or a whole site is left out.
+    """Return the benefit of federation: each site's score with three models, and the gain over all sites by federated
+    row.
 
-    *Alone* is the baseline without DP, *joined* the first federated row given, *pooled* a model of all data, without DP
-    where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
-    that of drawing seeds and patients anew. The headroom is the part of what pooling would bring that joining brings;
-    `verdict` says in a word what follows for the hospital.
+    None and {} without a federated method, or with a left-out site. *Alone* is the baseline of local models without DP,
+    *joined* the first federated row, *pooled* a model of all data, preferably without DP. Values are means over seeds;
+    the gain is over common seeds, with an interval over seeds and patients. The headroom is the share of the gap to
+    pooled data that is closed; `verdict` is the recommendation for the hospital.
     """
     made = [row for row in rows if row.runs]
     alone = [row for row in made if row.is_alone(first)]
@@ -395,14 +394,14 @@ def _worth(rows: Sequence[_Row], first: Run, on: str) -> tuple[dict[str, Any] | 
 
 
 def _spent(row: _Row, name: str) -> dict[str, float | str | None]:
-    """The largest ε of a site over the runs, and what it is worth."""
+    """Return the largest ε of a site over the runs, and its guarantee level."""
     mine = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
     spent = [site["epsilon"] for site in mine if site["epsilon"] is not None]
     return {"epsilon": max(spent, default=None), "guarantee": mine[0]["guarantee"] if mine else "none"}
 
 
 def _lines(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Iterator[list[Any]]:
-    """Yield those of table.csv: the headings, then a row per method; what is unknown is empty."""
+    """Yield the headings of table.csv, then a row per method; unknown values are empty."""
     plain = ("label", "method", "dp", "guarantee", "epsilon", "n_sites")
     spreads = [(metric, part) for metric in metrics for part in ("mean", "sd", "n")]
     sent = ("messages", "bytes", "busiest_bytes", "seconds")
@@ -415,7 +414,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Iterato
 
 
 def compare_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row per method, then what it means."""
+    """Yield a row per method, then findings and notes."""
     names = [words.SHORT.get(name, words.SCORES[name].lower()) for name in document["scores"]]
     rows = []
     for row in document["rows"]:
@@ -432,7 +431,7 @@ def compare_lines(document: dict[str, Any]) -> Lines:
         by = f" ({document['benefit']['federated']})" if several else ""
         for name, row in worth_figure.rows_of(document["benefit"]):
             gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
-            yield Line(f"  {name}: {gain} by joining{by}; {verdict}" if verdict else f"  {name}: {gain}")
+            yield Line(f"  {name}: {gain} by federation{by}; {verdict}" if verdict else f"  {name}: {gain}")
     yield from (Line(finding["text"]) for finding in document["findings"])
     yield from (Line(note, "dim") for note in document["notes"])
     yield Line(document["page"])

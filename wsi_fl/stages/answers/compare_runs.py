@@ -1,5 +1,4 @@
-"""The runs that `compare` sets side by side, found by name and checked; and their baseline, every hospital alone, found
-among the runs of the study or trained."""
+"""The runs of a comparison, resolved by name and checked, and their baseline of local models, found or trained."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
 _FITTED = ("linear_head", "mean_head")
-"""Models that are fitted at once where they may choose their settings."""
+"""Models that are fitted in closed form with `train.tune`."""
 _OF_ROUNDS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
     *("train.weight_decay", "train.balance", "model.proxy"),
 )
-"""Settings that are nothing to them."""
+"""Settings without effect on models that are fitted in closed form."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Run:
     """A finished run.
 
     Attributes:
-        inputs: digest of the store of every site that lies here and learned from it.
+        inputs: digest of the training store of every site here.
         summary: the document of `train --json`.
     """
 
@@ -49,10 +48,10 @@ class Run:
 
     @classmethod
     def of(cls, path: Path) -> Run:
-        """Return the run in a folder.
+        """Load the run in a folder.
 
         Raises:
-            WsiFlError: when it has not finished.
+            WsiFlError: when it is not finished.
         """
         folder = RunFolder(path)
         summary, pipeline = folder.finished(), load_pipeline(path / "config.toml")
@@ -66,12 +65,12 @@ class Run:
 
     @property
     def member(self) -> Member:
-        """Which repetition it is: by seed, fold and the site that was left out."""
+        """The repetition: seed, fold and left-out site."""
         return Member.of(self.pipeline)
 
     @property
     def division(self) -> tuple[int | None, bool]:
-        """How patients were divided: the number of folds, and whether a whole site is for testing."""
+        """The division of patients: the number of folds, and whether a site is left out."""
         return self.pipeline.train.folds, self.pipeline.train.left_out is not None
 
     @property
@@ -84,12 +83,12 @@ class Run:
 
     @property
     def settings_alone(self) -> dict[str, Any]:
-        """Of its baseline, every hospital alone."""
+        """The settings of the local baseline."""
         return settings(ALONE, _alone(self.pipeline))
 
 
 def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the keys that can change what this method learns from given stores, with their values."""
+    """Return the settings that affect training of this method on given stores."""
     without = ["sites", "subtypes.", *method_for(method, pipeline).ignores]
     for name, section in pipeline:
         if isinstance(section, Section):
@@ -108,10 +107,10 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings that are not the same in all runs to which they matter, in the order of the configuration.
+    """Return the settings with different values in the runs that they affect, in the order of the configuration.
 
-    A σ of 0 is named too: such a run clips gradients, though it has no differential privacy. That the hospital alone
-    chose its settings is not, where no other row is the same but for that.
+    A σ of 0 is included: such a run clips gradients without differential privacy. `train.tune` is included only where
+    two rows differ in nothing else.
     """
     values: dict[str, list[Any]] = {}
     tuned = {(run.method, run.dp, run.pipeline.train.tune) for run in runs}
@@ -126,7 +125,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def _flat(pipeline: Pipeline) -> dict[str, Any]:
-    """Every key as it is written after `--set`."""
+    """Return the settings by their keys as after `--set`."""
     found: dict[str, Any] = {}
     for section, content in pipeline.model_dump(by_alias=True).items():
         keys = content if isinstance(content, dict) else {"": content}
@@ -142,11 +141,12 @@ def runs_of(study: Study, method: str = "*") -> Iterator[Run]:
 
 
 def named(study: Study, words: Iterable[str]) -> list[Run]:
-    """Runs by folder, name, number, range of numbers (3-8) or pattern (*-proxyfl-*), each once and in this order.
+    """Return runs by folder, name, number, range of numbers (3-8) or pattern (*-proxyfl-*), without duplicates, in
+    order.
 
     Raises:
-        UsageError: when a word names no run, or the runs learned from other patches than the first.
-        WsiFlError: when one has not finished.
+        UsageError: when a word names no run, or a run was trained on other patches than the first.
+        WsiFlError: when a run is not finished.
     """
     paths = dict.fromkeys(path for word in words for path in _paths(study, word))
     runs = [Run.of(path) for path in paths]
@@ -156,7 +156,7 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
         )
     if lone := next((run for run in runs if not run.summary["sites"]), None):
         raise UsageError(
-            f"{study.relative(lone.folder.path)}: here is a receiver alone, with nothing to compare"
+            f"{study.relative(lone.folder.path)}: only a site without labels is here, with nothing to compare"
         )
     first = runs[0]
     for run in runs[1:]:
@@ -164,11 +164,12 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
         asked, wanted = (question(one.pipeline.target) for one in (run, first))
         if asked != wanted:
             raise UsageError(
-                f"{here}: answers another question ({asked}) than {there} ({wanted}); compare runs of one question"
+                f"{here}: has another target ({asked}) than {there} ({wanted}); compare runs of one target"
             )
         if run.division != first.division:
             raise UsageError(
-                f"{here}: tests other patients than {there}, by {_division(run)} and not by {_division(first)}; "
+                f"{here}: tests other patients than {there}, "
+                f"by {_division(run)} and not by {_division(first)}; "
                 "compare runs of one division"
             )
         if not _agree(run, first.inputs):
@@ -176,7 +177,8 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
             names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
             odd = next(name for name in sorted(names) if a.get(name) != b.get(name))
             raise UsageError(
-                f"{here}: learned from other {kind_of(run.pipeline).word} than {there} (site {odd}); "
+                f"{here}: was trained on other {kind_of(run.pipeline).word} "
+                f"than {there} (site {odd}); "
                 "compare runs on the same stores"
             )
     return runs
@@ -188,7 +190,7 @@ def _division(run: Run) -> str:
 
 
 def _agree(run: Run, inputs: Mapping[str, str]) -> bool:
-    """Whether a run learned from stores with these digests; of runs that leave a site out, each has other sites."""
+    """Return whether a run was trained on stores with these digests; runs with a left-out site differ in sites."""
     if run.pipeline.train.left_out is None:
         return run.inputs == inputs
     return all(inputs.get(name, digest) == digest for name, digest in run.inputs.items())
@@ -211,7 +213,7 @@ def _paths(study: Study, word: str) -> list[Path]:
 
 
 def _is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
-    """Whether a run is the same in all that matters, whatever its seed or fold."""
+    """Return whether a run has these settings and stores, whatever its seed or fold."""
     return (
         run.method == method
         and run.pipeline.privacy.enabled == pipeline.privacy.enabled
@@ -221,7 +223,7 @@ def _is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str])
 
 
 def finished(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> Run | None:
-    """Return the last finished run of a method with these settings, seed and fold on these stores, if there is one."""
+    """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
     for run in runs_of(study, method):
         same = run.member == Member.of(pipeline) and run.division[0] == pipeline.train.folds
         if same and _is_of(run, method, pipeline, inputs):
@@ -232,10 +234,10 @@ def finished(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str,
 def with_baseline(
     study: Study, given: Sequence[Run], *, train_missing: bool, watcher: Watcher
 ) -> tuple[list[Run], list[str]]:
-    """(given runs and those of their baseline, notes): every hospital alone, for every seed and fold given.
+    """Return (given runs and those of the local baseline for every seed and fold, notes).
 
-    The baseline has the settings of the first run. Runs of the study that are that are taken; missing ones are
-    trained, or named in a note where they may not or cannot be.
+    The baseline has the settings of the first run. Its runs are found in the study; missing runs are trained, or named
+    in a note where that is not wanted or impossible.
     """
     first, runs = given[0], list(given)
     alone = {run.member for run in given if is_baseline(run, first)}
@@ -257,10 +259,11 @@ def with_baseline(
     if train_missing:
         problem = next(filter(None, (_cannot_train(study, like) for like in missing)), "")
     if problem:
-        others = f", and likewise of {_members(missing[1:])}" if missing[1:] else ""
+        others = f", and likewise for {_members(missing[1:])}" if missing[1:] else ""
         return runs, [
             f"The baseline of {said} was not trained ({problem}): "
-            f"`{_command(*_recipe(study, missing[0]))}` trains that of {_members(missing[:1])}{others}."
+            f"`{_command(*_recipe(study, missing[0]))}` "
+            f"trains that of {_members(missing[:1])}{others}."
         ]
     trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
     names = ", ".join(study.relative(run.folder.path) for run in trained)
@@ -268,9 +271,7 @@ def with_baseline(
 
 
 def _like(study: Study, pipeline: Pipeline, run: Run) -> Pipeline:
-    """The pipeline with the seed, fold and sites of a run; of these the sites alone whose stores are here, if there are
-    some: a hospital measures itself.
-    """
+    """Return the pipeline with the seed, fold and sites of a run; if some stores are here, only with those sites."""
     own = {key: getattr(run.pipeline.train, key) for key in ("seed", "folds", "fold", "left_out")}
     pipeline = pipeline.changed(train=own).model_copy(update={"sites": run.pipeline.sites})
     with RunContext.of(study, pipeline, ALONE) as party:
@@ -282,7 +283,7 @@ def _like(study: Study, pipeline: Pipeline, run: Run) -> Pipeline:
 def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
     name, overrides = _recipe(study, like)
     watcher.say(
-        f"  no run yet of a hospital alone without DP, {like.member}; training it: {_command(name, overrides)}"
+        f"  no run yet of local models without DP, {like.member}; training it: {_command(name, overrides)}"
     )
     party = RunContext.of(study, like.pipeline, ALONE)
     backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
@@ -291,7 +292,7 @@ def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
 
 
 def _members(runs: Sequence[Run]) -> str:
-    """Seeds by their numbers alone; folds and sites in full."""
+    """Return repetitions as text: seeds by number, folds and sites in full."""
     members = [run.member for run in runs]
     if any(one.fold is not None or one.left_out is not None for one in members):
         return "; ".join(map(str, members))
@@ -299,23 +300,21 @@ def _members(runs: Sequence[Run]) -> str:
 
 
 def is_baseline(run: Run, first: Run) -> bool:
-    """Whether `run` is every hospital alone, with the settings and stores of the first run."""
+    """Return whether a run is the local baseline with the settings and stores of the first run."""
     return _is_of(run, ALONE, _alone(first.pipeline), first.inputs)
 
 
 def _alone(pipeline: Pipeline) -> Pipeline:
-    """A hospital alone at its best: its settings are chosen on its own patients, and it has no DP, which nobody alone
-    needs, and no canaries.
-    """
+    """Return the pipeline of the local baseline: tuned on the site's patients, without DP and canaries."""
     model = pipeline.model
-    shared = model.proxy.startswith(SHARED)  # which nobody alone can make, and needs
+    shared = model.proxy.startswith(SHARED)  # a head of all sites, which a local baseline does not have
     proxy = model.private if shared else model.proxy
     own = pipeline.changed(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
     return own.model_copy(update={"audit": Audit()})
 
 
 def _cannot_train(study: Study, like: Run) -> str:
-    """Why the baseline cannot be trained here; empty when it can."""
+    """Return the reason why the baseline cannot be trained here; "" without one."""
     with RunContext.of(study, like.pipeline, ALONE) as party:
         for site in party.sites:
             if not party.has_store(site.name):
@@ -324,7 +323,7 @@ def _cannot_train(study: Study, like: Run) -> str:
                 continue
             data = party.data(site.name)
             if data.digest() != like.inputs.get(site.name):
-                return f"the store of {site.name} was made anew since these runs"
+                return f"the store of {site.name} was rewritten since these runs"
             try:
                 data.require_current()
             except UsageError:
@@ -333,7 +332,7 @@ def _cannot_train(study: Study, like: Run) -> str:
 
 
 def _recipe(study: Study, like: Run) -> tuple[str, list[str]]:
-    """(pipeline, overrides) that give the settings of a run without DP."""
+    """Return (pipeline, overrides) with the settings of a run's local baseline."""
     wanted = _flat(_alone(like.pipeline))
     name = str(like.folder.manifest["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
@@ -351,6 +350,6 @@ def _recipe(study: Study, like: Run) -> tuple[str, list[str]]:
 
 
 def _command(name: str, overrides: Sequence[str]) -> str:
-    """What to type in a shell."""
+    """Return the shell command that trains the baseline."""
     sets = [word for one in overrides for word in ("--set", one)]
     return shlex.join(["wsi-fl", "train", "--method", ALONE, "--pipeline", name, *sets])

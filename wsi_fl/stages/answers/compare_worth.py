@@ -1,4 +1,4 @@
-"""What joining brings each hospital: alone, joined and pooled on the same test examples, with intervals."""
+"""The benefit of federation: local, federated and pooled models on the same test examples, with intervals."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from wsi_fl.stages.answers.predictions import Answers, Key, read_answers
 from wsi_fl.stages.site.targets import task_of
 
 BALANCED = "balanced accuracy"
-"""What the measure is called where classes are so unlike in number that all are made to count alike."""
+"""Name of the measure where classes are so unequal in size that they are weighted equally."""
 _SKEWED = 0.5
-"""Part of an equal share below which the rarest class makes accuracy say little."""
+"""Share of the rarest class, relative to an equal share, below which classes are weighted equally."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the runs of one seed say of the test examples.
+    """The scores of test examples by the runs of one seed.
 
     Attributes:
-        answers: test example → what it adds to the mean, and its weight.
-        score: the name of the score that the weighted mean is.
-        noise: standard deviation of that score by the noise of what was released; None where nobody knows it.
+        answers: test example → its term in the mean, and its weight.
+        score: the name of the weighted mean.
+        noise: standard deviation of that score by the privacy noise; None where unknown.
     """
 
     answers: dict[Key, tuple[float, float]] = field(default_factory=dict)
@@ -41,15 +41,15 @@ class Said:
 
 _BySeed = Mapping[int, Said]
 Gain = dict[str, Value | str | None]
-"""What joining brings, as `_compared` says it."""
+"""The benefit of federation: values by name, and the verdict."""
 
 
 def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, dict[str, Gain]]:
-    """Return what is measured, in words, and by site what joining brings it, as `_compared` says it.
+    """Return the measure in words, and the benefit of federation by site.
 
     Args:
         runs: "local", "federated", and perhaps "pooled" → the runs of each.
-        on: which test examples are asked, those "merged" or each site's "own".
+        on: the test examples, "merged" or each site's "own".
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
     answers = {kind: _by_site(those, names, on) for kind, those in runs.items()}
@@ -58,13 +58,13 @@ def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, d
 
 
 def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
-    """Return what joining brings over all sites, with what is measured (`measure`).
+    """Return the benefit of federation over all sites, with the measure (`measure`).
 
-    All sites' models are taken as one: the examples of each apart, patients not. Their heads rest on the same noisy
-    letters, so that their noise is taken to move them alike.
+    Examples of all sites are pooled, by patient. The heads depend on the same class statistics, so their noise is taken
+    as fully correlated.
 
     Args:
-        runs, on: as `compared_by_site` takes them.
+        runs, on: as for the benefit by site.
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
     answers: dict[str, _BySeed] = {}
@@ -78,7 +78,7 @@ def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
 
 
 def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, dict[int, Said]]:
-    """Site → seed → what it says; all folds together, which have no patient in common."""
+    """Return site → seed → scores; folds, which share no patients, are pooled."""
     answers: dict[str, dict[int, Answers]] = {name: {} for name in names}
     noises: dict[tuple[str, int], list[Mapping[str, float]]] = {}
     task: Task = CLASSES
@@ -98,9 +98,9 @@ def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, di
 
 
 def _said(answers: Answers, task: Task, noises: Sequence[Mapping[str, float]]) -> Said:
-    """What the folds of one seed say, each of which had its own noise.
+    """Return the pooled scores of the folds of one seed, with independent noise.
 
-    Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
+    Where one class is much rarer than others, examples are weighted so that all classes count equally, and the weighted
     mean is balanced accuracy.
     """
     n, counts = len(answers), Counter(label for _, label in answers.values())
@@ -114,7 +114,7 @@ def _said(answers: Answers, task: Task, noises: Sequence[Mapping[str, float]]) -
 
 
 def _is_skewed(counts: Mapping[str, int]) -> bool:
-    """Whether the rarest of several classes has less than half of an equal share.
+    """Return whether the rarest of several classes has less than half of an equal share.
 
     >>> _is_skewed({"healthy": 90, "tumor": 30}), _is_skewed({"healthy": 90, "tumor": 20})
     (False, True)
@@ -134,9 +134,7 @@ def _measure(said: _BySeed) -> str:
 
 
 def _compared(answers: Mapping[str, _BySeed]) -> Gain:
-    """{"local": value, "federated": value, "pooled": value or None, "gain": value, "gap_closed": value or None,
-    "verdict"}, each value as `Estimate.document` has it.
-    """
+    """Return the scores by kind of model, the gain, the pooled gain, the share of the gap closed, and the verdict."""
     found: dict[str, Estimate | None] = {"pooled": None}
     found |= {kind: _value(runs) for kind, runs in answers.items()}
     bounded = all(one.score in SCORES for runs in answers.values() for one in runs.values())
@@ -154,7 +152,7 @@ def _compared(answers: Mapping[str, _BySeed]) -> Gain:
 
 
 def _differences(ours: _BySeed, theirs: _BySeed) -> dict[int, Said]:
-    """Ours less theirs on the examples of both, by seed."""
+    """Return the differences of scores on common examples, by seed."""
     found = {}
     for seed in sorted(ours.keys() & theirs.keys()):
         a, b = ours[seed].answers, theirs[seed].answers
@@ -165,13 +163,13 @@ def _differences(ours: _BySeed, theirs: _BySeed) -> dict[int, Said]:
 
 
 def _value(runs: _BySeed) -> Estimate | None:
-    """Mean and interval over runs on the same examples; None without any."""
+    """Return mean and interval over runs on common examples; None without any."""
     keys = _shared(runs.values())
     return estimate(*_arrays(runs, keys)) if keys else None
 
 
 def _share(gains: _BySeed, rooms: _BySeed, room: Estimate) -> Estimate:
-    """The part of the room that the gains fill, over the seeds that have both."""
+    """Return the ratio of the gain to the pooled gain, over common seeds."""
     gains = {seed: gains[seed] for seed in rooms}
     keys = _shared([*gains.values(), *rooms.values()])
     part, weights, patients, noise = _arrays(gains, keys)
@@ -181,7 +179,7 @@ def _share(gains: _BySeed, rooms: _BySeed, room: Estimate) -> Estimate:
 
 
 def _shared(those: Iterable[Said]) -> list[Key]:
-    """The examples that all say something of."""
+    """Return the examples of all runs."""
     known = [said.answers.keys() for said in those]
     return sorted(set.intersection(*map(set, known))) if known else []
 
@@ -189,8 +187,8 @@ def _shared(those: Iterable[Said]) -> list[Key]:
 def _arrays(
     runs: _BySeed, keys: Sequence[Key]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_], NDArray[np.float64] | None]:
-    """Values and weights, float64[seeds, examples]; whose each example is; and the noise of each seed, 0 where none is
-    known, or None where it is known of none.
+    """Return values and weights, float64[seeds, examples]; the patient of each example; and the noise by seed, 0 where
+    unknown, or None where all are unknown.
     """
     seeds = sorted(runs)
     pairs = np.array([[runs[seed].answers[key] for key in keys] for seed in seeds])

@@ -1,7 +1,7 @@
-"""`evaluate`: what answers for every site, on the merged multi-centric test set and on each site's part.
+"""`evaluate`: scores of each site's prediction model, on the merged multi-centric test set and on each site's part.
 
-*Internal* is a site's own part, *external* are the parts of all the others. An external set is of sites that take no
-part in the run, all of whose patches are new to its models.
+*Internal* is the local test part, *external* are the parts of all other sites. An external set is of sites without part
+in the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from wsi_fl.study.toml import value_of
 from wsi_fl.types import SPLITS, BagTable, UsageError, WsiFlError
 
 _TestPart = tuple[Examples, dict[str, NDArray[Any]]]
-"""A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
+"""A site's test examples, and columns on each: coordinates of a patch, or the tumour type of a slide."""
 
 
 _Scores = dict[str, float | None]
@@ -47,14 +47,14 @@ _Spreads = dict[str, dict[str, float | None]]
 
 
 class _Together(TypedDict):
-    """All sites' predictions as one, by rule, and the rule of the run."""
+    """Scores of the aggregated predictions of all sites by rule, and the rule of the run."""
 
     rule: str
     rules: dict[str, _Scores]
 
 
 class _Outside(TypedDict):
-    """What was reached on sites that took no part."""
+    """Scores on sites without part in the run."""
 
     sites: list[str]
     n: int
@@ -64,7 +64,7 @@ class _Outside(TypedDict):
 
 
 class Evaluation(TypedDict):
-    """The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+    """The document of `evaluate`; the entry of a site holds its scores by name."""
 
     run: str
     method: str
@@ -90,10 +90,10 @@ class Evaluation(TypedDict):
 def evaluate(
     study: Study, run_name: str, *, overrides: Sequence[str] = (), watcher: Watcher | None = None
 ) -> Evaluation:
-    """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
+    """Evaluate a run, write evaluation.json and each site's predictions.csv, and return the document.
 
-    Where a site is real and does not let its patches be read by others, each model is evaluated on its own
-    site's part alone and `merged` is null. `cross_site` has what the hospitals told of what travelled, by counts.
+    Where a real site does not allow others to read its patches, each model is evaluated on the local test part only and
+    `merged` is null. `cross_site` has the cross-site scores from counts.
 
     Args:
         overrides: `predict.KEY=VALUE` over the run's configuration.
@@ -109,7 +109,7 @@ def evaluate(
 
 def _document(party: RunContext, watcher: Watcher) -> Evaluation:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
-    sites = [one for one in party.members if merged or party.has_store(one.name)]  # a hospital has its own
+    sites = [one for one in party.members if merged or party.has_store(one.name)]
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     released = _released(party, parts) if party.method.once else None
     receivers = _received(party, released or []) if party.receivers else None
@@ -126,7 +126,7 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         answers.append(answer)
         watcher.update("evaluate", index + 1, len(taking_part), site.name)
     if not rows and not predicts:
-        raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
+        raise WsiFlError(f"{party.run.name}: every site whose store is here dropped out and has no model")
     weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
     several, task = merged and len(rows) > 1, party.task
     together: _Together | None = None
@@ -161,14 +161,14 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
 
 
 def _over_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
-    """Mean ± sd of every score; null where some site has none."""
+    """Return mean ± sd of every score; null where a site lacks it."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in task.scores}
 
 
 def _over_models(
     rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool
 ) -> dict[str, dict[str, _Spreads | None]]:
-    """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
+    """Return mean ± sd of every score by available prediction model."""
     found: dict[str, dict[str, _Spreads | None]] = {}
     for answer in (*ANSWERS, LONE, STACK):
         said = [row["models"][answer] for row in rows if answer in row["models"]]
@@ -188,11 +188,11 @@ def _test_part(data: Data) -> _TestPart:
 def _evaluate_site(
     party: RunContext, site: SiteFile, seen: Mapping[str, _TestPart]
 ) -> tuple[dict[str, Any], Predictions]:
-    """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
+    """Return a site's scores and predictions on the given test parts."""
     folder = party.run.site(site.name)
     found, table = _predicted(party, site, seen)
     moved = _moved_by_noise(found, seen, table)
-    # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
+    # images of a partitioned data set are no slides, and other tasks are on slides or patients
     slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("prediction_model") or {}
     point = choice.get("slide_threshold") if slides and choice.get("model") == table.answer else None
     level = partial(measured, repeats=party.pipeline.evaluate.bootstrap, slides=slides, point=point)
@@ -212,7 +212,7 @@ def _evaluate_site(
 
 
 def _released(party: RunContext, parts: Mapping[str, _TestPart]) -> list[dict[str, Any]]:
-    """Return what the head of letters alone, which receivers have and `export` writes, reaches on each test part."""
+    """Return the scores of the one-shot global head as released on each test part."""
     rows = []
     for name, (part, _) in parts.items():
         if len(part) and name not in party.lost:
@@ -225,9 +225,9 @@ def _released(party: RunContext, parts: Mapping[str, _TestPart]) -> list[dict[st
 
 
 def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write what the head that receivers have says of all their examples; return what is to be known of that.
+    """Write the predictions of sites without labels, and return their summary.
 
-    Nobody knows what is true of them. What to expect is what the same head reaches on the test parts of the members.
+    Their expected scores are those of the same head on the members' test parts.
     """
     rows = []
     for name in filter(party.has_store, party.receivers):
@@ -247,16 +247,15 @@ def _scores(table: Predictions, model: str) -> dict[str, object]:
 
 
 _REDRAWS = 32
-"""How often the noise of a head is drawn anew: its standard deviation is then known to an eighth."""
+"""Number of redraws of a head's noise, which estimates the standard deviation to about 1/8."""
 
 
 def _moved_by_noise(
     found: TrainedModels, seen: Mapping[str, _TestPart], table: Predictions
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """How much the noise of the letters moves every score, on all parts and on the site's own: standard deviations of
-    heads whose noise is drawn anew, mixed as the site mixes its own.
+    """Return the standard deviations of every score over redraws of the head's noise, on all parts and the local one.
 
-    None where the answer does not rest on a head of letters with noise: what was learned in steps can't be drawn anew.
+    None where the prediction model contains no one-shot global head with noise: noise in training cannot be redrawn.
     """
     head = found.models.get("shared")
     if not isinstance(head, SharedHead) or "shared" not in roles(found.answer, found.stack, found.models):
@@ -274,7 +273,7 @@ def _moved_by_noise(
 
 
 def _spread(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The standard deviation of every score that is always there."""
+    """Return the standard deviation of every score without missing values."""
     known = [name for name in scores[0] if all(one[name] is not None for one in scores)]
     return {name: float(np.std([one[name] for one in scores], ddof=1)) for name in known if name != "n"}
 
@@ -287,10 +286,10 @@ def _models(party: RunContext, site: SiteFile) -> TrainedModels:
 def _predicted(
     party: RunContext, site: SiteFile, seen: Mapping[str, _TestPart], *, known: bool = True
 ) -> tuple[TrainedModels, Predictions]:
-    """A site's models, and what each of them says of every part, and every mixture of them; which is written down.
+    """Return a site's models, and their predictions and those of ensembles on every part, which are also written.
 
     Args:
-        known: whether anybody knows what is true of the examples.
+        known: whether the true values of the examples are known.
     """
     data, folder = party.data(site.name), party.run.site(site.name)
     folder.remember_store(data.digest(), data.facts())
@@ -324,8 +323,9 @@ def _predicted(
 
 
 def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> _Outside | None:
-    """Every site's scores on `evaluate.external` and the site that was left out, and those of all predictions as one;
-    None where there is neither.
+    """Return every site's scores on `evaluate.external` and the left-out site, and those of aggregated predictions.
+
+    None where both are missing.
 
     Args:
         weights: of the sites, for weighted aggregation.
@@ -362,7 +362,7 @@ def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[flo
 
 
 def _whole(party: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
-    """All patches of an external site, whatever their split."""
+    """Return all patches of an external site, whatever their split."""
     site = party.study.site(name)
     if name in party.names:
         raise UsageError(f"evaluate.external: site {name} took part in the run")
@@ -384,7 +384,7 @@ def evaluation_lines(document: Evaluation) -> Lines:
     if document["sites"]:
         yield _table(document)
         over = classes_of_parts(document["sites"])
-        # only there stands the macro-accuracy of parts
+        # only this table has the macro-accuracy of parts
         if over and (document["merged"] is None or document["shared"]):
             yield Line(f"  {over}")
     for said in received(document):
@@ -392,7 +392,8 @@ def evaluation_lines(document: Evaluation) -> Lines:
     if together := document["aggregated"]:
         one = together["rules"][together["rule"]]
         yield Line(
-            f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
+            f"aggregated predictions ({together['rule'].replace('_', ' ')}): "
+            f"{number(one['accuracy'])} accuracy"
         )
     if document["parts"] and not document["shared"]:
         reached = {name: part[first] for name, part in document["parts"].items()}
@@ -403,14 +404,14 @@ def evaluation_lines(document: Evaluation) -> Lines:
         yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {said}")
     if document["sites"] and all(row["model"] == LONE for row in document["sites"]):
         yield Line(
-            "each site answers as it would alone: no rows show that joining adds to it; "
+            "each site predicts with its local model: no held-out rows show a gain of federation; "
             "networks need validation rows for that (train.val_fraction)"
         )
     moved = [(row.get("noise") or {}).get(first) for row in document["sites"]]
     if known_ones := [one for one in moved if known(one)]:
         yield Line(
-            f"  the noise of the letters moves {measured_in(first)} by ±{max(known_ones):.3f} (standard deviation over "
-            f"{_REDRAWS} heads whose noise was drawn anew)"
+            f"  the noise of class statistics changes {measured_in(first)} by ±{max(known_ones):.3f} (standard "
+            f"deviation over {_REDRAWS} redraws)"
         )
     if document["cross_site"]:
         yield from between_lines(document["cross_site"])
@@ -418,7 +419,7 @@ def evaluation_lines(document: Evaluation) -> Lines:
 
 
 def _table(document: Evaluation) -> Table:
-    """What answers for each site, then mean ± sd; of one model that all share its scores on each part and on all."""
+    """Return the table of each site's scores and mean ± sd; of a shared model the scores on each part and on all."""
     scores, examples, sites = document["scores"], document["examples"], document["sites"]
     first = scores[0]
     headings = ["site", "n", *(SHORT.get(name, SCORES[name].lower()) for name in scores)]
@@ -431,7 +432,7 @@ def _table(document: Evaluation) -> Table:
         return Table(
             f"the shared model on each site's part and the merged test set ({examples})", headings, rows
         )
-    where = "merged test set" if document["merged"] is not None else "own test set"
+    where = "merged test set" if document["merged"] is not None else "local test set"
     several = any(row["model"] != "private" for row in sites)
     rows = [
         [
@@ -448,5 +449,5 @@ def _table(document: Evaluation) -> Table:
         spreads += [(one or {}).get(first) or {} for one in both]
         rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
     whose = "models" if several else "private models"
-    headings += ["own part", "others'", *["model"] * several]
+    headings += ["internal", "external", *["model"] * several]
     return Table(f"{whose} on the {where} ({examples})", headings, rows)

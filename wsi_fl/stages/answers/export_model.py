@@ -1,4 +1,4 @@
-"""`export` of a trained model: a file that other programs run, and the card that says what it is."""
+"""`export` of a trained model: a file for other programs, and its model card."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _CARD = ("MODEL_CARD.md", "model_card.json")
 
 @dataclass(frozen=True)
 class Leaving:
-    """The model that is asked for.
+    """A model to export.
 
     Attributes:
-        called: "private", "proxy" or "shared", as people ask for it.
-        role: as the run keeps it.
-        facts: what the run noted of the store it learned from.
+        called: public name: "private", "proxy" or "shared".
+        role: name in the run.
+        facts: the run's record of the training store.
     """
 
     party: RunContext
@@ -53,18 +53,18 @@ class Leaving:
 
     @cached_property
     def made_by(self) -> list[str]:
-        """The sites whose patients it knows."""
+        """The sites of its training patients."""
         return [one.name for one in ([self.site] if self.called == "private" else self.party.members)]
 
     @cached_property
     def accounts(self) -> dict[str, dict[str, Any]]:
-        """What the run's ledgers said at its end of all whose patients it knows and whose part of the run lies here."""
+        """The final privacy accounts of the sites of its training patients whose part of the run is here."""
         folders = {name: self.party.run.site(name) for name in self.made_by}
         return {name: one.account() for name, one in folders.items() if one.account_path.exists()}
 
     @property
     def covered(self) -> bool:
-        """Whether the ε of the run's ledgers is this model's."""
+        """Whether the ε of the run's ledgers covers this model."""
         promised = [account["guarantee"] != "none" for account in self.accounts.values()]
         return with_dp(self.party, self.role) and bool(promised) and all(promised)
 
@@ -83,7 +83,7 @@ class Leaving:
 
     @property
     def shape(self) -> Shape:
-        """What it takes of an example."""
+        """The shape of its input."""
         if self.party.kind.of_images:
             size = self.party.pipeline.train.input_px or self.spec.size_px
             return Images(int(self.facts.get("channels", 3)), size)
@@ -91,8 +91,8 @@ class Leaving:
 
 
 class Made(NamedTuple):
-    """The files that were written, the largest difference of their probabilities from the model's, what the file takes
-    in words, and the whole architecture."""
+    """The written files, the largest difference of probabilities from the model's, the input in words, and the
+    architecture."""
 
     files: Sequence[str]
     difference: float
@@ -113,14 +113,14 @@ def export_model(
     """Write a model of a run for another program, with MODEL_CARD.md and model_card.json; return the document.
 
     Args:
-        called: a name that `offered` gives.
+        called: public name of the model.
         form: "wsinfer" or "onnx".
-        site: whose; by default the first that finished and is here, for models that travelled.
+        site: of the model; by default the first finished site here, for exchanged models.
         private: whether a private model may leave.
 
     Raises:
-        UsageError: when the run has no such model, it cannot be had in this format, or the site does not let it go.
-        WsiFlError: when the run has not finished.
+        UsageError: when the run has no such model, the format does not support it, or the site does not allow it.
+        WsiFlError: when the run is not finished.
     """
     if form not in _FORMATS:
         raise UsageError(f"--format {form!r}: for a model use {' or '.join(_FORMATS)}")
@@ -134,7 +134,7 @@ def export_model(
         what = (leaving.facts["classes"], leaving.shape, torch.device("cpu"))
         models = answering(run, party.pipeline, leaving.site, *what, every=True).models
         network = fit_to_leave(models[leaving.role]).eval().requires_grad_(False)
-        for old in _CARD:  # never beside a model that is not its own
+        for old in _CARD:  # no card of another model
             (folder / old).unlink(missing_ok=True)
         made = _FORMATS[form](leaving, network, folder)
         card = card_of(leaving, made, folder)
@@ -154,7 +154,7 @@ def export_model(
 
 
 def export_model_lines(document: dict[str, Any]) -> Lines:
-    """Say where the files are, and first of all what they may tell of patients."""
+    """Yield the privacy warning, then the files."""
     private = document["model"] == "private" or "without differential privacy" in document["warning"]
     yield Line(document["warning"], "bold yellow" if private else "")
     yield Line(f"{document['out']}: {', '.join(document['files'])}")
@@ -162,34 +162,35 @@ def export_model_lines(document: dict[str, Any]) -> Lines:
 
 
 def asked_for(party: RunContext, called: str, site_name: str | None) -> Leaving:
-    """Return the model of this name, of a site or of the first that has it here.
+    """Return the model of this name, of a site or of the first site with it here.
 
     Raises:
         UsageError: when the run has no such model, or it is not here.
-        WsiFlError: when nobody noted what it learned from.
+        WsiFlError: when the record of its training store is missing.
     """
     run, models = party.run, offered(party.method)
     if called not in models:
         raise UsageError(f"--model {called!r}: {party.name} has {' and '.join(models)}")
     role = models[called]
     if site_name is None and called == "private":
-        raise UsageError("--model private: every site has its own; add --site NAME")
+        raise UsageError("--model private: every site has one; add --site NAME")
     there = [name for name in party.names if (run.site(name).path / f"{role}.safetensors").exists()]
     wanted = [name for name in there if name not in party.lost and site_name in (None, name)]
     if not wanted:
         raise UsageError(
-            f"{run.name}: no {called} model of {site_name or 'any site'} here; found: {', '.join(there) or 'none'}"
+            f"{run.name}: no {called} model of {site_name or 'any site'} here; "
+            f"found: {', '.join(there) or 'none'}"
         )
     return Leaving(party, party.site(wanted[0]), called, role, run.site(wanted[0]).store_facts())
 
 
 def _require_allowed(leaving: Leaving, *, private: bool) -> None:
-    """Refuse what the site has not let go by name, and a private model that nobody said may leave."""
+    """Refuse a model that the site does not allow to leave, and a private model without `--private`."""
     site = leaving.site
     if leaving.called == "private":
         if not private:
             raise UsageError(
-                "--model private: it may have memorised patients and is meant to stay; add --private if it may leave"
+                "--model private: it may have memorised patients; add --private if it may leave the site"
             )
         if not site.allows("private_model"):
             raise UsageError(
@@ -201,12 +202,12 @@ def _require_allowed(leaving: Leaving, *, private: bool) -> None:
     if shut and not leaving.covered:
         raise UsageError(
             f"sites/{shut[0]}.toml: this model was trained without differential privacy; "
-            'it leaves only with allow = ["model"]'
+            'it may leave only with allow = ["model"]'
         )
 
 
 def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path) -> Made:
-    """One file; of a head on features the head alone."""
+    """Write one file; of a head on features without the encoder."""
     shape, encoder = leaving.shape, leaving.facts.get("encoder") or "its encoder"
     if isinstance(shape, Images):
         network, shape, says = _of_patches(network, shape, leaving.spec.size_px)
@@ -223,7 +224,7 @@ def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path) -> Made:
 
 
 def _of_patches(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Module, Images, str]:
-    """A model of patches as they are cut, which reduces them itself as training did: its input, and what that is."""
+    """Return a model of full-size patches that resizes them as in training, its input shape, and that in words."""
     says = f"float32[batch, {shape.channels}, {size_px}, {size_px}], pixels / 127.5 − 1"
     if shape.size_px == size_px:
         return network, shape, says
@@ -232,13 +233,13 @@ def _of_patches(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Mod
 
 
 def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path) -> Made:
-    """`torchscript_model.pt`, and `config.json` as wsinfer-zoo's model-config.schema.json has it; it takes the softmax
-    itself."""
+    """Write `torchscript_model.pt`, which includes the softmax, and `config.json` by wsinfer-zoo's
+    model-config.schema.json."""
     shape, spec = leaving.shape, leaving.spec
     if isinstance(shape, Bags):
-        raise UsageError("--format wsinfer: WSInfer runs models of patches, and this one sees bags; use onnx")
+        raise UsageError("--format wsinfer: WSInfer runs models of patches, not of bags; use onnx")
     if spec.mpp <= 0 or leaving.facts.get("channels", 3) != 3:
-        raise UsageError("--format wsinfer: this model learned from images without a scale; use onnx")
+        raise UsageError("--format wsinfer: this model was trained on images without a scale; use onnx")
     architecture = leaving.architecture
     taken = Images(3, spec.size_px)
     if isinstance(shape, Vectors):
@@ -270,12 +271,13 @@ _FORMATS = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}
 
 
 def _encoder(leaving: Leaving) -> Any:
-    """The encoder of the features that a head learned from, if its weights are here and still the same."""
+    """Return the encoder of a head's training features; UsageError if its weights are missing or changed."""
     party, wanted, cpu = leaving.party, leaving.facts["encoder"], torch.device("cpu")
-    alone = "use --format onnx, which needs the head alone"
+    alone = "use --format onnx, which needs the head only"
     if any(encoder_differences([party.pipeline.encoding.encoder, wanted])):
         raise UsageError(
-            f"--format wsinfer: the model learned from features of {wanted}, and no encoder of the study makes those; "
+            f"--format wsinfer: the model was trained on features of {wanted}, "
+            "which is no encoder of the study; "
             f"{alone}"
         )
     try:
@@ -284,13 +286,13 @@ def _encoder(leaving: Leaving) -> Any:
         raise UsageError(f"{error}; {alone}") from None
     if any(encoder_differences([encoder.label, wanted])):
         raise UsageError(
-            f"the model learned from features of {wanted}, the encoder here is {encoder.label}; {alone}"
+            f"the model was trained on features of {wanted}, the encoder here is {encoder.label}; {alone}"
         )
     return encoder
 
 
 def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
-    """Return the card of a model whose files lie in a folder, as a document."""
+    """Return the card of an exported model as a document."""
     party = leaving.party
     return {
         "name": leaving.name,
@@ -318,11 +320,10 @@ def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
 
 
 def _told(leaving: Leaving) -> dict[str, object]:
-    """Scores of the model on test patients (`metrics`), and what joining brought over all sites as comparisons say it
-    (`benefit`); each None where nobody measured it, or sites keep it to themselves.
+    """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
 
-    A head that is made of sums answers with the site's own exact part, and leaves without it: `as_released`. Its scores
-    are those of the head that leaves. `missing` says why there are none.
+    Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
+    is exported without the site's exact statistics (`as_released`), and its scores are those of the exported head.
     """
     party, evaluation = leaving.party, leaving.party.run.evaluation()
     alone = leaving.called == "shared" and party.method.once
@@ -334,7 +335,7 @@ def _told(leaving: Leaving) -> dict[str, object]:
     }
     if evaluation is None:
         return told
-    shut = 'the hospital does not allow its scores to leave (`allow = ["scores"]`)'
+    shut = 'the hospital does not allow the release of its scores (`allow = ["scores"]`)'
     told["missing"] = "the run has no scores of it" if leaving.site.allows("scores") else shut
     merged = evaluation["merged"] is not None and all(site.allows("scores") for site in party.members)
     if evaluation["merged"] and merged:
@@ -351,7 +352,7 @@ def _told(leaving: Leaving) -> dict[str, object]:
     if row and leaving.site.allows("scores") and not alone and (model := row["models"].get(leaving.role)):
         answers, scores = row["model"] == leaving.role, evaluation["scores"]
         found = {"the test parts of all sites": (model, row)} if merged else {}
-        found["the test part of its own site"] = (model["own"], row["own"])
+        found["the test part of its site"] = (model["own"], row["own"])
         parts = []
         for on, (said, whole) in found.items():
             beside = {name: whole.get(name) if answers else None for name in ("n", "intervals")}
@@ -364,7 +365,7 @@ def _told(leaving: Leaving) -> dict[str, object]:
 
 
 def _privacy(leaving: Leaving) -> list[dict[str, object]]:
-    """What every site's account says, of all whose part of the run lies here."""
+    """Return the privacy account of every site whose part of the run is here."""
     ledgers = {name: leaving.party.study.ledger(name) for name in leaving.accounts}
     return [
         {
@@ -379,7 +380,7 @@ def _privacy(leaving: Leaving) -> list[dict[str, object]]:
 
 
 def _audited(leaving: Leaving, site: str) -> float | None:
-    """The lower bound on ε that an audit found of what this site released, where that may be told."""
+    """Return the audit's lower bound on ε of this site's release, where the site allows scores."""
     audited = leaving.party.run.audit() if leaving.party.site(site).allows("scores") else None
     if audited is None:
         return None
@@ -395,15 +396,15 @@ def _audited(leaving: Leaving, site: str) -> float | None:
 
 
 def _warning_of(card: Mapping[str, Any]) -> str:
-    """What stands first: what somebody who has this file might learn of patients."""
+    """Return the privacy warning of a model card."""
     private = card["role"] == "private"
     if card["privacy"]["covered"]:
-        home = "This is a private model, which was to stay at home. " if private else ""
-        return f"{home}Trained with differential privacy; what that is worth stands under Privacy."
+        home = "This is a private model, which was meant to stay at its site. " if private else ""
+        return f"{home}Trained with differential privacy; its guarantee is under Privacy."
     what = "a private model: it was" if private else "a model that was"
     return (
         f"This is {what} trained without differential privacy and may have memorised patients. "
-        "Treat it as you treat the data it learned from."
+        "Treat it like its training data."
     )
 
 
@@ -411,11 +412,11 @@ def _rendered(card: Mapping[str, Any]) -> str:
     gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
     joining = None
     if gain:
-        who = ", each hospital with its own sums and models mixed in," if card["as_released"] else ""
+        who = " (ensembles with local models)" if card["as_released"] else ""
         reached = (
-            f"In the run joining{who} reached {number(gain['federated']['mean'], 2)} in {gain['measure']}"
+            f"In the run federation{who} reached {number(gain['federated']['mean'], 2)} in {gain['measure']}"
         )
-        joining = worth.finding(gain, reached, "a hospital alone without differential privacy").text
+        joining = worth.finding(gain, reached, "local models without differential privacy").text
     context = {
         "card": card,
         "warning": _warning_of(card),

@@ -1,6 +1,6 @@
-"""`predict`: what a site's models say of new slides: heatmaps, tables of patches, scores, outlines for QuPath.
+"""`predict`: a site's predictions of new slides: heatmaps, tables of patches, scores, outlines for QuPath.
 
-Only the run, the slides given and, where it is there, the site's own store are opened.
+It opens the run, the given slides and, if present, the site's store.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 _OTHERWISE, _ATTENTION = (150, 150, 150), (200, 0, 0)
 _COLORS: tuple[Color, ...] = ((150, 200, 150), (200, 0, 0))
-"""Healthy, and QuPath's own red for Tumor."""
+"""Healthy, and QuPath's red for Tumor."""
 _MORE_COLORS: tuple[Color, ...] = (
     *((0, 114, 178), (213, 94, 0), (0, 158, 115)),
     *((204, 121, 167), (230, 159, 0), (86, 180, 233)),
 )
-"""Okabe and Ito's, for more than two classes; `distinct_colors` has those of the seventh and further ones."""
+"""Okabe and Ito's colours, for more than two classes; `distinct_colors` adds those after the sixth."""
 _HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
 _ALL = "slides.csv"
-_WHOSE = {"mean": "mean of both models", "local": "lone model", "ensemble": "mixture"}
+_WHOSE = {"mean": "mean of both models", "local": "local model", "ensemble": "ensemble"}
 
 
 def predict(
@@ -52,14 +52,14 @@ def predict(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Predict slides one by one; return the `--json` document, whose `failed` names those that could not be.
+    """Predict slides one by one; return the `--json` document, with failures in `failed`.
 
-    Started under mpiexec or srun, the ranks share the slides, and all but the first return {}.
+    Under mpiexec or srun the ranks share the slides, and all but the first return {}.
 
     Args:
         out: folder for one folder per slide; default RUN/predictions/SITE.
-        tumor_type: what is known of the slides, for runs on mosaics; default: what the site's store says.
-        mpp: µm per level-0 pixel of these slides, whatever they say; default: the site file's, else theirs.
+        tumor_type: of all slides, for runs on mosaics; default: from the site's store.
+        mpp: µm per level-0 pixel of these slides; default: the site file's, else the slides' metadata.
         overrides: `predict.KEY=VALUE` over the run's configuration.
     """
     began, job = time.perf_counter(), Job()
@@ -67,7 +67,7 @@ def predict(
     take_threads(job.threads)
     names = [slide_name(path) for path in slides]  # as in a store
     if twice := [name for name, n in Counter(names).items() if n > 1]:
-        raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
+        raise UsageError(f"two slides have the name {twice[0]}; predict them one after the other with --out")
     predictor = job.each(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
     scale = mpp or predictor.site.mpp_override
@@ -96,7 +96,7 @@ def predict(
 
 
 def _outcome(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
-    """Predict a slide; return its row, or why there is none."""
+    """Predict a slide; return its row, or the reason of the failure."""
     try:
         return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
     except (DiskFull, UsageError):
@@ -110,7 +110,7 @@ def _outcome(predictor: Predictor, record: SlideRecord, folder: Path, watcher: W
 def _predict_slide(
     predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
 ) -> dict[str, Any]:
-    """Write all files of one slide; return its row of the document. There is no heatmap without slide or places."""
+    """Write all files of one slide and return its row; without a slide or coordinates there is no heatmap."""
     watcher.update(record.site, 0, 1, record.slide)
     study, seen = predictor.study, predictor.seen(record, watcher)
     origin = {
@@ -134,7 +134,7 @@ def _predict_slide(
 def _of_patches(
     predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Draw and write what is said of each patch; return (the row, what else the score file says)."""
+    """Write the predictions of each patch; return (the row, further entries of the score file)."""
     heat, base = predictor.heat(record.slide, seen), seen.base
     assert base is not None
     kind, colors = heatmap.leading(heat), colors_of(heat.classes)
@@ -166,7 +166,7 @@ def _of_patches(
 def _of_slide(
     predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Draw and write what is said of the whole slide; return (the row, what else the score file says)."""
+    """Write the prediction of the slide; return (the row, further entries of the score file)."""
     assert seen.bag is not None
     meta, base, kind = predictor.meta, seen.base, predictor.tumor_type_of(record)
     answer = predictor.answer(seen.bag, kind)
@@ -200,7 +200,7 @@ def colors_of(classes: Sequence[str]) -> list[Color]:
 
 
 def _percent(share: float) -> str:
-    """Whole per cent, but never 0 % of something, or 100 % of less than all."""
+    """Return whole per cent, with "under 1 %" and "over 99 %" next to the ends."""
     if 0 < share < 0.01 or 0.99 < share < 1:
         return "under 1 %" if share < 0.5 else "over 99 %"
     return f"{share:.0%}".replace("%", " %")
@@ -209,25 +209,25 @@ def _percent(share: float) -> str:
 def write_patches(
     path: Path, xy_l0: NDArray[np.int64], size_l0: float | None, columns: Mapping[str, NDArray[np.float64]]
 ) -> None:
-    """Write patches.csv: a row per patch, its corner and side in level-0 pixels, and what is said of it alone.
+    """Write patches.csv: a row per patch with corner and side in level-0 pixels and its predictions.
 
     Args:
-        size_l0: None where nobody knows where the patches lie.
+        size_l0: None where the coordinates are unknown.
         columns: heading → float64[m].
     """
     side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
     said = np.stack(list(columns.values()), axis=1).tolist()
     patches = zip(xy_l0.tolist(), said, strict=True)
-    # all digits, since people set thresholds between them
+    # all digits, for thresholds between them
     rows = ([x, y, side, *map(repr, values)] for (x, y), values in patches)
     write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
 
 
 def write_slides(folder: Path) -> Path | None:
-    """Write slides.csv: a row for every slide that was ever predicted into a folder, as its score.json says.
+    """Write slides.csv: a row for every slide of a folder, from its score.json.
 
     Returns:
-        The table, or None where there is no such slide.
+        The path of the table, None without slides.
     """
     found = sorted(folder.glob(f"*/{_SCORE}"))
     scores = [read_object(path, "predict the slide again") for path in found]
@@ -235,7 +235,7 @@ def write_slides(folder: Path) -> Path | None:
         return None
     for one in scores:
         one.pop("classes", None)
-        if "score" in one:  # the class whose score it is, and no answer for the slide
+        if "score" in one:  # the class of the score, which is no prediction for the slide
             one["score_of"] = one.pop("class", None)
     rows = [dict(_cells_of(one)) for one in scores]
     headings = list(dict.fromkeys(chain(("slide",), *rows)))

@@ -1,7 +1,7 @@
-"""predictions.csv: what a site's models say of every test example; `evaluate` writes it, comparisons and pages read it.
+"""predictions.csv: a site's predictions of every test example, written by `evaluate`.
 
-A row is an example as one model sees it: whose model (site), which (model), whether it answers for the site (selected),
-whose example (part), slide, patient, what else is known of it, what is true, and what the model says.
+A row is the prediction of a model for an example: the model's site (site) and name (model), whether it is the site's
+prediction model (selected), the example's site (part), slide, patient and further columns, truth, and predictions.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from wsi_fl.system.files import atomic, ordinary, sha256_of
 from wsi_fl.types import WsiFlError
 
 Key = tuple[str, ...]
-"""A test example: its site, its patient, and what else names it."""
+"""The key of a test example: its site, its patient, and further names."""
 Answers = dict[Key, tuple[float, str]]
-"""Test example → what it adds to the mean that is compared, and its true class; "" where classes are not asked."""
+"""Test example → its term in the compared mean, and its true class; "" in tasks without classes."""
 COLUMNS = {
     "classes": (("truth",), "p_{}"),
     "number": (("truth",), "pred_{}"),
     "survival": (("time", "event"), "without_event_{}"),
 }
-"""The columns of what is true, and of what a model says, by kind of task. Of survival that is the chance of no event up
-to the end of each interval; the risk by which patients are ranked follows from all of them (`survival.risk`)."""
+"""The columns of the truth and of predictions by kind of task. Of survival the predictions are probabilities of no
+event up to the end of each interval; the risk of a patient follows from all of them (`survival.risk`)."""
 _WHO = ("site", "model", "selected", "part", "slide", "patient")
 _MODEL, _ANSWERS = 1, 2
 _ROUNDED = 1e-5
-"""By which probabilities may miss their bounds, which tables of earlier versions have with nine digits."""
+"""Tolerance of probabilities, which tables of earlier versions have with nine digits."""
 
 
 class Seal(TypedDict):
-    """The length and the SHA-256 of a table, as `evaluation.json` keeps them: nobody is to count what was changed."""
+    """The length and the SHA-256 of a table in `evaluation.json`, which detect changes."""
 
     bytes: int
     sha256: str
@@ -52,7 +52,7 @@ def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = T
     """Write a row per model and test example of every part.
 
     Args:
-        known: whether anybody knows what is true of the examples; its columns are empty else.
+        known: whether the truth is known; its columns are empty else.
     """
     truth, said = COLUMNS[table.task.kind]
     names = (*_WHO, *table.about, *truth, *(said.format(name) for name in table.outputs))
@@ -63,7 +63,7 @@ def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = T
         true = [(repr(value) if known else "" for value in column.tolist()) for column in columns]
     examples = zip(table.part, table.slide, table.patient, *table.about.values(), *true, strict=True)
     heads = {model: f"{table.site},{model},{model == table.answer}," for model in table.said}
-    # with all their digits, for they are computed with: thresholds lie between them
+    # with all digits, for thresholds between them
     numbers = ",%r" * len(table.outputs) + "\n"
     written: list[str] = []
     example = csv.writer(SimpleNamespace(write=written.append), lineterminator="")
@@ -77,7 +77,7 @@ def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = T
 
 
 def seal_of(folder: SiteFolder) -> Seal:
-    """Return what `evaluate` keeps of a table that it has written."""
+    """Return the length and SHA-256 of a site's table."""
     path = ordinary(_path(folder))
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
@@ -85,14 +85,14 @@ def seal_of(folder: SiteFolder) -> Seal:
 def read_predictions(
     folder: SiteFolder, task: Task = CLASSES, model: str | None = None
 ) -> Predictions | None:
-    """Return what a model of a site said of its test examples; None where none is there of such a task or model.
+    """Return the predictions of a site's model for its test examples; None without any of this task or model.
 
     Args:
-        model: such as "local"; the one that answers for the site, if none is named.
+        model: such as "local"; by default the site's prediction model.
 
     Raises:
-        WsiFlError: when another version wrote the file, or it is not as `evaluate` left it: cut off, changed, doubled,
-            or with a number in it that no model says.
+        WsiFlError: when another version wrote the file, or it was cut off, changed or duplicated, or holds impossible
+            numbers.
     """
     if not _path(folder).exists():
         return None
@@ -111,7 +111,7 @@ def read_predictions(
         true = _truth(np.stack([columns[name] for name in truth], axis=1), outputs, task)
         values = np.stack([columns[said.format(name)] for name in outputs], axis=1).astype(np.float64)
     except (KeyError, ValueError) as error:
-        raise _damaged(folder, f"holds what is no answer ({error})") from None
+        raise _damaged(folder, f"holds an invalid prediction ({error})") from None
     table = Predictions(
         site=folder.path.name,
         answer=answer,
@@ -128,7 +128,7 @@ def read_predictions(
 
 
 def _lines(folder: SiteFolder, model: str | None) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the lines of a model, or of the one that answers; each has a cell for every heading."""
+    """Return the headings and the complete lines of a model, by default of the prediction model."""
     rows = []
     with ordinary(_path(folder)).open(newline="", encoding="utf-8") as file:
         try:
@@ -150,7 +150,7 @@ def _lines(folder: SiteFolder, model: str | None) -> tuple[list[str], list[list[
 
 
 def _truth(cells: NDArray[np.str_], outputs: tuple[str, ...], task: Task) -> Truth:
-    """Return what is true of each example by the cells [n, columns of the truth]; ValueError for what cannot be."""
+    """Return the truth of each example from its cells [n, columns]; ValueError for an impossible value."""
     if task.kind == "classes":
         if strange := set(cells[:, 0].tolist()) - set(outputs):
             raise ValueError(f"class {min(strange)!r}")
@@ -160,10 +160,10 @@ def _truth(cells: NDArray[np.str_], outputs: tuple[str, ...], task: Task) -> Tru
 
 
 def _wrong(table: Predictions, n: int | None) -> str:
-    """Return what is wrong with a table: numbers that no model says, examples too many or too few; "" for nothing.
+    """Return the problem of a table, impossible numbers or a wrong number of examples; "" without any.
 
     Args:
-        n: how many examples were evaluated; None where that is not known.
+        n: number of evaluated examples; None where unknown.
     """
     values, kind = table.answers, table.task.kind
     if not (np.isfinite(values).all() and (kind == "classes" or np.isfinite(table.truth).all())):
@@ -181,11 +181,11 @@ def _wrong(table: Predictions, n: int | None) -> str:
 
 def _damaged(folder: SiteFolder, what: str) -> WsiFlError:
     run = folder.path.parent.parent.name
-    return WsiFlError(f"{_path(folder)}: {what}; run `wsi-fl evaluate {run}` again, which writes it anew")
+    return WsiFlError(f"{_path(folder)}: {what}; run `wsi-fl evaluate {run}` again to rewrite it")
 
 
 def _row_of_evaluation(folder: SiteFolder) -> dict[str, Any]:
-    """Return the row of a site in the run's evaluation; {} where there is none."""
+    """Return the row of a site in the run's evaluation; {} without one."""
     run = RunFolder(folder.path.parent.parent)
     return _rows_by_site(run.path, _modified(run.path / "evaluation.json")).get(folder.path.name, {})
 
@@ -196,7 +196,7 @@ def _modified(path: Path) -> int | None:
 
 @lru_cache(maxsize=4)
 def _rows_by_site(run: Path, modified: int | None) -> dict[str, dict[str, Any]]:
-    """Return the rows of a run's evaluation by site, read once as long as the file is not `modified`."""
+    """Return the rows of a run's evaluation by site, cached until the file is modified."""
     document = None if modified is None else RunFolder(run).evaluation()
     if document is None:
         return {}
@@ -205,12 +205,12 @@ def _rows_by_site(run: Path, modified: int | None) -> dict[str, dict[str, Any]]:
 
 
 def read_answers(folder: SiteFolder, on: str, task: Task = CLASSES) -> Answers | None:
-    """Return what each test example adds to the first score of a site's answer (`Task.each`), and its true class.
+    """Return each test example's term in the first score of a site's prediction model, and its true class.
 
-    None where the site has no predictions of such a task, or they have no score.
+    None where the site has no predictions of this task, or they have no score.
 
     Args:
-        on: "merged", or "own" for the site's own part alone.
+        on: "merged", or "own" for the local test part.
     """
     table = read_predictions(folder, task)
     if table is None:

@@ -1,4 +1,4 @@
-"""What answers for a site about new slides: how these are cut into patches, and what its models say of them."""
+"""Prediction of new slides with a site's models: patches, features, predictions, attention."""
 
 from __future__ import annotations
 
@@ -52,18 +52,16 @@ from wsi_fl.system.names import compose_text
 from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
-"""Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
+"""Largest number of images in a batch, as in `evaluate`, and of their pixels."""
 _THUMBNAIL_PX = 1200
 _OF_FEATURES = (".h5", ".h5ad", ".pt")
-"""Endings of files that a site imported, which show nothing."""
+"""Suffixes of imported feature files, which have no pixels."""
 
 _Floats = NDArray[np.float64]
 
 
 class Base(NamedTuple):
-    """A slide as pictures of it show it: with a thumbnail uint8[h, w, 3], one pixel of which is `downsample` level-0
-    pixels of `mpp` µm each.
-    """
+    """The background of a heatmap: a thumbnail uint8[h, w, 3] at 1/`downsample` of level 0 with `mpp` µm per pixel."""
 
     path: Path
     thumbnail: NDArray[np.uint8]
@@ -75,14 +73,14 @@ class Base(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The m patches of a slide that a model was asked about.
+    """The m patches of a slide with their predictions or features.
 
     Attributes:
         xy_l0: int64[m, 2].
-        said: float64[m, classes], of each patch alone; None for bags, of which all is said at once.
-        bag: their features; None where models are asked about each patch.
-        base: None where the slide's file is not at hand, or nobody knows where the patches lie.
-        n_aside: how many could not be read.
+        said: float64[m, classes], predictions of models of patches; None for models of bags.
+        bag: features; None for models of patches.
+        base: None without the slide's file or the coordinates of the patches.
+        n_aside: number of unreadable patches.
     """
 
     xy_l0: NDArray[np.int64]
@@ -94,14 +92,14 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class SlidePrediction:
-    """What a model says of one slide with m patches.
+    """The prediction of one slide with m patches.
 
     Attributes:
-        task: what was asked.
-        names: what each of the k outputs is called.
-        whole: float64[k], what is said of the slide; of classes probabilities, 0 for what its tumour type cannot be.
-        alone: float64[m, k], the same of each patch by itself.
-        attention: float64[m], adding up to 1; None for models that do not weigh their patches.
+        task: the prediction task.
+        names: names of the k outputs.
+        whole: float64[k], prediction of the slide; a probability is 0 where the tumour type excludes a class.
+        alone: float64[m, k], predictions of single patches.
+        attention: float64[m], adding up to 1; None for models without attention.
     """
 
     task: Task
@@ -112,12 +110,12 @@ class SlidePrediction:
 
     @property
     def _best(self) -> int:
-        """The position of the most probable class."""
+        """The index of the most probable class."""
         return int(choose_classes(self.whole[None])[0])
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the document says of it."""
+        """The entries of the document."""
         if self.task.kind == "number":
             return {"target": self.names[0], "value": float(self.whole[0])}
         if isinstance(self.task, Survival):
@@ -131,7 +129,7 @@ class SlidePrediction:
 
     @property
     def words(self) -> tuple[str, str]:
-        """(the answer, what else is to be said), each in a few words."""
+        """The (prediction, further outputs) in a few words."""
         if self.task.kind == "number":
             return f"{self.names[0]} {self.whole[0]:.3g}", ""
         if self.task.kind == "survival":
@@ -144,18 +142,18 @@ class SlidePrediction:
 
     @property
     def legend(self) -> tuple[str, str]:
-        """(short, long) name of what the heatmap shows."""
+        """The (short, long) name of the heatmap's values."""
         if self.attention is not None:
             return "attention", "attention, share of the highest"
         if self.task.kind == "number":
-            return self.names[0], f"{self.names[0]}, patch alone, share of its range"
+            return self.names[0], f"{self.names[0]}, single patch, share of its range"
         if self.task.kind == "survival":
-            return "event", f"event by {self.names[-1]}, patch alone"
-        return self.names[self._best], f"{self.names[self._best]} probability, patch alone"
+            return "event", f"event by {self.names[-1]}, single patch"
+        return self.names[self._best], f"{self.names[self._best]} probability, single patch"
 
     @property
     def heat(self) -> _Floats:
-        """float64[m] in [0, 1]: attention as a share of the highest, else what is said of the patch alone."""
+        """float64[m] in [0, 1]: attention as a share of the highest, else the prediction of the single patch."""
         if self.attention is not None:
             return self.attention / max(float(self.attention.max()), np.finfo(np.float64).tiny)
         if isinstance(self.task, Number):
@@ -164,7 +162,7 @@ class SlidePrediction:
 
     @property
     def columns(self) -> dict[str, _Floats]:
-        """What a table of patches says of each: heading → float64[m]."""
+        """The columns of a table of patches: heading → float64[m]."""
         attention = {} if self.attention is None else {"attention": self.attention}
         heading = COLUMNS[self.task.kind][1]
         return attention | {heading.format(name): self.alone[:, k] for k, name in enumerate(self.names)}
@@ -172,14 +170,14 @@ class SlidePrediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """What answers for one site, and how slides are cut for it, whatever the pipeline says now.
+    """A site's models with the parameters by which the run's slides were cut into patches.
 
     Attributes:
-        meta: of the patches or bags that it learned from.
-        input_px: the size that pixels are reduced to.
-        store: the mosaics of the site, if it learned from such and they lie here.
-        tumor_type: of all slides that are predicted; None for what the store says of each.
-        segmenter: tells faults, where the pipeline names one.
+        meta: of the training patches or bags.
+        input_px: the size to which images are reduced.
+        store: the site's mosaics, for runs on mosaics, if they are here.
+        tumor_type: of all predicted slides; None for that in the store.
+        segmenter: of artifacts, if the pipeline has one.
     """
 
     study: Study
@@ -196,7 +194,7 @@ class Predictor:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of a run on features, if it has the same weights still."""
+        """The encoder of a run on features; WsiFlError if its weights have changed."""
         section: Literal["features", "mosaic"] = "mosaic" if self.kind.data == "mosaics" else "features"
         encoder = encoder_of(self.study, self.pipeline, section, share_of_threads())
         if any(encoder_differences([encoder.label, self.meta.encoder])):
@@ -207,28 +205,29 @@ class Predictor:
         return encoder
 
     def _require_encoder(self, record: SlideRecord) -> None:
-        """Refuse a new slide where features of another encoder than the study's were imported."""
+        """Refuse a new slide where the training features were imported and are of another encoder than the study's."""
         wanted = self.meta.encoder
         if not self._imported or not any(encoder_differences([self.pipeline.mosaic.encoder, wanted])):
             return
         receives = 'import its features as a site with role = "receiver" and train again, or '
         raise WsiFlError(
-            f"{record.slide}: not in the store of site {self.site.name}, whose features of {wanted} were imported, so "
+            f"{record.slide}: not in the store of site {self.site.name}, "
+            f"whose features of {wanted} were imported, so "
             f"a new slide can't be encoded here; {receives if METHODS[self.run.manifest['method']].once else ''}"
             f"give its features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
         )
 
     @property
     def _imported(self) -> bool:
-        """Whether the run learned from features that were brought: their stores do not say how patches were chosen."""
+        """Whether the run was trained on imported features, whose stores lack the selection of patches."""
         return self.kind.data == "mosaics" and not self.meta.recipe
 
     def seen(self, record: SlideRecord, watcher: Watcher) -> Seen:
-        """Return the patches of a slide: of its mosaic, or all of them."""
+        """Return the patches of a slide or of its mosaic."""
         return self._mosaic(record) if self.kind.data == "mosaics" else self._all_patches(record, watcher)
 
     def _mosaic(self, record: SlideRecord) -> Seen:
-        """From the site's store, else made now with the run's parameters and encoder."""
+        """Return a mosaic from the site's store, else computed with the run's parameters and encoder."""
         row, path = self._row_of(record), _slide_file(self.study, self.site, record)
         if self.store is not None and row is not None:
             bag = self.store.bag(row)
@@ -288,7 +287,8 @@ class Predictor:
     def _batches(
         self, plan: SlidePlan, aside: dict[int, str], notes: set[str]
     ) -> Iterator[NDArray[np.uint8]]:
-        """Images uint8[b, input_px, input_px, 3], reduced as for training, few at a time; row → why it is missing."""
+        """Yield images uint8[b, input_px, input_px, 3] as in training; unreadable rows go to `aside` with the
+        reason."""
         size = max(1, min(_BATCH, _BATCH_PIXELS // self.input_px**2))
         waiting: list[NDArray[np.uint8]] = []
         threads, reader = share_of_threads(), self.pipeline.slides.reader
@@ -305,17 +305,17 @@ class Predictor:
             yield np.concatenate(waiting)
 
     def heat(self, slide: str, seen: Seen) -> Heat:
-        """Return what models of patches say of each of them."""
+        """Return the heatmap of predictions of patches."""
         assert seen.said is not None
         if not np.isfinite(seen.said).all():
             raise WsiFlError(f"{slide}: the model gives no numbers; it did not train well")
         if (base := seen.base) is None:
-            raise WsiFlError(f"{slide}: the places of its patches are unknown, or its file is not here")
+            raise WsiFlError(f"{slide}: the coordinates of its patches are unknown, or its file is not here")
         boxes = patch_boxes(seen.xy_l0, self.meta.spec, base.mpp, base.size_l0)
         return Heat(boxes, self.meta.classes, seen.said)
 
     def answer(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:
-        """Return what models of slides or patients say of a bag, of the classes that a tumour type may have."""
+        """Return the prediction of a bag by models of slides or patients, among the classes of its tumour type."""
         task, features = task_of(self.pipeline.target), bag.features
         allowed = allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
         slide = self.kind.example == "slide"
@@ -336,21 +336,21 @@ class Predictor:
         return SlidePrediction(task, self.meta.classes, of_all, alone, attention)
 
     def _attention(self, bag: Bag) -> _Floats | None:
-        """float64[m], of two models the mean; None unless every model that is asked weighs its patches."""
+        """Return the attention float64[m], the mean over models; None if a model of the ensemble has none."""
         x = torch.from_numpy(packed([bag.features])).to(self.models.device)
         weights = [model.attention(x) if isinstance(model, BagModel) else None for model in self.models.asked]
         known = [one[0].double().cpu().numpy() for one in weights if one is not None]
         return np.mean(known, axis=0) if len(known) == len(weights) else None
 
     def tumor_type_of(self, record: SlideRecord) -> str | None:
-        """Return the tumour type as asked for, else as the store has it; None where nothing is known."""
+        """Return the given tumour type, else that in the store; None where unknown."""
         row = self._row_of(record)
         if self.tumor_type is not None or self.store is None or row is None:
             return self.tumor_type
         return str(self.store.table.tumor_type[row]) or None
 
     def _row_of(self, record: SlideRecord) -> int | None:
-        """Where the slide stands in the store; it may be given by file or by name."""
+        """Return the row of the slide, given by file or by name, in the store; None without one."""
         slides = np.empty(0, np.str_) if self.store is None else self.store.table.slide
         for name in (record.path.name, record.slide):
             if len(found := np.flatnonzero(slides == name)):
@@ -361,12 +361,14 @@ class Predictor:
 def load_predictor(
     study: Study, run_name: str, site_name: str, tumor_type: str | None = None, overrides: Sequence[str] = ()
 ) -> Predictor:
-    """Load the trained models of a site that was not lost, and open its mosaics where it learned from such.
-
-    Refused are an unknown tumour type, images that are no slides, and an encoder that has other weights by now.
+    """Load the trained models of a site, and open its mosaics for runs on mosaics.
 
     Args:
         overrides: `predict.KEY=VALUE` over the run's configuration.
+
+    Raises:
+        UsageError: for an unknown tumour type, images that are no slides, or another site or encoder than the run's.
+        WsiFlError: when the site dropped out, or the encoder's weights have changed.
     """
     run = RunFolder(study.run(run_name))
     began = as_begun(study, run)
@@ -377,8 +379,8 @@ def load_predictor(
     for loss in run.losses():
         if loss["site"] == site_name:
             raise WsiFlError(
-                f"{run.name}: site {site_name} was lost in round {loss['round']} and has no model; "
-                f"take it back in with `wsi-fl train --resume {run.name}`"
+                f"{run.name}: site {site_name} dropped out in round {loss['round']} and has no model; "
+                f"continue with it by `wsi-fl train --resume {run.name}`"
             )
     kind, facts = kind_of(pipeline), run.site(site.name).store_facts()
     meta = _remembered(site.name, facts)
@@ -398,12 +400,12 @@ def load_predictor(
     segmenter = None if kind.data == "mosaics" else segmenter_of(study, pipeline)
     found = Predictor(study, run, site, pipeline, kind, meta, size, models, store, tumor_type, segmenter)
     if kind.data == "features":
-        found.encoder  # noqa: B018 refused now; of a mosaic it is needed only where a slide is not in the store
+        found.encoder  # noqa: B018 refused here; with mosaics it is needed only for slides outside the store
     return found
 
 
 def _remembered(site: str, facts: Mapping[str, Any]) -> BagMeta:
-    """Return what the patches or bags were like that a site's models learned from."""
+    """Return the metadata of the training patches or bags of a site's models."""
     types = {kind: tuple(classes) for kind, classes in facts.get("tumor_types", {}).items()}
     classes, spec = tuple(facts["classes"]), GridSpec(**facts["spec"])
     recipe = facts.get("recipe", {"min_tissue": facts.get("min_tissue")})
@@ -423,7 +425,7 @@ def _mosaics(study: Study, run: RunFolder, site: str, meta: BagMeta) -> BagStore
 
 
 def _slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | None:
-    """Return the slide's file: as given, else among the site's slides; None where it is in neither place."""
+    """Return the slide's file: the given path, else among the site's slides; None where there is neither."""
     if record.path.exists():
         return record.path
     name = compose_text(record.path.name)

@@ -1,4 +1,4 @@
-"""`report`: gathers what a run left behind and renders it as one page."""
+"""`report`: the files of a run as one page."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
     """Write `report/index.html` of a run and return its path.
 
     Args:
-        pictures: whether patches, overviews and generated images of real sites are shown too. The page then opens with
-            a banner; without them it says in their places that they were left out.
+        pictures: whether patches, overviews and generated images of real sites are shown, below a banner; else the page
+            has notes in their places.
 
     Raises:
-        WsiFlError: when the run has not finished, or no store of its sites is here.
+        WsiFlError: when the run is not finished, or no store of its sites is here.
     """
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
@@ -73,7 +73,7 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
     this = Run.of(run.path)
     places = [run.site(path.parent.name) for path in sorted(run.path.glob("sites/*/ledger.json"))]
     ledgers = {place.path.name: place.account() for place in places}
-    asked = {  # as `clinical` was asked last
+    asked = {  # as in the last `clinical`
         name: value for name, value in (run.clinical() or {}).items() if name in ("prevalence", "by", "least")
     }
     return Page(
@@ -102,12 +102,12 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
 
 
 def _pictures(party: RunContext, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
-    """What the page shows of pixels and single patients, what it leaves out, and whose patients it shows.
+    """Return the page's pictures and values of single patients, the omitted ones, and the sites of shown patients.
 
-    Images of a denoiser that learned from patients count as pictures of them.
+    Images of a denoiser that was trained on patients count as pictures of them.
     """
     study, simulated = party.study, {site.name for site in party.sites if not site.real}
-    keys: dict[str, str] = {}  # of each denoiser that a site of this run learned from
+    keys: dict[str, str] = {}  # of each denoiser used by a site of this run
     for site in party.names:
         keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
     generated = {name: path for name in sorted(keys) if (path := study.generated(keys[name])).exists()}
@@ -135,7 +135,7 @@ def _once(sites: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _said(party: RunContext) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Of each member whose predictions lie here, (truth, answers) on its own test part, where no classes are asked.
+    """Return (truth, predictions) of each member on its local test part, for numbers and survival.
 
     Each dot and step in their figures is a patient.
     """
@@ -147,8 +147,8 @@ def _said(party: RunContext) -> dict[str, tuple[NDArray[np.float64], NDArray[np.
 
 
 def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
-    """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting,
-    of this seed where there is one."""
+    """Return other evaluated runs on the same examples and splits: the last of each method and privacy setting,
+    preferably of this seed."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
     runs: dict[tuple[str, bool], Run] = {}
     oldest_first = [*runs_of(party.study)][::-1]
@@ -184,7 +184,7 @@ def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
 
 
 def _asked(run: Run) -> tuple[object, ...]:
-    """What says which patients of which stores a run tests, by which pipeline: of folds, the seed draws them."""
+    """Return the values that determine a run's test set: stores, pipeline, fold, and with folds the seed."""
     train = run.pipeline.train
     divided = (train.folds, train.fold, train.left_out, train.seed if train.folds else None)
     return run.inputs, run.folder.manifest["pipeline"], *divided
@@ -211,7 +211,7 @@ def _store_row(data: Data) -> dict[str, object]:
 
 
 def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
-    """What examples are counted by, and the position in it of each: classes, or whether the event was seen."""
+    """Return the counted categories, classes or whether the event was observed, and their index by example."""
     label = data.table.label
     if data.receives:
         return UNLABELLED, label
@@ -221,7 +221,7 @@ def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
 
 
 def _mosaics(data: Data) -> dict[str, object]:
-    """What the bags of a site are like; nothing where models are asked about patches."""
+    """Return the encoder and sizes of a site's bags; {} for other examples."""
     store = data.store
     if not isinstance(store, BagStore) or data.pipeline.example != "slide":
         return {}
@@ -240,7 +240,7 @@ def _generated_samples(path: Path) -> list[_Patch]:
 
 
 def _samples(store: PatchStore) -> list[_Patch]:
-    """A few patches of each class, the same ones at every call."""
+    """Return a few patches of each class, drawn with a fixed seed."""
     rng = np.random.default_rng(0)
     out = []
     for k, name in enumerate(store.meta.classes):

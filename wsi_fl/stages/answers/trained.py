@@ -1,4 +1,4 @@
-"""A trained site of a run: its settings, and the models that answer for it."""
+"""The trained models of a site: settings, roles, and the ensemble that predicts."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from wsi_fl.study.site import SiteFile
 from wsi_fl.types import Shape, UsageError, WsiFlError
 
 _MAY_CHANGE = ("predict.", "features.weights=", "mosaic.weights=")
-"""Settings that change nothing of what was learned: features of other weights are refused."""
+"""Prefixes of settings that may be changed after training."""
 
 
 def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
-    """The configuration of a run under `predict.KEY=VALUE`, and where its encoder's weights lie today."""
+    """Return the configuration of a run with `predict.KEY=VALUE` and paths of encoder weights overridden."""
     if strange := [one for one in overrides if not one.strip().startswith(_MAY_CHANGE)]:
         raise UsageError(
-            f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed, and where weights "
-            "lie (features.weights, mosaic.weights)"
+            f"--set {strange[0]}: the configuration of a run is fixed; only predict.*, features.weights and "
+            "mosaic.weights can be changed"
         )
     return study.pipeline(str(run.path / "config.toml"), overrides)
 
 
 @dataclass(frozen=True)
 class TrainedModels:
-    """A site's models, on `device`, ready to predict.
+    """A site's models on a device, and their ensemble.
 
     Attributes:
-        models: by role, those that are needed.
-        answer: "local", "private", "proxy" or "shared", "mean" of these two, or "ensemble".
-        stack: what is mixed and how, where the run found that out.
+        models: the loaded models by role.
+        answer: "local", "private", "proxy" or "shared", "mean" of the last two, or "ensemble".
+        stack: weights of the ensemble, if the run has them.
     """
 
     models: Mapping[str, torch.nn.Module]
@@ -53,11 +53,11 @@ class TrainedModels:
 
     @property
     def asked(self) -> list[torch.nn.Module]:
-        """The models that the answer rests on."""
+        """The models of the ensemble."""
         return [self.models[role] for role in roles(self.answer, self.stack, self.models)]
 
     def probabilities(self, examples: Examples, batch_size: int = 256) -> Probabilities:
-        """float64[n, classes]: the answer for every example, in order."""
+        """Return the predictions of every example, float64[n, classes]."""
         said = {
             role: probabilities(self.models[role], examples, self.device, batch_size)
             for role in roles(self.answer, self.stack, self.models)
@@ -66,9 +66,9 @@ class TrainedModels:
 
 
 def offered(method: Method) -> dict[str, str]:
-    """Return the models that sites of a method have by the name they are asked for: name → role in the run.
+    """Return the models of a site by their public name: name → role in the run.
 
-    A model is `private` where it stays at home. One that travels, or that all sites have alike, is `proxy` or `shared`.
+    A model is `private` if it stays at its site, `proxy` or `shared` if it is exchanged or equal at all sites.
     """
     if method.once:
         return {"private": "private", "shared": "shared"}
@@ -85,7 +85,7 @@ def with_dp(party: RunContext, role: str) -> bool:
 
 
 def _roles_of(run: RunFolder, site: str) -> Set[str]:
-    """The roles of the models that a site has of a run; one that only receives has none of its own."""
+    """Return the roles of a site's models; an inference-only site has the one-shot global head only."""
     method = METHODS[run.manifest["method"]]
     if method.once and not run.site(site).has_model("private"):
         return {"shared"}
@@ -94,7 +94,7 @@ def _roles_of(run: RunFolder, site: str) -> Set[str]:
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.model` says, `auto` being what the run itself found."""
+    """Return the prediction model of a site: `predict.model`, or the run's choice for `auto`."""
     wanted, there = pipeline.predict.model, _roles_of(run, site)
     if METHODS[run.manifest["method"]].once and wanted == "proxy":
         raise UsageError(f"{run.name}: the head that all sites share is called so: predict.model = 'shared'")
@@ -104,18 +104,18 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
         return run.site(site).choice() or "private"
     if wanted == LONE not in there and not METHODS[run.manifest["method"]].once:
         raise UsageError(
-            f"{run.name}: trained with train.local_baseline = false, so it has no model of {site} alone"
+            f"{run.name}: trained with train.local_baseline = false, so it has no local model of {site}"
         )
     if wanted == STACK and _stack_of(run, site) is None:
         raise UsageError(
             f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no "
-            "weights for mixing the models; train with one of them, or ask for private, proxy or mean"
+            "ensemble weights; train with one of them, or use private, proxy or mean"
         )
     return wanted if wanted == STACK or set(roles(wanted, there=there)) <= there else "private"
 
 
 def _stack_of(run: RunFolder, site: str) -> Stack | None:
-    """How a site mixes its models; None where its run did not find that out."""
+    """Return the ensemble weights of a site; None if its run has none."""
     noted = run.site(site).kept("prediction_model")
     return Stack.of(noted["ensemble"]) if noted and "ensemble" in noted else None
 
@@ -130,13 +130,13 @@ def answering(
     *,
     every: bool = False,
 ) -> TrainedModels:
-    """The models that answer for a site; with `every`, the others too."""
+    """Load the models of a site's ensemble; with `every`, all its models."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
     wanted = _roles_of(run, site.name) if every else roles(answer, stack, _roles_of(run, site.name))
     models, travels = {}, method_for(run.manifest["method"], pipeline).travels
     for role in wanted:
         name = architecture(site, pipeline, role, common=role == "private" == travels)
-        # its initial weights are all overwritten
+        # all initial weights are overwritten
         model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))
         try:
             model.load_state_dict(run.site(site.name).load_model(role))
