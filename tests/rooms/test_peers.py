@@ -113,7 +113,7 @@ def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
 )
 def test_what_a_site_brings_has_names_and_numbers_within_bounds(change, words):
     text = json.dumps(BROUGHT | change).encode()
-    told = ("site C2 told what was not agreed on", words)
+    told = ("site C2 sent what was not agreed on", words)
     refused(lambda: decoded(text, Brought, "C2"), *told, error=NotAgreed)
 
 
@@ -284,12 +284,12 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
-    other = "NotAgreed: site B sent something else than the {} values it announced".format
+    other = "NotAgreed: site B sent another length than the {} values it announced".format
     expected = [
         "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
         "NotAgreed: site B announced a document of -5 bytes; at most 16777216",
-        "NotAgreed: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
-        "NotAgreed: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
+        "NotAgreed: site B sent what was not agreed on: Invalid JSON: recursion limit exceeded",
+        "NotAgreed: site B sent what was not agreed on: Invalid JSON: expected value at line 1 column 1",
         *map(other, (10, 1011)),
         "[{'site': 0}, {'site': 1}]",
         *map(other, (64, 64, 3000, 3000)),
