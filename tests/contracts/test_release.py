@@ -391,8 +391,8 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
 @pytest.mark.parametrize(
     ("key", "agreed", "other", "words"),
     [
-        ("directions", "a", "b", "S2 brings b as the directions of its sums (model.directions)"),
-        ("releases", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
+        ("directions", "a", "b", "S2 has b as the projection of its class statistics (model.directions)"),
+        ("releases", {"S0": "a"}, {"S0": "b"}, "as the released class statistics in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
         ("receivers", ["S3"], [], "S2 brings [] as the list of receivers"),
     ],

@@ -113,7 +113,7 @@ def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
 )
 def test_what_a_site_brings_has_names_and_numbers_within_bounds(change, words):
     text = json.dumps(BROUGHT | change).encode()
-    told = ("site C2 sent what was not agreed on", words)
+    told = ("site C2 told what was not agreed on", words)
     refused(lambda: decoded(text, Brought, "C2"), *told, error=NotAgreed)
 
 
@@ -143,7 +143,7 @@ def test_settings_are_compared_one_by_one_and_named(change, words):
     three = [BROUGHT | {"site": f"C{k}"} for k in (1, 2, 3)]
     compare(three)
     three[2] |= change
-    refused(lambda: compare(three), f"sites disagree: C3 brings {words}", error=NoCommonPlan)
+    refused(lambda: compare(three), f"sites disagree: C3 has {words}", error=NoCommonPlan)
 
 
 def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
@@ -156,7 +156,7 @@ def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
         compare(many)
     assert len(str(caught.value)) <= 500 and str(caught.value).isprintable()
     few = [BROUGHT | {"site": f"C{k}", "mpp": k if k > 4 else 0.5} for k in range(1, 11)]
-    words = "C5 brings 5; C6 brings 6; C7 brings 7; 3 more bring something else as the resol"
+    words = "C5 has 5; C6 has 6; C7 has 7; 3 more have something else as the resol"
     refused(lambda: compare(few), words)
 
 
@@ -288,8 +288,8 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     expected = [
         "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
         "NotAgreed: site B announced a document of -5 bytes; at most 16777216",
-        "NotAgreed: site B sent what was not agreed on: Invalid JSON: recursion limit exceeded",
-        "NotAgreed: site B sent what was not agreed on: Invalid JSON: expected value at line 1 column 1",
+        "NotAgreed: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
+        "NotAgreed: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
         *map(other, (10, 1011)),
         "[{'site': 0}, {'site': 1}]",
         *map(other, (64, 64, 3000, 3000)),

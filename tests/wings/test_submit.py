@@ -128,7 +128,7 @@ def test_whatever_else_a_hospital_says_is_refused_by_name(done):
             partial(answered, json.dumps(other), "S1", "work"),
             partial(agreed, {"S1": other or [other]}, SITES, "work"),
         ):
-            refused(say, "S1 sent what was not agreed on", error=NotAgreed)
+            refused(say, "S1 told what was not agreed on", error=NotAgreed)
     for text in ("[" * 100_000, '{"a":' * 50_000, "no JSON", '{"seconds": NaN}', "\ud800"):
         refused(partial(answered, text, "S1", "work"), "site S1 told", error=NotAgreed)
     for told in ({"S7": {}}, [], "x", None, {"\x1b": {"error": "x"}}):
@@ -139,7 +139,7 @@ def test_a_reason_is_one_line_that_can_be_shown():
     assert failed("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
     assert len(failed("c" * 2000)["error"]) == 1000
     for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
-        refused(partial(agreed, {"S1": evil}, SITES, "work"), "S1 sent what was not", error=NotAgreed)
+        refused(partial(agreed, {"S1": evil}, SITES, "work"), "S1 told what was not", error=NotAgreed)
 
 
 def run_job(sites, what):
@@ -201,7 +201,7 @@ def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil
     session = SimpleNamespace(submit_job=lambda _: "1", download_job_result=result)
     session.get_job_status = lambda _: "FINISHED:COMPLETED"
     monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(session))
-    refused(partial(run_job, ["S1"], "check"), "site S1 sent what was not agreed on", error=WsiFlError)
+    refused(partial(run_job, ["S1"], "check"), "site S1 told what was not agreed on", error=WsiFlError)
     evil.clear()
     evil.update({"site": "S1", "peers": [], "seconds": 0.5})
     assert run_job(["S1"], "check") == {"S1": evil}

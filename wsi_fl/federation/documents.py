@@ -74,12 +74,12 @@ def decoded(text: bytes, kind: type[_T], site: object, *, most_values: int = _MO
     check_length(len(text), site)
     n_values = sum(text.count(mark) for mark in b"[{,")
     if n_values > most_values:
-        raise NotAgreed(f"site {site} sent a document of {n_values} values; at most {most_values}")
+        raise NotAgreed(f"site {site} told a document of {n_values} values; at most {most_values}")
     agreed: Any = kind
     try:
         document: _T = _adapter(agreed).validate_json(text)
     except ValidationError as error:
-        raise NotAgreed(f"site {site} sent what was not agreed on: {_fault(error)}") from None
+        raise NotAgreed(f"site {site} told what was not agreed on: {_fault(error)}") from None
     return document
 
 

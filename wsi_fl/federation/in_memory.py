@@ -181,7 +181,7 @@ def federate(
             acting.append(made)
         try:
             run(acting, row, schedule, LocalComm(len(acting)), report)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a user's model may raise any of them
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
             raise UsageError(f"a model fails in training: {one_line(error)[:200]}") from error
         return {
             site.name: Learned(
