@@ -457,7 +457,7 @@ def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
         assert len(data.table) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
-    assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
+    assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
 def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):

@@ -240,8 +240,8 @@ def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refus
         assert released(study)["digest"] == digest and study.release("S0").read_bytes() == content
     assert study.release_at_home("S0").read_bytes() == content
     study.ledger("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl does not know its numbers")
-    not_joined(study, "ledgers/S0.jsonl does not know its numbers")
+    not_released(study, "S0", "ledgers/S0.jsonl lacks its release")
+    not_joined(study, "ledgers/S0.jsonl lacks its release")
 
 
 def cut_in_half(path):

@@ -82,7 +82,7 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
         try:
             found.append(take_census(study, identity, one, epsilon=0.3))
         except WsiFlError as error:
-            assert "does not know its numbers" in str(error)
+            assert "lacks its release" in str(error)
     assert len(found) == 1  # the one that was not touched
 
 
