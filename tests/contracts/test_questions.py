@@ -376,7 +376,7 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
         (SURVIVAL, {"months": "-3"}, "months = -3; it must be 0 or more"),
         (SURVIVAL, {"dead": "perhaps"}, "dead = 'perhaps' is none of"),
         (("target.range=[0, 1]", 'target.column="size"'), {}, "column 'size' is missing"),
-        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another answer"),
+        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another value"),
     ],
 )
 def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, change, said):
@@ -411,13 +411,13 @@ def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study
             lambda row: row | {"patient": "X" + row["patient"]},
             "the table has XP0, XP1, XP10 and 21 more, the site P0",
         ),
-        (lambda row: row | {"burden": "NA"}, "no line of it says anything"),
+        (lambda row: row | {"burden": "NA"}, "none of its lines has a value"),
     ],
 )
 def test_a_table_that_answers_for_nobody_says_why_with_names_of_both(study, change, said):
     path = study.root / "S0.csv"
     write_table(path, [change(row) for row in csv.DictReader(path.open())])
-    refused(lambda: opened(study, *NUMBER), "has an answer to [target] for none of the 48 slides", said)
+    refused(lambda: opened(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
 
 
 def test_patients_classes_and_columns_meet_however_they_are_composed(study):

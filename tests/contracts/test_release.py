@@ -326,7 +326,7 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
         stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
         not_joined(study, "releases/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release("S0"), file)
-    not_joined(study, "these are the sums of site S0")
+    not_joined(study, "these are the statistics of site S0")
     home = study.release_at_home("S1")
     for content in DAMAGE:
         file.write_bytes(content)
@@ -383,7 +383,7 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
     (study.root / "d.safetensors").write_bytes(b"nothing")
     not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
-    words = ("directions of large sha256:1", "are of tiny sha256:0")
+    words = ("projection for large sha256:1", "are of tiny sha256:0")
     not_released(study, "S0", *words, overrides=ALONG, error=UsageError)
     assert not study.ledger("S0").exists()
 
@@ -561,7 +561,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
 
 
 def test_a_run_of_files_says_what_it_lacks(study):
-    not_joined(study, "no sums of site S0 yet", "wsi-fl release --site S0")
+    not_joined(study, "no statistics of site S0 yet", "wsi-fl release --site S0")
     released(study)
     not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):

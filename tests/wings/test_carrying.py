@@ -207,7 +207,7 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest(other))
     no_go("lacks the release of releases/S2.safetensors", error=UsageError)
     file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
-    no_go("these are the sums of site S1")
+    no_go("these are the statistics of site S1")
     lines = study.ledger("S2").read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["sending"]
     study.ledger("S2").write_text(lines[0])  # as where the machine stopped before
@@ -292,7 +292,7 @@ def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals)
     refused(lambda: keep("nothing!"), "no letter", error=NotAgreed)
     refused(lambda: keep(b64encode(b"x" * 99).decode()), "damaged release", error=WsiFlError)
     good = b64encode(as_file(sums)).decode()
-    refused(lambda: keep(good, "S2"), "these are the sums of site S1", error=WsiFlError)
+    refused(lambda: keep(good, "S2"), "these are the statistics of site S1", error=WsiFlError)
     other = hospitals.study("S1").release("S1")
     rewritten(other, encoder="evil\nlines sha256:0")
     refused(lambda: keep(b64encode(other.read_bytes()).decode()), "encoder = evil?lines", error=UsageError)
