@@ -347,7 +347,7 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
     for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
         run = trained(study, *NUMBER, OPEN, "train.rounds=2", *more, method="proxyfl")
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
-        assert ("answered by the lone model, and ε buys nothing" in said) == (not n)
+        assert ("the local model predicts numbers" in said) == (not n)
         for row in evaluate(study, run)["sites"]:
             choice = json.loads((study.root / run / f"sites/{row['site']}/choice.json").read_text())
             reached = choice.get("r2", {"alone": 0.0})

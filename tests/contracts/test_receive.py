@@ -218,7 +218,7 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
 def test_a_receiver_takes_no_part_elsewhere(study):
     shared = [*NOISE, "privacy.noise=shared"]
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
-    refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
+    refused(lambda: released(study, "S3"), "S3.toml", "releases no statistics")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
     assert sites_of(summary) == LABELLED and not summary["receivers"]
     release(study, site=None, overrides=QUIET)

@@ -549,7 +549,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     released(study, "S1")
     shutil.rmtree(study.store("S1").parent)
     summary = joined(study)
-    assert "not in the sum, for there is no file in releases/: S2" in capfd.readouterr().err
+    assert "not included, as there is no file in releases/: S2" in capfd.readouterr().err
     assert [row["site"] for row in summary["sites"]] == ["S0", "S2"]
     heads = [model(study.root / summary["run"], name, "proxy") for name in ("S0", "S2")]
     assert [int(head["n_sites"]) for head in heads] == [2, 2]

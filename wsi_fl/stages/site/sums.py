@@ -131,7 +131,7 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
 
 def releases_of(study: Study, sites: Iterable[SiteFile]) -> dict[str, ReleasedSums]:
     """Read the released statistics of sites with labels and a file here."""
-    found = {}
+    found: dict[str, ReleasedSums] = {}
     for site in sites:
         path = study.release(site.name)
         if path.exists() and not site.receives:
