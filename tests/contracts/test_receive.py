@@ -275,7 +275,7 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
-    waits(("1 of 3 letters", "missing: S1, S2", "train.at_least = 1"))
+    waits(("statistics of 1 of 3 sites", "missing: S1, S2", "train.at_least = 1"))
     until, two_at_least = f"train.until={tomorrow}", "train.at_least=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)

@@ -1,9 +1,9 @@
 """`release`: class statistics of a site, computed, noised and released once, without a network.
 
 `releases/<site>.safetensors` may leave the site, and people may copy it. The order: a ledger line, a copy of the
-release beside the store, a second line that it is final, then the file. After a crash before the copy nothing has left, and the
-next release replaces the lost one; after the copy the same numbers are written again. So no crash makes a site release
-two noisy versions. Nor do two studies on one ledger: a release that another study's replaced does not leave.
+release beside the store, a second line that it is final, then the file. After a crash before the copy nothing has left,
+and the next release replaces the lost one; after the copy the same numbers are written again. So no crash makes a site
+release two noisy versions. Nor do two studies on one ledger: a release that another study's replaced does not leave.
 """
 
 from __future__ import annotations
