@@ -279,7 +279,7 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     until, two_at_least = f"train.until={tomorrow}", "train.at_least=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)
-    refused(lambda: joined(study, "train.at_least=4"), "only 3 sites write one")
+    refused(lambda: joined(study, "train.at_least=4"), "only 3 sites release any")
     assert list(joined(study, f"train.until={yesterday}")["letters"]) == ["S0"]
     released(study, "S1")
     before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
