@@ -288,7 +288,7 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     three = joined(study, two_at_least, until)
     known = {name: sums_at(study.release(name)).digest[:8] for name in LABELLED}
     assert three["letters"] == known and two["letters"] == {name: known[name] for name in ("S0", "S1")}
-    made = f"made of 3 letters: S0 {known['S0']}"
+    made = f"made of 3 class statistics: S0 {known['S0']}"
     assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
     heads = [model(study.root / run["run"], "S3", "proxy") for run in (two, again, three)]
     assert same(heads[0], heads[1])

@@ -237,7 +237,7 @@ def summary_lines(summary: Summary, again: str = "") -> Lines:
     for name in summary.get("receivers", ()):
         yield Line(f"  {name}: without labels; it released and spent nothing")
     if digests := summary.get("letters"):
-        yield Line(f"  made of the statistics of {len(digests)} sites: {letters(digests)}")
+        yield Line(f"  made of {len(digests)} class statistics: {letters(digests)}")
     c = summary["communication"]
     yield Line(
         f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"
