@@ -68,8 +68,8 @@ def decoded(text: bytes, kind: type[_T], site: object, *, most_values: int = _MO
     """Parse the text of a document of an agreed TypedDict; messages name its sender `site`.
 
     Raises:
-        NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep, has
-            too many values, or is not of this kind.
+        NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep,
+            has too many values, or is not of this kind.
     """
     check_length(len(text), site)
     n_values = sum(text.count(mark) for mark in b"[{,")

@@ -51,7 +51,7 @@ class Role:
     Attributes:
         dp: with differential privacy, where the settings enable it.
         common: with the architecture and start common to all sites, as all proxies.
-        taught: with the site's other model as its teacher. Without ε of the teacher this ε is nominal, unless β = 0.
+        taught: with the site's other model as teacher. If that has no ε, this ε is nominal, unless β = 0.
     """
 
     dp: bool
@@ -67,8 +67,8 @@ class Share:
         what: parameters of a model, class statistics, a buffer of synthetic samples, or a generator.
         by: its graph: a name of `topology.TOPOLOGIES`, a topology, or FILES or HUB.
         of: the role of the model: private or proxy.
-        protected: "dp": by differential privacy or, where the settings have none, by the site's permission; "leave": by
-            that permission alone, given by name in the site's file.
+        protected: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
+            permission alone, given by name in the site's file.
         times: all rounds, once (in the first round), or before the first or after the last round.
         made_by: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
             `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.

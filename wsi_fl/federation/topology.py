@@ -78,8 +78,8 @@ class Graph:
     def among(self, present: Sequence[int]) -> Graph:
         """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
 
-        Edges from and to others are dropped, and edges without a way back (see `check`); a site's other receivers get
-        their mass.
+        Edges from and to others are dropped, and edges without a way back (see `check`); a site's other
+        receivers get their mass.
         """
         if len(present) == len(self.names):
             return self

@@ -425,7 +425,8 @@ class _Bagged(Data):
             if self.receives or len(set(label.tolist())) != 1 or len(set(patches.tolist())) == 1:
                 return ""
             one = self.classes[label[0]]
-            return f"site {self.site}: each of {len(label)} {self.example}s has some {one}, so all are labelled {one}"
+            examples = f"site {self.site}: each of {len(label)} {self.example}s"
+            return f"{examples} has some {one}, so all are labelled {one}"
         if not (aside := self.answers.aside):
             return ""
         shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
@@ -499,8 +500,8 @@ class _Bagged(Data):
         _, first = np.unique(of, return_index=True)
         if len(strange := np.flatnonzero(label != label[first][of])):
             raise UsageError(
-                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different labels; "
-                f"set {_INSTEAD[what]}"
+                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different "
+                f"labels; set {_INSTEAD[what]}"
             )
 
     @cached_property

@@ -218,8 +218,8 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
             alike = not any(encoder_differences([str(theirs), str(value)]))
         if not alike:
             raise UsageError(
-                f"{label}: statistics with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings "
-                f"back, or release again (wsi-fl release --site {facts.site} --again), which spends the same ε again"
+                f"{label}: statistics with {key} = {_short(theirs)}, but here it is {_short(value)}; put the "
+                f"settings back, or release again (wsi-fl release --site {facts.site} --again), which spends the same ε again"
             )
 
 

@@ -131,8 +131,8 @@ def _check_leave(party: RunContext) -> None:
         if shut := [share for share in bare if not site.allows(share.content)]:
             wanted = ", ".join(f'"{content}"' for content in dict.fromkeys(share.content for share in bare))
             raise UsageError(
-                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this site; "
-                f"add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
+                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this "
+                f"site; add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
             )
     if row.share("buffer") is not None and len(party.sites) < 2:
         raise UsageError(f"{name} needs two sites or more, which exchange buffers")
@@ -162,14 +162,16 @@ def _wrong(party: RunContext) -> Iterator[str]:
                 )
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and party.method.learns_from == "everybody":
-        yield f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; add allow = ["patches"] if it may'
+        reason = f"{party.name} needs every site's patches"
+        yield f'sites/{shut[0]}.toml: {reason}; add allow = ["patches"] if it may'
 
 
 def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and backend == "local" and len(party.here) > 1:
         raise UsageError(
-            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
+            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; "
+            "use --backend mpi"
         )
 
 
@@ -279,7 +281,8 @@ def check_budgets(
         first, n = next(iter(short.items()))
         limit = limits.get(first) if len(limits) == len(brought) else None
         raise NoCommonPlan(
-            f"{_enough(first, limit, n, rounds)}; lower train.rounds, raise privacy.sigma, or agree on a larger budget"
+            f"{_enough(first, limit, n, rounds)}; lower train.rounds, raise privacy.sigma, or agree on a "
+            "larger budget"
         )
     return "; ".join(said) + ("; then it leaves and the others go on" if said else "")
 

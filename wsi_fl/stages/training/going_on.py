@@ -90,8 +90,8 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
             chosen not in mine and own is not None
         ):  # a false announcement of runs must not make others spend again
             raise KnownToAll(
-                f"{me} has another run of this plan than the others; to take part in theirs, which spends its ε once "
-                f"more, let {me} approve the plan again"
+                f"{me} has another run of this plan than the others; to take part in theirs, which spends its "
+                f"ε once more, let {me} approve the plan again"
             )
         run = mine.get(chosen) or _own_folder(party, asked, chosen)
         began, _ = taken_up(party.study, replace(asked, run=run))

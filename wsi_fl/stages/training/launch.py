@@ -107,7 +107,8 @@ def threads_note(n_ranks: int) -> str:
     if wanted is None or wanted <= _threads(n_ranks):
         return ""
     cores = n_cores()
-    return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
+    share = f"each takes {_threads(n_ranks)}"
+    return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: {share}"
 
 
 def share_threads() -> None:

@@ -202,8 +202,8 @@ def plan_lines(document: _Plan) -> Lines:
         planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
         part = f" ({row['trained_parameters']} trained)"
         yield Line(
-            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
-            f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
+            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}"
+            f"{planted}, {spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
             f"{part if row['trained_parameters'] < row['parameters'] else ''}"
         )
         if row["expected"] is not None:

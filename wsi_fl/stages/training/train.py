@@ -216,8 +216,8 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
             if left < least:
                 gone = ", ".join(lost.reasons)
                 raise WsiFlError(
-                    f"{gone} was lost, and {left} of at least {least} sites are left (train.at_least); continue with "
-                    f"`{again}`"
+                    f"{gone} was lost, and {left} of at least {least} sites are left (train.at_least); "
+                    f"continue with `{again}`"
                 ) from None
             for name, reason in lost.reasons.items():
                 loss = run.note_loss(name, reason)
@@ -229,7 +229,7 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
 
 
 def summary_lines(summary: Summary, again: str = "") -> Lines:
-    """Yield the summary for people; `again` is the command for the return of a site, by default `train --resume`."""
+    """Yield the summary for people; `again`: the command for the return of a site, by default `train --resume`."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
