@@ -219,7 +219,8 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
         if not alike:
             raise UsageError(
                 f"{label}: statistics with {key} = {_short(theirs)}, but here it is {_short(value)}; put the "
-                f"settings back, or release again (wsi-fl release --site {facts.site} --again), which spends the same ε again"
+                f"settings back, or release again (wsi-fl release --site {facts.site} --again), which spends "
+                "the same ε again"
             )
 
 
