@@ -94,13 +94,13 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     assert sites_of(release(study, site=None, overrides=QUIET)) == LABELLED
     assert not study.release("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
-    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     assert "S3" not in said(plan_lines(planned))
     summary = joined(study)
-    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     for document in (planned, summary):
         assert document["receivers"] == ["S3"] and sites_of(document) == LABELLED
-    assert "S3: receives" in said(summary_lines(summary))
+    assert "S3: without labels" in said(summary_lines(summary))
     assert not study.ledger("S3").exists()
     run = study.root / summary["run"]
     head = head_of(run, "S3")

@@ -225,7 +225,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
         with cut_off(PrivacyLedger, name):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    not_released(study, "S0", "or knows newer ones")
+    not_released(study, "S0", "or has a newer one")
     assert not study.release("S0").exists()
     study.release("S0").parent.mkdir()
     shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
@@ -394,12 +394,12 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
         ("directions", "a", "b", "S2 has b as the projection of its class statistics (model.directions)"),
         ("releases", {"S0": "a"}, {"S0": "b"}, "as the released class statistics in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
-        ("receivers", ["S3"], [], "S2 brings [] as the list of receivers"),
+        ("receivers", ["S3"], [], "S2 has [] as the list of receivers"),
     ],
 )
 def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
-    refused(lambda: compare(brought), "S2 brings", words)
+    refused(lambda: compare(brought), "S2 has", words)
 
 
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
