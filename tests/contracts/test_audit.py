@@ -370,7 +370,7 @@ def test_every_kind_of_model_is_attacked(pair, method, names):
             assert model["membership"]["merged"]["non_members"] == 24
 
 
-OTHER = ("the private model of S0 is another than this run's", "put its backup back")
+OTHER = ("the private model of S0 differs from this run's", "put its backup back")
 
 
 def another_release(run):
@@ -400,7 +400,7 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     ("damage", "words"),
     [
         (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
-        (another_release, ("the proxy model of S0 is another than this run's",)),
+        (another_release, ("the proxy model of S0 differs from this run's",)),
     ],
 )
 def test_a_damaged_run_is_said_in_one_line(noisy, tmp_path, damage, words):
@@ -426,7 +426,7 @@ def finished(tmp_path_factory):
         ),
         ("ledger.json", None, "no such file; put its backup back"),
         ("ledger.json", "\xff", "not valid JSON"),
-        ("private.safetensors", "proxy", "the private model of S0 is another than this run's"),
+        ("private.safetensors", "proxy", "the private model of S0 differs from this run's"),
     ],
 )
 def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, content, words):

@@ -236,9 +236,9 @@ def test_what_can_be_learned_is_learned(done):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"encoder": "kimianet fff"}, ("S1 brings kimianet fff as the encoder of its features",)),
-        ({"d": 9}, ("S1 brings 9 as the number of features per patch, S0 6",)),
-        ({"classes": (*CLASSES, "MORE")}, ("S1 brings", "MORE", "as the classes of its store")),
+        ({"encoder": "kimianet fff"}, ("S1 has kimianet fff as the encoder of its features",)),
+        ({"d": 9}, ("S1 has 9 as the number of features per patch, S0 6",)),
+        ({"classes": (*CLASSES, "MORE")}, ("S1 has", "MORE", "as the classes of its store")),
     ],
 )
 def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):

@@ -70,7 +70,7 @@ def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
     return ledger.release(round_, vector, schema="ab" * 32, mechanism=mechanism, content="model")
 
 
-LATER = "ledger knows later rounds"
+LATER = "ledger has later rounds"
 
 
 def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital):
@@ -433,7 +433,7 @@ def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
     rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
     path = next(hospital.runs.glob("0*"))
     assert row(go_on(hospital, path))["rounds"] == 1
-    assert "left the graph" in (path / "sites" / "S0" / "log.txt").read_text()
+    assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
 
 
 def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_path):

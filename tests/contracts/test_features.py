@@ -254,5 +254,5 @@ def test_patients_who_all_count_as_one_class_are_told(pair, capsys):
     for example, head in (("patient", "linear_head"), ("slide", "mean_head")):
         heads = [f"model.private={head}", f"model.proxy={head}", "privacy.sigma=1", "train.data=features"]
         dry_run(pair, method="fedavg", overrides=[*heads, f"train.example={example}"])
-        told = "each of 12 patients has some tumor, so that all count as tumor"
+        told = "each of 12 patients has some tumor, so all are labelled tumor"
         assert (told in capsys.readouterr().err) is (example == "patient")

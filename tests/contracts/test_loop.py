@@ -161,11 +161,11 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
     (path / "summary.json").unlink()
     before = [pair.ledger(site).read_text() for site in pair.site_names()]
     kept = shutil.copytree(path / "sites", tmp_path / "kept")
-    later = "ledger knows later rounds than its checkpoints; start a new run"
+    later = "ledger has later rounds than the checkpoints; start a new run"
     for lost, words in (
         ("S*/state/*", later),
         ("S*/state/round_00003.safetensors", later),
-        ("S1/state/*", "no checkpoint of round 1, from which the others go on"),
+        ("S1/state/*", "no checkpoint of round 1, from which the others resume"),
     ):
         for file in (path / "sites").glob(lost):
             file.unlink()
@@ -211,6 +211,6 @@ def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, 
 def test_a_graph_of_too_many_hops_is_refused_before_anything_begins(study, monkeypatch):
     six = TOPOLOGIES["ring"](0)
     monkeypatch.setitem(TOPOLOGIES, "six", lambda seed: lambda *arguments: six(*arguments) * 6)
-    with pytest.raises(UsageError, match="the graph of round 1 has 6 hops, and a round has room for 5"):
+    with pytest.raises(UsageError, match="the graph of round 1 has 6 hops; at most 5"):
         run(study, "proxyfl", "topology.graph=six")
     assert not study.runs.exists()

@@ -167,7 +167,7 @@ def check(sites, raised, lost, inside):
             assert isinstance(raised[k], GoneError)
             continue
         assert isinstance(raised[k], PeerLate) and raised[k].sites == [lost], raised[k]
-        assert "the sum of those who stayed is kept, go on --without it" in str(raised[k])
+        assert "the sum of the remaining sites is kept, go on --without it" in str(raised[k])
         head = head_of(site)
         assert int(head.n_sites) == len(inside)
         torch.testing.assert_close(head.sums[:-2].double() * len(inside), total, rtol=1e-5, atol=1e-4)

@@ -377,7 +377,7 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     (planned,) = dry_run(study, method="oneshot", overrides=[*HEADS, *only])["sites"]
     assert planned["epsilon"] == pytest.approx(1, abs=1e-3)
     assert planned["expected"].startswith(
-        "0.2 or more above alone where others have the class that it lacks, by one letter"
+        "0.2 or more above local where others have its missing class, by oneshot"
     )  # it has one class
     first, second = (oneshot(study, *only)["sites"][0]["lifetime_epsilon"] for _ in range(2))
     assert first == pytest.approx(1, abs=1e-3)

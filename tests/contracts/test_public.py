@@ -61,7 +61,7 @@ SOURCES = [
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_store_of_a_hospitals_patients_is_public_only_when_somebody_says_so(study, tmp_path, source):
     path = source(study, tmp_path)
-    refused(lambda: require_public(study, path), str(path), "give public tissue, or say --public")
+    refused(lambda: require_public(study, path), str(path), "give public reference slides, or --public")
     refused(lambda: directions(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
     assert not (tmp_path / "d.safetensors").exists()
 

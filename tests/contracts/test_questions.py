@@ -347,7 +347,7 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
     for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
         run = trained(study, *NUMBER, OPEN, "train.rounds=2", *more, method="proxyfl")
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
-        assert ("answered by the lone model, and ε buys nothing" in said) == (not n)
+        assert ("the local model predicts numbers" in said) == (not n)
         for row in evaluate(study, run)["sites"]:
             choice = json.loads((study.root / run / f"sites/{row['site']}/prediction_model.json").read_text())
             reached = choice.get("r2", {"local": 0.0})
@@ -380,7 +380,7 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
         (SURVIVAL, {"months": "-3"}, "months = -3; it must be 0 or more"),
         (SURVIVAL, {"dead": "perhaps"}, "dead = 'perhaps' is none of"),
         (("target.range=[0, 1]", 'target.column="size"'), {}, "column 'size' is missing"),
-        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another answer"),
+        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another value"),
     ],
 )
 def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, change, said):
@@ -415,13 +415,13 @@ def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study
             lambda row: row | {"patient": "X" + row["patient"]},
             "the table has XP0, XP1, XP10 and 21 more, the site P0",
         ),
-        (lambda row: row | {"burden": "NA"}, "no line of it says anything"),
+        (lambda row: row | {"burden": "NA"}, "none of its lines has a value"),
     ],
 )
 def test_a_table_that_answers_for_nobody_says_why_with_names_of_both(study, change, said):
     path = study.root / "S0.csv"
     write_table(path, [change(row) for row in csv.DictReader(path.open())])
-    refused(lambda: opened(study, *NUMBER), "has an answer to [target] for none of the 48 slides", said)
+    refused(lambda: opened(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
 
 
 def test_patients_classes_and_columns_meet_however_they_are_composed(study):
@@ -461,7 +461,7 @@ def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
         assert len(data.table) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
-    assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
+    assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
 def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):

@@ -94,13 +94,13 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     assert sites_of(release(study, site=None, overrides=QUIET)) == LABELLED
     assert not study.release("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
-    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     assert "S3" not in said(plan_lines(planned))
     summary = joined(study)
-    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     for document in (planned, summary):
         assert document["inference_sites"] == ["S3"] and sites_of(document) == LABELLED
-    assert "S3: receives" in said(summary_lines(summary))
+    assert "S3: without labels" in said(summary_lines(summary))
     assert not study.ledger("S3").exists()
     run = study.root / summary["run"]
     head = head_of(run, "S3")
@@ -220,7 +220,7 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
 def test_a_receiver_takes_no_part_elsewhere(study):
     shared = [*NOISE, "privacy.noise=shared"]
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
-    refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
+    refused(lambda: released(study, "S3"), "S3.toml", "releases no statistics")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
     assert sites_of(summary) == LABELLED and not summary["inference_sites"]
     release(study, site=None, overrides=QUIET)
@@ -277,11 +277,11 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
-    waits(("1 of 3 letters", "missing: S1, S2", "train.min_sites = 1"))
+    waits(("statistics of 1 of 3 sites", "missing: S1, S2", "train.min_sites = 1"))
     until, two_at_least = f"train.deadline={tomorrow}", "train.min_sites=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)
-    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites write one")
+    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites release any")
     assert list(joined(study, f"train.deadline={yesterday}")["statistics"]) == ["S0"]
     released(study, "S1")
     before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
@@ -290,7 +290,7 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     three = joined(study, two_at_least, until)
     known = {name: sums_at(study.release(name)).digest[:8] for name in LABELLED}
     assert three["statistics"] == known and two["statistics"] == {name: known[name] for name in ("S0", "S1")}
-    made = f"made of 3 letters: S0 {known['S0']}"
+    made = f"made of 3 class statistics: S0 {known['S0']}"
     assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
     heads = [model(study.root / run["run"], "S3", "shared") for run in (two, again, three)]
     assert same(heads[0], heads[1])

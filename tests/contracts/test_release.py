@@ -225,7 +225,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
         with cut_off(PrivacyLedger, name):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    not_released(study, "S0", "or knows newer ones")
+    not_released(study, "S0", "or has a newer one")
     assert not study.release("S0").exists()
     study.release("S0").parent.mkdir()
     shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
@@ -240,8 +240,8 @@ def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refus
         assert released(study)["digest"] == digest and study.release("S0").read_bytes() == content
     assert study.release_at_home("S0").read_bytes() == content
     study.ledger("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl does not know its numbers")
-    not_joined(study, "ledgers/S0.jsonl does not know its numbers")
+    not_released(study, "S0", "ledgers/S0.jsonl lacks its release")
+    not_joined(study, "ledgers/S0.jsonl lacks its release")
 
 
 def cut_in_half(path):
@@ -326,7 +326,7 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
         stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
         not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release("S0"), file)
-    not_joined(study, "these are the sums of site S0")
+    not_joined(study, "these are the statistics of site S0")
     home = study.release_at_home("S1")
     for content in DAMAGE:
         file.write_bytes(content)
@@ -383,7 +383,7 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
     (study.root / "d.safetensors").write_bytes(b"nothing")
     not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
-    words = ("directions of large sha256:1", "are of tiny sha256:0")
+    words = ("projection for large sha256:1", "are of tiny sha256:0")
     not_released(study, "S0", *words, overrides=ALONG, error=UsageError)
     assert not study.ledger("S0").exists()
 
@@ -391,15 +391,15 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
 @pytest.mark.parametrize(
     ("key", "agreed", "other", "words"),
     [
-        ("projection", "a", "b", "S2 brings b as the directions of its sums (model.projection)"),
-        ("statistics", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
+        ("projection", "a", "b", "S2 has b as the projection of its class statistics (model.projection)"),
+        ("statistics", {"S0": "a"}, {"S0": "b"}, "as the released class statistics in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
-        ("inference_sites", ["S3"], [], "S2 brings [] as the list of receivers"),
+        ("inference_sites", ["S3"], [], "S2 has [] as the list of receivers"),
     ],
 )
 def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
-    refused(lambda: compare(brought), "S2 brings", words)
+    refused(lambda: compare(brought), "S2 has", words)
 
 
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
@@ -549,7 +549,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     released(study, "S1")
     shutil.rmtree(study.store("S1").parent)
     summary = joined(study)
-    assert "not in the sum, for there is no file in statistics/: S2" in capfd.readouterr().err
+    assert "not included, as there is no file in statistics/: S2" in capfd.readouterr().err
     assert [row["site"] for row in summary["sites"]] == ["S0", "S2"]
     heads = [model(study.root / summary["run"], name, "shared") for name in ("S0", "S2")]
     assert [int(head["n_sites"]) for head in heads] == [2, 2]
@@ -561,7 +561,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
 
 
 def test_a_run_of_files_says_what_it_lacks(study):
-    not_joined(study, "no sums of site S0 yet", "wsi-fl statistics --site S0")
+    not_joined(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
     released(study)
     not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):

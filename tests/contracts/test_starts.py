@@ -133,7 +133,7 @@ def test_sites_that_start_from_other_weights_do_not_begin(study, tmp_path):
     preflight.compare([first, second])
     assert len(first["weights"]) == 64
     assert agreed == same_agreed != other_agreed  # and so no message of the one is taken by the other
-    with pytest.raises(WsiFlError, match=r"S1 brings \w{16} as the weights .*\(model.weights\)"):
+    with pytest.raises(WsiFlError, match=r"S1 has \w{16} as the initial weights .*\(model.weights\)"):
         preflight.compare([first, odd])
 
 

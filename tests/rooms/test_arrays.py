@@ -140,7 +140,7 @@ def test_federate_asks_what_the_examples_are_asked(method, task, truth, k):
     learned = federate(sites, method, private=lambda: nn.Linear(D, k), tests=sites, rounds=1, delta=1e-3)
     assert learned["A"].rounds[-1]["own"].keys() >= {task.scores[0]}
     both = {"A": part, "B": Examples.of(X, Y)}
-    refused(lambda: federate(both, method, private=lambda: nn.Linear(D, k), delta=1e-3), "asked the same")
+    refused(lambda: federate(both, method, private=lambda: nn.Linear(D, k), delta=1e-3), "the same task")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_settings_are_compared_one_by_one_and_named(change, words):
     three = [BROUGHT | {"site": f"C{k}"} for k in (1, 2, 3)]
     compare(three)
     three[2] |= change
-    refused(lambda: compare(three), f"sites disagree: C3 brings {words}", error=NoCommonPlan)
+    refused(lambda: compare(three), f"sites disagree: C3 has {words}", error=NoCommonPlan)
 
 
 def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
@@ -156,7 +156,7 @@ def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
         compare(many)
     assert len(str(caught.value)) <= 500 and str(caught.value).isprintable()
     few = [BROUGHT | {"site": f"C{k}", "mpp": k if k > 4 else 0.5} for k in range(1, 11)]
-    words = "C5 brings 5; C6 brings 6; C7 brings 7; 3 more bring something else as the resol"
+    words = "C5 has 5; C6 has 6; C7 has 7; 3 more have something else as the resol"
     refused(lambda: compare(few), words)
 
 
@@ -284,7 +284,7 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
-    other = "NotAgreed: site B sent something else than the {} values it announced".format
+    other = "NotAgreed: site B sent another length than the {} values it announced".format
     expected = [
         "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
         "NotAgreed: site B announced a document of -5 bytes; at most 16777216",

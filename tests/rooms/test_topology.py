@@ -287,9 +287,9 @@ def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
         return lambda n_sites, round_, self_weight=0.0: graphs.ring(n_sites, round_) * number
 
     assert len(over(hops(GRAPH_HOPS), 4, range(4), 2)) == GRAPH_HOPS
-    words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops, and a round has room for {GRAPH_HOPS}"
+    words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops; at most {GRAPH_HOPS}"
     refused(lambda: over(hops(GRAPH_HOPS + 1), 4, range(4), 2), words)
-    refused(lambda: over(hops(2), 4, range(4), 2, room=1), "has 2 hops, and a round has room for 1")
+    refused(lambda: over(hops(2), 4, range(4), 2, room=1), "has 2 hops; at most 1")
 
 
 def test_who_listens_sends_nothing_in_a_graph_of_names_either():

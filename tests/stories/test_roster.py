@@ -150,7 +150,7 @@ def test_leaving_survives_a_restart(study):
 
 LIES = (
     (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
-    (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the own model"),
+    (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the local model"),
     (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
     (lambda m: replace(m, weight=0.0), "its weight is 0"),
     (lambda m: replace(m, refused="it has 2 values", vector=m.vector[:2]), "it has 2 values"),

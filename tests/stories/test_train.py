@@ -235,7 +235,7 @@ def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
     assert done.returncode == 2 and done.stdout == ""
     assert not list(pair.runs.glob("0*"))
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("wsi-fl: error:")]
-    assert line == "wsi-fl: error: sites disagree: S1 brings 0.5 as the resolution (µm/px), S0 1.0"
+    assert line == "wsi-fl: error: sites disagree: S1 has 0.5 as the resolution (µm/px), S0 1.0"
     assert "Traceback" not in done.stderr
 
 

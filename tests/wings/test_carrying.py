@@ -174,7 +174,7 @@ def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(all_released):
 
 def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hospitals):
     hospitals.release("S0", "S1")
-    plan, advice = hospitals.plan(), ("S2 has released no letter yet", "`wsi-fl statistics --site S2`")
+    plan, advice = hospitals.plan(), ("S2 has released no statistics", "`wsi-fl statistics --site S2`")
     refused(lambda: look(hospitals.study("S2"), plan, "S2"), *advice)
     hospitals.release("S2")
     hospitals.sign(plan)
@@ -207,13 +207,13 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest(other))
     no_go("lacks the release of statistics/S2.safetensors", error=UsageError)
     file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
-    no_go("these are the sums of site S1")
+    no_go("these are the statistics of site S1")
     lines = study.ledger("S2").read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["sending"]
     study.ledger("S2").write_text(lines[0])  # as where the machine stopped before
     for head in (study.store("S2").parent / "ledger.head.json", head_of_user("S2")):
         head.unlink()
-    words = "does not say that it may leave", "wsi-fl statistics"
+    words = "not final in the ledger", "wsi-fl statistics"
     refused(lambda: look(study, plan, "S2"), *words, error=WsiFlError)
     hospitals.release("S2")
     assert look(study, plan, "S2").cost.letter
@@ -292,10 +292,10 @@ def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals)
     def keep(content, name="S1"):
         carrying._keep(party, "S0", name, content)
 
-    refused(lambda: keep("nothing!"), "no letter", error=NotAgreed)
+    refused(lambda: keep("nothing!"), "no statistics", error=NotAgreed)
     refused(lambda: keep(b64encode(b"x" * 99).decode()), "damaged release", error=WsiFlError)
     good = b64encode(as_file(sums)).decode()
-    refused(lambda: keep(good, "S2"), "these are the sums of site S1", error=WsiFlError)
+    refused(lambda: keep(good, "S2"), "these are the statistics of site S1", error=WsiFlError)
     other = hospitals.study("S1").release("S1")
     rewritten(other, encoder="evil\nlines sha256:0")
     refused(lambda: keep(b64encode(other.read_bytes()).decode()), "encoder = evil?lines", error=UsageError)

@@ -82,7 +82,7 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
         try:
             found.append(take_census(study, identity, one, epsilon=0.3))
         except WsiFlError as error:
-            assert "does not know its numbers" in str(error)
+            assert "lacks its release" in str(error)
     assert len(found) == 1  # the one that was not touched
 
 
@@ -116,7 +116,7 @@ def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, fed
     grade, her2 = collect(taken)["questions"]
     assert grade["lacks"] == {"S0": [], "S1": ["high"], "S2": ["low", "high"]} and not grade["all"]
     assert grade["receivers"] == ["S2"] and list(grade["expected"]) == ["S0", "S1"]
-    assert "0 to 0.03 more than alone" in grade["expected"]["S0"]
+    assert "0 to 0.03 above local" in grade["expected"]["S0"]
     assert grade["pipeline"].splitlines()[2] == 'classes = ["low", "high"]'
     assert her2["lacks"]["S0"] == ["pos"] and collect(taken[:1])["questions"][0]["all"] is True
     assert collect([taken[0], {**taken[1], "counts": {}}])["questions"] == []

@@ -53,7 +53,7 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
     logs = [(group.root / site / "stderr.txt").read_text() for site in HONEST]
     told = sum(log.count("let its people approve the plan again; nothing was sent") for log in logs)
     assert told >= spoils - MOST_ATTEMPTS  # who tells it first ends the run of the other
-    assert any("it has the sum, and makes another one only after its people" in log for log in logs)
+    assert any("it has the sum, and takes part in another one only after its people" in log for log in logs)
     for site in HONEST:
         first, second = group.charges(site).values()
         assert (len(first), len(second)) == (MOST_ATTEMPTS, 1)
@@ -128,7 +128,7 @@ def test_hospitals_finish_without_one_that_was_killed_at_no_second_charge(tmp_pa
     first[3] |= {"kill": {"where": "_masked", "round": 0}, "gone": True}
     start(group.root, [SimpleNamespace(jobs=jobs) for jobs in (first, again)])
     logs = {site: (group.root / site / "stderr.txt").read_text() for site in four[:3]}
-    said = "the sum of those who stayed is kept, go on --without it"
+    said = "the sum of the remaining sites is kept, go on --without it"
     assert any(said in log for log in logs.values()), logs
     for site in four[:3]:
         assert group.result(site)["lost"] == ["S3"] and len(charged(group.study(site), site)) == 1

@@ -415,7 +415,7 @@ def test_three_ranks_do_as_one_process_does(study, wsi_fl):
     done = wsi_fl("train", "--method", "replay", "--json", "--set", "train.rounds=2", cwd=study.root)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert "S1 lets go" in done.stderr and "without differential privacy" in done.stderr
+    assert "S1 releases" in done.stderr and "without differential privacy" in done.stderr
     path = study.root / summary["run"]
     assert path != local
     for site in SITES:

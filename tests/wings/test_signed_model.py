@@ -161,4 +161,6 @@ def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_wha
         digest="0" * 64,
     )
     refuse_others(facts, {"encoder": long}, "S")
-    refused(lambda: refuse_others(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "sums with encoder")
+    refused(
+        lambda: refuse_others(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "statistics with encoder"
+    )

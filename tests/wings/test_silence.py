@@ -176,7 +176,7 @@ def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(fi
         (line,) = [one for one in log.splitlines() if "preflight of" in one]
         others = ", ".join(name for name in SITES if name != f"S{k}")
         assert (
-            f"00002-proxyfl-small {RunFolder(folder / 'runs' / '00002-proxyfl-small').id}: {others} are told"
+            f"00002-proxyfl-small {RunFolder(folder / 'runs' / '00002-proxyfl-small').id}: disclosed to {others}"
             in line
         )
         assert json.loads(line[line.index("{") :]) == told[last]

@@ -298,5 +298,5 @@ def test_nobody_asks_who_a_line_is_about(tmp_path):
             )
             for name, spelt in zip(NAMED[:2], (column, column.upper()), strict=True):
                 asked = {"column": spelt, "classes": [name, "other"], "ignore": []}
-                with pytest.raises(UsageError, match="says who a line is about"):
+                with pytest.raises(UsageError, match="identifies slides or patients"):
                     replies(study, study.pipeline("small").changed(target=asked))

@@ -34,11 +34,11 @@ _POLL_S = 0.0005
 _LATE_EVERY_S = 1.0
 _GATHER_TAG = 1 << 14
 _MEMORY = BufferPool(most=4)
-"""Of what was received and is gone: touching fresh memory costs as much as the copy."""
+"""Memory of received messages, used again: touching fresh memory costs as much as the copy."""
 
 
 class PeerLate(KnownToAll):
-    """Peers did not answer within comm.timeout_s."""
+    """Peers timed out: no answer within comm.timeout_s."""
 
     def __init__(self, message: str, sites: list[int]) -> None:
         super().__init__(message)
@@ -47,27 +47,26 @@ class PeerLate(KnownToAll):
 
 @dataclass
 class Traffic:
-    """What local sites sent, and how long exchanges took."""
+    """Messages and bytes that a local site sent, and the seconds of its exchanges."""
 
     messages: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
     def since(self, before: Traffic) -> Traffic:
-        """Return the traffic since `before`."""
+        """Return the difference to an earlier tally."""
         return Traffic(
             self.messages - before.messages, self.bytes - before.bytes, self.seconds - before.seconds
         )
 
 
 class Comm(Protocol):
-    """How sites reach each other."""
+    """Messages and documents between sites."""
 
-    sites: tuple[int, ...]  # indices of those that live in this process
-    running: tuple[int, ...]  # indices of all that have a process
+    sites: tuple[int, ...]  # indices of this process's sites
+    running: tuple[int, ...]  # indices of all sites that have a process
     n_sites: int  # of the study, running or not
     traffic: dict[int, Traffic]  # per local site
-    """Per local site."""
 
     def exchange(
         self,
@@ -80,24 +79,25 @@ class Comm(Protocol):
         kind: PayloadType = NUMBERS,
         lossy: bool = False,
     ) -> list[Message]:
-        """Send all, and wait for the (sender, receiver) pairs in `expected` whose receiver is local.
+        """Send all messages, and wait for those from the expected (sender, receiver) pairs with a local receiver.
 
-        Raises `PeerLate` when a message does not arrive in time, unless who is late is left out (`lossy`, as `hand`
-        does), and `NotAgreed` when one has another length than was announced.
+        Raises `PeerLate` when a message does not arrive in time, and `NotAgreed` when it has another length than
+        announced.
 
         Args:
-            size: number of values that all sites agreed on, and of which kind.
+            size: number of values of a message, as all sites agreed, of this kind.
+            lossy: whether late messages are left out, as by `hand`.
         """
         ...
 
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
-        """Return one JSON document of every running site, in site order: plans and tallies, never data.
+        """Return the JSON document of each running site, in site order: plans and tallies, never data.
 
-        Raises `NotAgreed` when the document of a site is not of the agreed kind, of which nothing is used then, and
-        `PeerLate` when one does not arrive in time.
+        Raises `NotAgreed` when a document is not of the agreed kind (none is used then), and `PeerLate` when it does
+        not arrive in time.
 
         Args:
-            documents: of the sites in this process; all running sites get to know them.
+            documents: of the sites in this process; disclosed to all running sites.
             kind: the agreed type of all documents, a TypedDict with bounds (`federation.documents`).
             patient: wait without a deadline, for sites that are not in step.
         """
@@ -106,25 +106,25 @@ class Comm(Protocol):
     def hand(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
-        """Give JSON documents to single sites, and return those that came in time; who is late is left out.
+        """Send JSON documents to single sites, and return those that arrive in time.
 
-        So that all go on together whoever is lost, the k-th lossy call after a gathering waits until k timeouts after
-        it. Over MPI nobody is left out: a lost rank ends the job.
+        The k-th lossy call after a gathering waits until k timeouts after it, so that the remaining sites go on
+        together. Over MPI no site is left out: a lost rank ends the job.
 
         Args:
-            documents: by (sender, receiver), of the sites in this process; nobody else reads them.
+            documents: by (sender, receiver), of the sites in this process; disclosed to the receiver alone.
             kind: the agreed type of all documents, as in `gather`.
             expected: the (sender, receiver) pairs to wait for.
         """
         ...
 
     def abort(self, code: int = 1) -> None:
-        """End the job everywhere: the others could only wait for this process."""
+        """End the job everywhere, as other processes would wait for this one in vain."""
         ...
 
 
 class LocalComm:
-    """All sites in one process, in lockstep. Also keeps what was sent when `record` is set (for tests)."""
+    """All sites in one process, in lockstep; with `record` (for tests) sent messages are kept."""
 
     def __init__(self, n_sites: int, *, running: Sequence[int] | None = None, record: bool = False) -> None:
         self.sites = self.running = tuple(range(n_sites) if running is None else running)
@@ -143,7 +143,7 @@ class LocalComm:
         kind: PayloadType = NUMBERS,
         lossy: bool = False,
     ) -> list[Message]:
-        """Carry messages between the sites of this process, as `Comm.exchange` says.
+        """Pass messages between the sites of this process; see `Comm.exchange`.
 
         Raises:
             WsiFlError: when an expected message was not sent.
@@ -163,7 +163,7 @@ class LocalComm:
         return arrived
 
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
-        """Return the documents of all sites as a peer would read them, as `Comm.gather` says."""
+        """Return the documents of all sites as a peer would read them; see `Comm.gather`."""
         return [
             decoded(encoded(document, kind, site), kind, site)
             for site, document in zip(self.running, documents, strict=True)
@@ -172,7 +172,7 @@ class LocalComm:
     def hand(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
-        """Return the documents as their receivers would read them, as `Comm.hand` says."""
+        """Return the documents as their receivers would read them; see `Comm.hand`."""
         return {
             pair: decoded(encoded(document, kind, pair[0]), kind, pair[0])
             for pair, document in documents.items()
@@ -180,15 +180,15 @@ class LocalComm:
         }
 
     def abort(self, code: int = 1) -> None:
-        """There is no other process to end."""
+        """Do nothing: there is no other process to end."""
 
 
 def mpi_of(n_ranks: int) -> Any:
-    """Return mpi4py's module in one of so many ranks, or of any number where that is 0.
+    """Return mpi4py's module, after a check of the number of ranks; 0 accepts any number.
 
     Raises:
-        UsageError: when MPI sees another number.
-        WsiFlError: when there is no MPI that works.
+        UsageError: when MPI has another number of ranks.
+        WsiFlError: when MPI does not work here.
     """
     try:
         from mpi4py import MPI
@@ -214,8 +214,8 @@ class MpiComm:
         running, n_sites: the sites that have a rank, and how many the study has; default: all ranks.
         names: of all sites of the study, for messages; default: their indices.
         waiting: called now and then while this rank waits for peers.
-        late: told the sites that let this rank wait longer than timeout_s, again and again: somebody else then decides
-            who is lost. Without it such a wait raises PeerLate.
+        late: called again and again with the sites that are later than timeout_s; the launcher decides which sites
+            dropped out. Without it such a wait raises PeerLate.
     """
 
     timeout_s: float
@@ -247,7 +247,7 @@ class MpiComm:
         kind: PayloadType = NUMBERS,
         lossy: bool = False,
     ) -> list[Message]:
-        """Send and receive over MPI, the headers first, as `Comm.exchange` says."""
+        """Send and receive over MPI, the headers first; see `Comm.exchange`."""
         del lossy
         began = time.perf_counter()
         mine = self.sites[0]
@@ -278,7 +278,7 @@ class MpiComm:
         ]
 
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
-        """Return the document of every rank, as `Comm.gather` says."""
+        """Return the document of each rank; see `Comm.gather`."""
         (document,) = documents
         (me,) = self.sites
         mine = encoded(document, kind, self._name(me))
@@ -290,14 +290,14 @@ class MpiComm:
     def hand(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
-        """Return the documents for this rank, as `Comm.hand` says."""
+        """Return the documents for this rank; see `Comm.hand`."""
         (me,) = self.sites
         mine = {to: encoded(one, kind, self._name(me)) for (_, to), one in documents.items()}
         texts = self._texts(mine, [site for site, to in expected if to == me], self.timeout_s)
         return {(site, me): decoded(text, kind, self._name(site)) for site, text in texts.items()}
 
     def _texts(self, mine: Mapping[int, bytes], senders: Sequence[int], limit_s: float) -> dict[int, bytes]:
-        """Send texts to some ranks and receive those of others, the lengths first."""
+        """Send texts to ranks and receive the texts of the senders, the lengths first."""
         tag = _GATHER_TAG + 2 * (self._gathered % 4096)
         self._gathered += 1
         packed = {
@@ -320,7 +320,7 @@ class MpiComm:
         return {site: text.tobytes() for site, text in texts.items()}
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks at once with this exit code; the others could only wait for this one."""
+        """End all ranks with this exit code, as the others would wait for this one in vain."""
         self._world.Abort(code)
 
     def _mpi_kind(self, kind: PayloadType) -> Any:
@@ -342,11 +342,11 @@ class MpiComm:
     def _wait(
         self, requests: Sequence[Any], peers: Sequence[int], round_: int | None, limit_s: float | None = None
     ) -> None:
-        """Wait for all requests up to a deadline, so that a stopped peer cannot hang this process for ever."""
+        """Wait for all requests up to a deadline, so that a stopped peer cannot hang this process."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         began = said = time.monotonic()
         pause = 0.0
-        while sum(request.Test() for request in requests) < len(requests):  # MPI moves only when asked
+        while sum(request.Test() for request in requests) < len(requests):  # MPI moves here
             now = time.monotonic()
             if now - said > _LATE_EVERY_S or now - began > limit_s:
                 said = now
@@ -359,7 +359,7 @@ class MpiComm:
             pause = min(pause + _POLL_S / 10, _POLL_S)
 
     def _late(self, sites: list[int], round_: int | None) -> None:
-        if not sites:  # it came just now
+        if not sites:  # it has arrived by now
             return
         if self.late is None:
             where = "" if round_ is None else f" in round {round_}"
@@ -372,7 +372,7 @@ class MpiComm:
 
 
 def count(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds: float) -> None:
-    """Add an exchange to the tallies of the local sites: what they sent, and the seconds it took all of them."""
+    """Add an exchange to the tallies of the local sites: messages, bytes, and its seconds, divided among the sites."""
     for tally in traffic.values():
         tally.seconds += seconds / len(traffic)
     for item in outgoing:

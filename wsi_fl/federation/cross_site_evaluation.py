@@ -1,8 +1,8 @@
-"""Scores between hospitals: every hospital tests the models that travelled on its own patients and sends counts only.
+"""Cross-site evaluation: each hospital tests the exchanged models on its local test set and releases counts only.
 
-After the last round every site sends its last release to all others, unless all of them hold the same model by then.
-A hospital that allows it counts the answers of these models on its own test part. The counts leave once, through its
-ledger. Nothing of a training patient is used but releases (post-processing), so ε stays what it was.
+After the last round each site sends its last release to all others, unless all hold the same model by then. A hospital
+that allows it counts the predictions of these models on its test set. The counts leave the site once, through its
+ledger. Of training patients only releases are used (post-processing), so ε does not grow.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from wsi_fl.privacy.ledger_file import SCORES, Release, digest
 
 
 def _as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
-    """Return a model of the same kind with released parameters float32[d], without anything that only its site knows.
+    """Return a copy of a model with released parameters float32[d] and without the private state of its site.
 
-    They are one site's release `alone`, or the mean of all; a head that is made of sums must know.
+    They are a single site's release (`alone`) or the mean of all, which a one-shot global head distinguishes.
     """
     found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     if isinstance(found, SharedHead):
@@ -53,34 +53,34 @@ def _as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
 
 
 _MOST_BEYOND = 1 << 16
-"""Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""
+"""Most rounds of a ledger after the last training round: each attempt at secure aggregation takes one."""
 _Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
 
 
 class _Present(TypedDict):
-    """What a site tells before models are scored."""
+    """The document that a site sends before models are scored."""
 
-    apart: bool  # whether it may not read the others' test parts
-    counts: bool  # whether counts of its own test part may leave it
-    number: Round  # the round of its ledger in which they would leave, or have left
-    held: _Digest  # SHA-256 of the model that it holds after the last exchange; "" where it took no part
-    sent: _Digest  # SHA-256 of its last release; "" where nothing was released, or only a sum of all can be read
-    scored: _Digest  # what the counts are of that left it before a restart; "" for none
+    apart: bool  # whether it may not read the others' test sets
+    counts: bool  # whether counts of its test set may leave it
+    number: Round  # the round of its ledger in which the counts leave, or have left
+    held: _Digest  # SHA-256 of its model after the last exchange; "" where it did not participate
+    sent: _Digest  # SHA-256 of its last release; "" for none, or where only the sum of all is readable
+    scored: _Digest  # schema of the counts that left it before a restart; "" for none
 
 
 class _Counted(TypedDict):
-    """SHA-256 of the counts that a site is about to send; "" for none."""
+    """SHA-256 of the counts that a site will send; "" for none."""
 
     told: _Digest
 
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all sites agree on before they score."""
+    """The agreement of all sites on the models to score."""
 
     classes: tuple[str, ...]
-    number: int  # the round of the ledgers in which counts leave
-    # SHA-256 of each model by the index of its site, in order; of one that all hold, by None
+    number: int  # the round of the ledgers in which counts leave the sites
+    # SHA-256 of each model by the index of its site, in order; key None for a model that all hold
     models: Mapping[int | None, str]
     reporting_sites: tuple[int, ...]  # the sites that let counts leave
 
@@ -94,17 +94,17 @@ class _Agreed:
 
     @property
     def schema(self) -> str:
-        """Return the SHA-256 of which models and classes the counts are of, in order."""
+        """Return the SHA-256 over the models and classes of the counts, in order."""
         models = [[index, known] for index, known in self.models.items()]
         said = [SCORES, self.classes, N_BINS, FEWEST, self.number, models]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def _agreed_models(told: Mapping[int, _Present], classes: tuple[str, ...], rounds: int) -> _Agreed | None:
-    """Return which models are scored and where, given what each site told by its index; None where nothing is scored.
+    """Return the models to score and the reporting sites, given each site's document by index; None for no scoring.
 
-    Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
-    the last release of every site, by all.
+    Where all sites that participated to the end hold the same model, those sites score it. Otherwise all sites score
+    the last release of each site.
     """
     if not all(one["apart"] for one in told.values()):
         return None
@@ -117,13 +117,13 @@ def _agreed_models(told: Mapping[int, _Present], classes: tuple[str, ...], round
     if not reporting_sites or not models:
         return None
     number = max(one["number"] for one in told.values())
-    if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
+    if number > rounds + _MOST_BEYOND:  # no honest ledger reaches it
         return None
     return _Agreed(classes, number, models, tuple(reporting_sites))
 
 
 def _problem_of(message: Message, agreed: str, known: str) -> str:
-    """Return why a message is not what its sender announced, its schema and SHA-256; "" where it is."""
+    """Return why a message differs from its announced schema or SHA-256; "" where it does not."""
     if message.refused:
         return message.refused
     if message.schema != agreed:
@@ -134,31 +134,31 @@ def _problem_of(message: Message, agreed: str, known: str) -> str:
 
 
 _Models = Mapping[int | None, Vector]
-"""Parameters float32[d] by the index of the site that released them; of a model that all hold, by None."""
+"""Parameters float32[d] by the index of the releasing site; key None for a model that all hold."""
 
 
 @dataclass(frozen=True)
 class CrossSiteScoring:
-    """Scores what travelled, once the last round is over."""
+    """Scoring of the exchanged models after the last round."""
 
-    sites: Sequence[Site]  # those of this process
+    sites: Sequence[Site]  # sites of this process
     method: Method
     comm: Comm
     names: Sequence[str]  # of all sites of the study, by index
     classes: tuple[str, ...]  # names of the classes
     rounds: int  # number of rounds of the run
-    masked: bool  # whether a release by itself is a part of a sum under masks, and no model
-    apart: bool  # whether this process may not read the others' test parts
-    # the sites that let counts of their test part leave, as far as they live in this process
+    masked: bool  # whether releases are masked parts of a sum and no models
+    apart: bool  # whether this process may not read the others' test sets
+    # sites of this process that release counts of their test sets
     reporting_sites: Sequence[int]
-    alive: Callable[[Site], None]  # called with every batch, so that nobody thinks that this hangs
+    alive: Callable[[Site], None]  # called with each batch, as a sign of life
 
     def run(self) -> None:
-        """Score what travelled at every hospital; each site keeps what all have told as `scores.json`.
+        """Score the exchanged models at each hospital; each site keeps the counts of all as `scores.json`.
 
-        Nothing happens where nothing travels, where some site may read all test parts, or where no site lets counts
-        leave. Counts leave a site once in a run; where others have left before, it fails. Where the models are no
-        longer those that were scored before a restart, as after a site has come back, nothing is scored again.
+        Nothing is scored where no model is exchanged, a site may read all test sets, or no site releases counts. Counts
+        leave a site once in a run; it fails where different counts have left before. Nothing is scored again where
+        the models differ from those scored before a restart, as after a site returned.
         """
         if self.method.travels is None or len(self.comm.running) < 2:
             return
@@ -170,7 +170,7 @@ class CrossSiteScoring:
             return
         if any(one["scored"] not in ("", exam.schema) for one in told.values()):
             for site in self.sites:
-                site.folder.log("models are others than those that were scored before; none is scored again")
+                site.folder.log("the models differ from those that were scored before; none is scored again")
             return
         models: dict[int, _Models] = {}
         if None in exam.models:  # where a site holds the common model
@@ -189,10 +189,10 @@ class CrossSiteScoring:
         )
 
     def _present(self, site: Site, last: PushSum | None) -> _Present:
-        """Return what a site tells; without digests where it may read others' test parts: nothing is scored then."""
+        """Return a site's document; without digests where it may read others' test sets: nothing is scored then."""
         kept = site.folder.kept("counts") or {}
         part = self.apart and site.active
-        # without noise a last release goes to all only where the site's counts may leave too
+        # without noise a last release is sent to all only where the site's counts may leave too
         may_pass = (site.plan is not None and site.plan.sigma > 0) or site.index in self.reporting_sites
         return {
             "apart": self.apart,
@@ -204,7 +204,7 @@ class CrossSiteScoring:
         }
 
     def _last_release(self, site: Site) -> PushSum | None:
-        """Return what a site released in the last round, from its checkpoint; None where nothing may be passed on."""
+        """Return a site's release of the last round, from its checkpoint; None where it may not be passed on."""
         if self.masked or not self.apart or self.rounds not in site.folder.checkpoints():
             return None
         tensors, document = site.folder.load_checkpoint(self.rounds)
@@ -213,14 +213,14 @@ class CrossSiteScoring:
         return PushSum(tensors["push/x"].numpy(), float(document["weight"]))
 
     def _number(self, site: Site) -> int:
-        """Return the ledger's round in which a site's counts left; where they have not, the next one."""
+        """Return the ledger's round in which a site's counts left, or the next round."""
         found = [one.number for one in site.ledger.rounds() if SCORES in one.releases]
         return found[-1] if found else max(site.ledger.last_round(), self.rounds) + 1
 
     def _pass_models(self, exam: _Agreed, last: Mapping[int, PushSum | None]) -> dict[int, _Models]:
-        """Bring every site the others' last releases; return all of them for each site of this process.
+        """Send each site the others' last releases; return all of them for each site of this process.
 
-        A model that is not what was announced is left out, and the site's log says why.
+        A model that differs from its announcement is left out, and the reason logged.
         """
         agreed = schema(self.sites[0].traveller(self.method).model)
         held: dict[int, dict[int | None, Vector]] = {site.index: {} for site in self.sites}
@@ -242,20 +242,20 @@ class CrossSiteScoring:
         return {k: dict(models) for k, models in held.items()}
 
     def _release(self, site: Site, exam: _Agreed, models: _Models) -> Release:
-        """Return the counts of all models on a site's own test part, on record and about to leave.
+        """Return the counts of all models on a site's local test set, recorded in its ledger.
 
-        They are kept first: after a restart the same bytes leave.
+        They are stored first, so that after a restart the same bytes leave.
         """
         kept = site.folder.kept("counts")
         if kept is None:
             kept = {"schema": exam.schema, "counts": [self._count(site, k, models) for k in exam.models]}
             site.folder.keep("counts", kept)
         released = release_once(site.ledger, exam.number, packed(kept["counts"]), exam.schema, SCORES)
-        site.folder.log(f"counts of {len(exam.models)} models on its own test part leave (allow: scores)")
+        site.folder.log(f"counts of {len(exam.models)} models on its local test set leave (allow: scores)")
         return released
 
     def _count(self, site: Site, index: int | None, models: _Models) -> Counts:
-        """Return the counts of one model on a site's own test part."""
+        """Return the counts of a model on a site's local test set."""
         examples = site.tests.get("own")
         if examples is None or index not in models:
             return nothing(len(self.classes))
@@ -265,7 +265,7 @@ class CrossSiteScoring:
         return count(undecided_where_broken(said, examples), examples.label, examples.patient)
 
     def _pass_counts(self, exam: _Agreed, releases: Mapping[int, Release]) -> None:
-        """Bring every site the counts of all, and keep them at the sites of this process."""
+        """Send each site the counts of all, and store them at the sites of this process."""
         mine = [_Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
         told = dict(zip(self.comm.running, self.comm.gather(mine, _Counted, patient=True), strict=True))
         arrived = self._passed(
@@ -290,7 +290,7 @@ class CrossSiteScoring:
                 site.folder.keep("scores", self._document(exam, parts))
 
     def _document(self, exam: _Agreed, parts: Mapping[int, Sequence[Counts]]) -> Scores:
-        """Return the counts of all hospitals, under the names that this study has for them."""
+        """Return the counts of all hospitals, under the site names of this study."""
         whole = "shared" if self.method.once else "central"
         models = [whole if k is None else self.names[k] for k in exam.models]
         return {
@@ -314,7 +314,7 @@ class CrossSiteScoring:
         size: int,
         kind: PayloadType = NUMBERS,
     ) -> list[Message]:
-        """Send every site the releases of this process, and return what senders sent its sites, on record."""
+        """Send each site the releases of this process, log them, and return the messages to its sites."""
         outgoing = [
             Outgoing(k, to, 1.0, one) for k, one in releases.items() for to in self.comm.running if to != k
         ]

@@ -1,4 +1,4 @@
-"""One hop of an exchange: sends P·(x, w), screens what arrives, adds it up (Algorithm 1, lines 7–10). Buffers too."""
+"""A hop of an exchange: send P·(x, w), screen and add up messages (Algorithm 1, lines 7–10); buffers too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from wsi_fl.models import schema
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.sums import impossible
 
-_FAR = 10.0  # how many times further than usual a model may lie from the own one
+_FAR = 10.0  # accepted distance from the local model, in units of the usual distance
 _REMEMBERED, _ENOUGH = 20, 5
-_MOST_ROWS = 1 << 30  # more than any sum is of
+_MOST_ROWS = 1 << 30  # more rows than any sum has
 
 
 def exchange(
@@ -34,11 +34,11 @@ def exchange(
     hop: int,
     back: Collection[int] = (),
 ) -> None:
-    """Send mass along the nonzeros of one hop P[n, n]; what is not accepted is replaced by the receiver's own share.
+    """Send mass along the nonzeros of a hop P[n, n]; a rejected message is replaced by the receiver's own share.
 
     Args:
-        releases: of the sites of this process that send.
-        back: sites that were away; how far their models usually lie from others' is not known.
+        releases: of the sending sites of this process.
+        back: sites that returned; the usual distance of their models is unknown.
     """
     outgoing = [
         Outgoing(site.index, to, float(matrix[to, site.index]), release)
@@ -65,10 +65,10 @@ def _mix_in(
     *,
     alone: bool,
 ) -> PushSum:
-    """Return a site's state after a hop, and log what it rejects.
+    """Return a site's state after a hop, and log rejected messages.
 
-    A rejected message counts as if its sender had sent the receiver's own state, and a rejected letter as an empty one.
-    Messages are of their senders `alone`, or mixtures.
+    A rejected message counts as the receiver's own state, rejected class statistics as empty ones. Messages are of a
+    single sender (`alone`) or mixtures.
     """
     learner = site.traveller(method)
     own = learner.vector()
@@ -105,7 +105,7 @@ def _mix_in(
 
 
 def _problem(message: Message, agreed: str, n_sites: int) -> str:
-    """Return why no honest site would send a message, or "" where one could."""
+    """Return why no honest site would send a message, or ""."""
     if message.refused:
         return message.refused
     if message.schema != agreed:
@@ -118,17 +118,17 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
 
 
 def _no_sums(message: Message, n_columns: int, *, noisy: bool) -> str:
-    """Return why numbers cannot be sums of rows of norm at most 1, and the variances of their noise, or "" for none."""
+    """Return why numbers cannot be sums of rows of norm at most 1 with variances of noise, or ""."""
     largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-n_columns:].min())
     if variance < 0 or (noisy and variance == 0):
-        return f"it says that its noise has a variance of {variance:.3g}"
+        return f"its noise has a variance of {variance:.3g}"
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""
 
 
 def _no_letter(message: Message, site: Site, method: Method, *, alone: bool) -> str:
-    """Return why numbers cannot be sums of what their sender announced, or "" where they can.
+    """Return why numbers cannot be class statistics of the announced units, or "" where they can.
 
-    Where they are the sender's letter `alone`, and not a mean of several, its number of units is known.
+    The number of units is known for statistics of a single sender (`alone`), not for a mean of several.
     """
     none = (None, None)
     told = site.announced.get(message.sender, none) if alone else none
@@ -137,11 +137,11 @@ def _no_letter(message: Message, site: Site, method: Method, *, alone: bool) -> 
 
 
 def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:
-    """Return why a model lies implausibly far from the own one, or "" where it does not."""
+    """Return why a model lies implausibly far from the local one, or ""."""
     distance = _distance(_state(message), own)
     usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
     if not distance <= _FAR * usual:  # nor where it is NaN, as of 0 / 0
-        return f"it lies {distance:.3g} from the own model, where {usual:.3g} is usual"
+        return f"it lies {distance:.3g} from the local model, where {usual:.3g} is usual"
     return ""
 
 
@@ -157,9 +157,7 @@ def _distance(state: PushSum, own: Vector) -> float:
 def load_mixture(
     sites: list[Site], method: Method, *, n_present: int = 0, reset_optimizer: bool = False
 ) -> None:
-    """Put the de-biased mixture z = x / w of so many sites' models into the model that travels (Algorithm 1, line
-    11).
-    """
+    """Load the de-biased mixture z = x / w into the exchanged model (Algorithm 1, line 11)."""
     for site in sites:
         if site.push is not None and site.active:
             learner = site.traveller(method)
@@ -177,7 +175,7 @@ def pass_buffers(
     round_: int,
     hop: int,
 ) -> None:
-    """Send each site's buffer along the nonzeros of `matrix`; what arrives takes the place of what was held before.
+    """Send each site's buffer along the nonzeros of `matrix`; arriving buffers replace those held before.
 
     A receiver whose messages are all rejected goes on without a buffer.
     """
@@ -197,7 +195,7 @@ def pass_buffers(
 
 
 def _accept(site: Site, messages: Sequence[Message], shape: BufferShape) -> dict[int, Flat]:
-    """Return the buffers that are what was agreed on, by sender, and log what is rejected."""
+    """Return the valid buffers by sender, and log rejected ones."""
     accepted = {}
     for message in messages:
         values = np.asarray(message.vector, np.uint8)

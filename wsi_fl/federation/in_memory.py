@@ -1,4 +1,4 @@
-"""Sites that learn together in this process, from arrays: the loop of every study, without a study."""
+"""Federated learning in this process, from arrays: the training loop of a study, without a study."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from wsi_fl.types import UsageError, one_line
 _MakeModel = Callable[[], nn.Module]
 _CPU, _RUN = torch.device("cpu"), "in memory"
 _DIMENSIONS_OF_BAGS = 2
-_SEED_STEP = 1000  # between the starts of private models, which differ from site to site
+_SEED_STEP = 1000  # between the seeds of private models, which differ between sites
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a site has after the last round.
+    """A site's models and privacy cost after the last round.
 
     Attributes:
-        models: by role: "private", "proxy" or "shared", or two, as the method has them.
-        epsilon: ε of all rounds at the δ that was asked for; None without differential privacy.
-        guarantee: what ε is worth: "guaranteed", "nominal" or "none".
-        rounds: of each its losses, the ε until then, scores on "own" and "merged" test examples, messages, bytes.
+        models: by role: "private", "proxy", "shared", or two of them.
+        epsilon: ε of all rounds at the requested δ; None without differential privacy.
+        guarantee: level of ε: "guaranteed", "nominal" or "none".
+        rounds: losses, ε so far, scores on "own" and "merged" test examples, messages and bytes of each.
     """
 
     models: Mapping[str, nn.Module]
@@ -74,27 +74,26 @@ def federate(
     seed: int = 0,
     folder: str | Path | None = None,
 ) -> dict[str, Learned]:
-    """Let sites learn together by a method, an epoch in every round, as ranks do under MPI.
+    """Train sites together by a method, an epoch in each round, as MPI ranks do.
 
     It is Algorithm 1 of Kalra et al., Nature Communications 2023.
 
     Args:
         sites: the training examples of each site, by its name.
-        method: a name in METHODS, or a row of your own; not one that needs generated images.
-        private, proxy: make a fresh model; without `proxy` both roles have the same. `oneshot` makes its own head,
-            `shared`.
-        tests: examples of each site on which models are evaluated after every round.
-        sigma, clip, delta, unit: of each site's privacy plan; with sigma None models leave without privacy.
-        alpha, beta: how much the private model learns from the proxy, and the proxy from it (eqs. 4 and 5). With β > 0
-            the teacher knows no privacy, and the proxy's ε is nominal.
-        directions: along which `oneshot` sums features: those of public tissue, or how many random ones.
-        seed: of the models' starts. Noise and batches are drawn anew whenever there is privacy.
-        folder: where ledgers and checkpoints stay; without it they are gone afterwards.
+        method: a name in METHODS, or a `Method`; none that needs generated images.
+        private, proxy: make a fresh model; `proxy` is `private` by default. `oneshot` makes its own head, `shared`.
+        tests: examples of each site for the evaluation after each round.
+        sigma, clip, delta, unit: of each site's privacy plan; sigma None is no differential privacy.
+        alpha, beta: weight of the proxy's predictions for the private model, and the reverse (eqs. 4 and 5). With β > 0
+            the teacher has no differential privacy, and the proxy's ε is nominal.
+        directions: projection of features for `oneshot`, of public slides, or a number of random directions.
+        seed: of the initial models. With differential privacy noise and batches are fresh each time.
+        folder: of ledgers and checkpoints; by default a temporary one.
 
     Raises:
-        UsageError: before the first round, for a method that needs more than examples, numbers that make no privacy
-            plan, rows that are not finite, labels that are no positions in the classes, or a model that cannot be
-            trained with differential privacy. Later, for a model that fails while it learns.
+        UsageError: before the first round, for a method that needs more than examples, invalid privacy parameters,
+            non-finite rows, labels out of range, or a model that cannot be trained with differential privacy. Later,
+            for a model that fails in training.
     """
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
@@ -186,8 +185,8 @@ def federate(
             acting.append(made)
         try:
             run(acting, row, schedule, LocalComm(len(acting)), report)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever somebody's model raises
-            raise UsageError(f"a model fails while it learns: {one_line(error)[:200]}") from error
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
+            raise UsageError(f"a model fails in training: {one_line(error)[:200]}") from error
         return {
             site.name: Learned(
                 {role: site.learners[role].model for role in (("shared",) if row.once else row.learners)},
@@ -207,7 +206,7 @@ def _started(make: _MakeModel, seed: int) -> nn.Module:
 
 
 def _settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSettings:
-    """Return the settings of training by a plan; a model of the caller's own is measured on rows of the site first."""
+    """Return the settings of training by a plan; a caller's model is first measured on rows of the site."""
     engine = None
     if not isinstance(model, SharedHead) and len(train) > 1:
         rows = np.arange(min(_MEASURED, len(train)))
@@ -228,16 +227,16 @@ def _require_examples(
     models: Mapping[str, _MakeModel],
     seed: int,
 ) -> int:
-    """Return how many outputs a model needs, or has; refuse examples that none can learn from, or its models cannot.
+    """Return the number of model outputs; refuse invalid examples, and examples that the models cannot take.
 
     Raises:
-        UsageError: in one line, with the site and the first row that is wrong.
+        UsageError: in one line, with the site and the first invalid row.
     """
     if not sites:
         raise UsageError("no site has examples")
     tasks = {part.task.kind: part.task for part in (*sites.values(), *tests.values())}
     if len(tasks) > 1:
-        raise UsageError(f"all sites must be asked the same, not {' and '.join(sorted(tasks))}")
+        raise UsageError(f"all sites must have the same task, not {' and '.join(sorted(tasks))}")
     (task,) = tasks.values()
     if method.once:
         numbers = {"survival": len(getattr(task, "ends", ())), "number": 1}
@@ -259,10 +258,10 @@ def _require_examples(
 
 @torch.no_grad()
 def _outputs_of(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed: int) -> int:
-    """Return how many numbers a model says of each row, the same at all sites.
+    """Return the number of a model's outputs, the same at all sites.
 
     Raises:
-        UsageError: when a site has no row, or the model cannot take it.
+        UsageError: when a site has no rows, or the model cannot take them.
     """
     model, n_outputs = _started(make, seed).eval(), 0
     for name, part in sites.items():
@@ -271,7 +270,7 @@ def _outputs_of(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed
         try:
             with torch.random.fork_rng(devices=[]):
                 outputs = model(tensor_of(part.read(np.arange(min(2, len(part))))))
-        except Exception as error:  # whatever somebody's architecture raises
+        except Exception as error:  # a user's architecture may raise anything
             raise UsageError(
                 f"{name}: its {role} model cannot take the rows: {one_line(error)[:200]}"
             ) from None

@@ -1,7 +1,7 @@
-"""The one loop that runs every method: local training → release → checkpoint → exchange → evaluate → log.
+"""The training loop of all methods: local training → release → checkpoint → exchange → evaluate → log.
 
-The same code runs one site per MPI rank or all sites in lockstep: it handles the list of sites that live in
-this process, and `Comm` knows where the others are.
+The same code runs one site per MPI rank or all sites in lockstep: it handles the sites of this process, and `Comm`
+reaches the others.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
 from wsi_fl.types import WsiFlError
 
 _Report = Callable[[dict[str, Any]], None]
-"""Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
+"""Called with {"site", "round", "step", "steps"} in training and {"site", "round", "done": metrics} after a round."""
 
 
 def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: _Report) -> None:
-    """Run all rounds, from the last checkpoint that every site has; `sites` are those of `comm.sites`, in that order.
+    """Run all rounds from the last checkpoint common to all sites; `sites` are in the order of `comm.sites`.
 
-    What was finished stays where a peer or a disk fails, and can be resumed.
+    After a failure of a peer or disk, finished rounds remain and can be resumed.
     """
     firsts = find_first_rounds(sites, method, schedule, comm)
     for site in sites:
@@ -69,7 +69,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
                     site, method, schedule, round_, report, carrying=carrying
                 )
                 continue
-            if round_ != firsts[site.index]:  # there it was restored before the roll call
+            if round_ != firsts[site.index]:  # then it was restored before memberships were collected
                 restore(site, round_)
             if schedule.colluding is None:
                 again = relay if site.index in hosts else reissue
@@ -94,7 +94,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
 def _carriers(
     method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]
 ) -> list[Matrix]:
-    """Return the hops of buffers in a round, among the sites present; there is room for one."""
+    """Return the hops of buffers in a round among the sites present, one at most."""
     share = method.share("buffer")
     if share is None or (share.times == "once" and round_ > 1):
         return []
@@ -111,7 +111,7 @@ def _communicate(
     *,
     round_: int,
 ) -> None:
-    """Take all hops of the round's graph over the sites present, or let them make a masked sum."""
+    """Take all hops of the round's graph over the sites present, or aggregate their statistics securely."""
     if schedule.colluding is not None:
         share_sums(sites, method, comm, schedule, roster.present, round_=round_)
         return
@@ -124,7 +124,7 @@ def _communicate(
             releases = {site.index: relay(site, method, round_) for site in passing}
         exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop, back=roster.returning)
     for site in sites:
-        if site.push is not None and site.push.w <= 0:  # all it was sent was rejected
+        if site.push is not None and site.push.w <= 0:  # all messages to it were rejected
             site.push = held[site.index]
     load_mixture(sites, method, n_present=len(roster.present), reset_optimizer=schedule.reset_optimizer)
 
@@ -155,11 +155,11 @@ def _train_and_record(
 
 
 def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], round_: int) -> None:
-    """Restore a model that stays at home where it is no longer finite; tell nobody else.
+    """Restore a local model that is no longer finite, without disclosure to other sites.
 
-    Whether it diverged depends on records that no ε covers, so the round goes on as if nothing had happened.
+    Divergence depends on records that no ε covers, so the round continues.
     """
-    if len(site.learners) == 1:  # nothing else would go on
+    if len(site.learners) == 1:  # no other model remains
         return
     for role, vector in before.items():
         learner = site.learners[role]
@@ -173,7 +173,7 @@ def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], roun
 
 
 def _diverged(vector: NDArray[np.float32]) -> bool:
-    """Return whether a weight or its square is not finite; the square overflows first."""
+    """Return whether a weight or its square is not finite; squares overflow first."""
     with np.errstate(over="ignore", invalid="ignore"):
         return not np.isfinite(np.square(vector)).all()
 
@@ -181,9 +181,9 @@ def _diverged(vector: NDArray[np.float32]) -> bool:
 def _train_round(
     site: Site, method: Method, schedule: Schedule, round_: int, report: _Report
 ) -> dict[str, float | None]:
-    """Train on every batch of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
+    """Train on all batches of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
 
-    The model that the site would have alone learns from the site's rows as it would there: in batches of its own.
+    The local baseline learns from the site's rows in separate batches, without differential privacy.
     """
     learn = partial(_learn, site, schedule=schedule, round_=round_, report=report)
     losses: dict[str, float | None] = {}
@@ -209,12 +209,11 @@ def _learn(
     round_: int,
     report: _Report,
 ) -> dict[str, float | None]:
-    """Take a step on every batch of a lesson, and return the mean losses.
+    """Take a step on each batch of a training set, and return the mean losses.
 
-    Batches are Poisson samples wherever a learner is under differential privacy. There the
-    augmentation is secret too: a sequence that others know would tie every record to the number of records before it
-    in the batch, and ε holds only where one record changes one gradient. Streams of their own keep what each lesson
-    draws from the others.
+    Under differential privacy batches are Poisson samples, and augmentation is secret: a known sequence would tie each
+    record to the number of records before it in the batch, and ε holds only where a record changes one gradient. Each
+    training set has its own streams, so that draws are independent.
     """
     seed = schedule.seed if plan is None else schedule.insecure_seed
     noise, sampler, views = (
@@ -229,7 +228,7 @@ def _learn(
         for trainer in (one.trainer for one in site.learners.values() if one.trainer is not None):
             delta = site.ledger.terms.delta
             require_planned(plan, trainer, n=lesson.units.n, steps=len(rows), delta=delta, mode=mode)
-    dropout = views.below(2**63)  # of a model that stays at home: none under privacy has any
+    dropout = views.below(2**63)  # only local models have dropout, none with differential privacy
     augment = schedule.make_augment(views)
     images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, draws=views)
     drawn = lesson.units.labelled(images, rows, site.device)
@@ -253,9 +252,7 @@ def _log_round(
     anew: bool,
     report: _Report,
 ) -> None:
-    """Evaluate the site's models and write the round's line; `anew`, it takes the place of lines of this round and
-    later.
-    """
+    """Evaluate the site's models and write the round's line; `anew`: it replaces lines from this round on."""
     line: dict[str, Any] = {
         "round": round_,
         "seconds": round(site.seconds, 3),

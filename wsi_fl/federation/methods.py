@@ -1,7 +1,7 @@
-"""Every federated method as a row of one table; `loop.py` runs them all.
+"""The table of federated methods; `loop.py` runs them all.
 
-What leaves a site is said once, by the shares of its method. The ledger's content, what `allow` must name, the graphs
-of a round, plans, dossiers, tables and words follow from them. This file imports next to nothing.
+A method lists everything that leaves a site as its disclosures. The ledger's content, the kinds that `allow` must name,
+the graphs of a round, plans, dossiers, tables and texts follow from them. This file imports next to nothing.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 What = Literal["model", "sums", "buffer", "generator"]
 SHARED = "shared_head"
-"""The model that is made of all sites' sums, as `models.build` knows it; none that is trained."""
+"""The one-shot global head in `models.build`: computed from all sites' class statistics, not trained."""
 FILES, HUB = "files", "hub"
-"""Ways that are no graph of rounds: people carry files; everything goes to the first site alone."""
+"""Routes other than a graph of rounds: files that people copy; everything to the first site."""
 DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
-"""What `train` runs where nothing is said, and the two that others are measured against."""
+"""The default method of `train`, and the two baselines of comparisons."""
 
 
 class MakeLearner(Protocol):
-    """Build the learner of a role: "private", "proxy" or "shared"."""
+    """A factory of the learner of a role: "private", "proxy" or "shared"."""
 
     def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner:
-        """Return the learner. A private model has the site's own architecture and start unless `common`."""
+        """Return the learner. A private model has the site's architecture and start unless `common`."""
         ...
 
 
 @dataclass(frozen=True)
 class Weights:
-    """α of the private model and β of the proxy (eqs. 4 and 5)."""
+    """Weights α of the private model and β of the proxy (eqs. 4 and 5)."""
 
     alpha: float
     beta: float
@@ -46,12 +46,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Role:
-    """How a model of a site is learned.
+    """Settings of a model's training at a site.
 
     Attributes:
-        dp: under differential privacy, where the settings have it.
-        common: with the architecture and start that all sites share, as every proxy is.
-        taught: with the site's other model as its teacher. Where that has no ε, this one's is nominal, unless β = 0.
+        dp: with differential privacy, where the settings enable it.
+        common: with the architecture and start common to all sites, as all proxies.
+        taught: with the site's other model as teacher. If that has no ε, this ε is nominal, unless β = 0.
     """
 
     dp: bool
@@ -61,16 +61,16 @@ class Role:
 
 @dataclass(frozen=True)
 class Share:
-    """One kind of thing that a site lets go.
+    """A kind of data that leaves a site.
 
     Attributes:
-        what: parameters of a model, sums of features, a buffer of synthetic samples, or a model that generates some.
-        by: the graph along which it goes: a name of `topology.TOPOLOGIES`, a topology, or one of FILES and HUB.
-        of: whose parameters or features: the private model's, the proxy's or the shared head's.
-        protected: "dp": by differential privacy or, where the settings have none, by the site's leave; "leave": by
-            that alone, for the site's file must allow it by name.
-        times: in all rounds, once (in the first round), or once before the first or after the last round.
-        made_by: the module of the stage that makes or carries what the loop does not: `agreed_buffer` of a buffer,
+        what: parameters of a model, class statistics, a buffer of synthetic samples, or a generator.
+        by: its graph: a name of `topology.TOPOLOGIES`, a topology, or FILES or HUB.
+        of: the role of the model: private, proxy or shared.
+        protected: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
+            permission alone, given by name in the site's file.
+        times: all rounds, once (in the first round), or before the first or after the last round.
+        made_by: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
             `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.
     """
 
@@ -83,24 +83,24 @@ class Share:
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
-        """Return its kind, as ledgers and the `allow` of site files name it; sums count as a model."""
+        """Return its kind in ledgers and in `allow` of site files; class statistics count as a model."""
         return "model" if self.what == "sums" else self.what
 
     @property
     def in_rounds(self) -> bool:
-        """Return whether the loop sends it along a graph."""
+        """Return whether it is sent along a graph in rounds."""
         return self.times in ("rounds", "once") and self.by != FILES
 
     def is_bare(self, with_dp: bool) -> bool:
-        """Return whether it leaves without differential privacy, given whether the settings have any."""
+        """Return whether it leaves without differential privacy, given whether the settings enable it."""
         return self.protected == "leave" or not with_dp
 
     def stage(self) -> Any:
-        """Return the module that makes or carries it."""
+        """Return the module that makes or sends it."""
         return import_module(self.made_by)
 
     def graph(self, seed: int) -> Topology:
-        """Return its graph; a seed orders the sites where the graph draws."""
+        """Return its graph; the seed is for graphs that are drawn at random."""
         from wsi_fl.federation.topology import named
 
         return named(self.by, seed) if isinstance(self.by, str) else self.by
@@ -108,19 +108,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Method:
-    """What distinguishes one method from another.
+    """A federated method.
 
     Attributes:
         name: as its paper writes it.
-        does: what it does, in a few words.
+        does: a summary in a few words.
         learners: the models of a site by role: "private", and "proxy" or "shared" where there is one.
         step: one local step on a batch; returns the loss of each role.
-        shares: what a site lets go.
-        learns_from: what a round is learned from, as `learning.units` knows it; "everybody" is what nobody may
-            do, and what all are measured against.
-        variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
-        baselines: the module whose `baselines` trains it and what its paper measures it against, in one table, and
-            whose `baselines_lines` shows that; "" where there is none.
+        shares: everything that leaves a site.
+        learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
+        variants: (key, value) of a pipeline → the method in place of this one for that value.
+        baselines: the module with `baselines`, which trains it and its paper's baselines, and `baselines_lines`, which
+            prints their table; "" for none.
     """
 
     name: str
@@ -133,61 +132,61 @@ class Method:
     baselines: str = ""
 
     def share(self, *kinds: What) -> Share | None:
-        """Return the first thing of these kinds that leaves a site; None where none does."""
+        """Return the first disclosure of these kinds, or None."""
         return next((share for share in self.shares if share.what in kinds), None)
 
     def shares_at(self, times: str) -> list[Share]:
-        """Return what leaves a site at some time, as `Share.times` says it."""
+        """Return the disclosures of a timing."""
         return [share for share in self.shares if share.times == times]
 
     @property
     def mixed(self) -> Share | None:
-        """Return what sites send each other in a round and mix; None where nothing is mixed."""
+        """Return the disclosure that is mixed in rounds, or None."""
         return next(
             (share for share in self.shares if share.in_rounds and share.what in ("model", "sums")), None
         )
 
     @property
     def travels(self) -> str | None:
-        """Return the role whose parameters are mixed; None where none are."""
+        """Return the role of the mixed parameters, or None."""
         return self.mixed.of if self.mixed is not None else None
 
     @property
     def without_dp(self) -> tuple[Share, ...]:
-        """Return what leaves without differential privacy by design."""
+        """Return the disclosures without differential privacy by design."""
         return tuple(share for share in self.shares if share.protected == "leave")
 
     @property
     def once(self) -> bool:
-        """Return whether each site releases sums of all its rows once, instead of a trained model."""
+        """Return whether each site releases class statistics once, instead of a trained model."""
         return self.share("sums") is not None
 
     @property
     def starts(self) -> bool:
-        """Return whether a trained model travels, so that it needs initial weights."""
+        """Return whether a trained model is exchanged, which needs initial weights."""
         return self.travels is not None and not self.once
 
     @property
     def talks(self) -> bool:
-        """Return whether sites send each other anything in rounds."""
+        """Return whether sites exchange anything in rounds."""
         return any(share.in_rounds for share in self.shares)
 
     @property
     def keeps_lone(self) -> bool:
-        """Return whether a site learns the model that it would have alone beside those of the method.
+        """Return whether a site trains a local baseline beside the models of the method.
 
-        Where sums are released the private model is that one already.
+        For one-shot methods the private model is the local baseline.
         """
         return self.talks and not self.once
 
     @property
     def taught(self) -> bool:
-        """Return whether a model under privacy has a teacher without it, so that its ε is nominal unless β = 0."""
+        """Return whether a DP model has a teacher without DP, so that its ε is nominal unless β = 0."""
         return any(role.dp and role.taught for role in self.learners.values())
 
     @property
     def ignores(self) -> tuple[str, ...]:
-        """Return the keys and sections of a pipeline that have no effect on training by this method."""
+        """Return the keys and sections of a pipeline without effect on this method."""
         found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
         if not any(share.in_rounds for share in self.without_dp):
             found += ("replay.",)
@@ -205,7 +204,7 @@ class Method:
         return found if self.taught else found + _OF_PROXIES
 
     def graph(self, seed: int) -> Topology:
-        """Return the graph of what is mixed: nobody sends anything where nothing is."""
+        """Return the graph of mixing; one without edges where nothing is mixed."""
         return (self.mixed or Share("model", "none")).graph(seed)
 
 
@@ -218,12 +217,12 @@ _OF_ROUNDS = (
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
 _TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
-"""A private model and a proxy under differential privacy that learn from each other."""
+"""A private model and a proxy with differential privacy that teach each other."""
 _WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
 
 def supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Let the private model learn from a batch; return its loss."""
+    """Train the private model on a batch; return its loss."""
     from wsi_fl.learning.local import supervised_step
 
     del weights
@@ -231,9 +230,9 @@ def supervised(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
 
 
 def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
+    """Step the proxy, then the private model, taught by the updated proxy (Algorithm 1, lines 3–4).
 
-    One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
+    One forward pass of the private model serves both steps (Zhang et al., 2018).
     """
     from wsi_fl.learning.local import mutual_step
 
@@ -248,7 +247,7 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStr
 
 
 def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Compute the sums of all rows; the private model was fitted to all rows before."""
+    """Compute the class statistics of all rows; the private model was fitted before."""
     from wsi_fl.learning.local import sum_up
 
     del weights
@@ -257,18 +256,18 @@ def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
 
 
 def _oneshot() -> Method:
-    """Return the method whose heads are computed from sums of features, which each site releases once.
+    """Return the one-shot method: heads computed from class statistics, which each site releases once.
 
-    Where the sums lie in files by now, none are taken, and nothing travels.
+    In its variant the statistics are read from files, and nothing is sent.
     """
     sums = Share("sums", "star", "shared", times="once")
-    row = Method("One-shot", "sums of features, released once", _WITH_HEAD, _take_sums, (sums,))
+    row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _take_sums, (sums,))
     by_files = replace(row, shares=(replace(sums, by=FILES),), learns_from="nothing")
     return replace(row, variants={("train.from_released", True): by_files})
 
 
 _OWN = {
-    ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
+    ALONE: Method("Regular", "local training only", PRIVATE_WITH_DP, supervised),
     POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, learns_from="everybody"),
     "fedavg": Method(
         "FedAvg", "one averaged model, central", COMMON_WITH_DP, supervised, (Share("model", "star"),)
@@ -295,9 +294,9 @@ _OWN = {
 }
 
 METHODS = Table("wsi_fl.methods", _OWN, Method)
-"""By the name that `--method` takes; another package adds its own as entry points of `wsi_fl.methods`."""
+"""Methods by the name of `--method`; other packages add theirs as entry points of `wsi_fl.methods`."""
 
 
 def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
-    """Return the names of all methods with a property, for messages."""
+    """Return the names of methods with a property, for messages."""
     return ", ".join(name for name, row in METHODS.items() if asks(row))

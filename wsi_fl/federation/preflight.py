@@ -1,4 +1,4 @@
-"""Before the first step: check that the inputs and settings of all sites fit."""
+"""The preflight: check before training that inputs and settings of all sites agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Classes = Annotated[list[Words], Field(max_length=10_000)]
 
 
 class Inputs(TypedDict, total=False):
-    """What models see: of patches the last two, of their features the first two, of mosaics the first three."""
+    """Inputs of models: the last two fields of patches, the first two of features, the first three of mosaics."""
 
     n_features: Count
     encoder: Words
@@ -31,7 +31,7 @@ class Inputs(TypedDict, total=False):
 
 
 class Brought(Inputs):
-    """What a site tells all others before the run: plans and shapes."""
+    """The document that a site sends to all others before a run: plans and shapes."""
 
     site: Name
     run: Words
@@ -41,20 +41,20 @@ class Brought(Inputs):
     classes: _Classes
     size_px: Count
     mpp: Amount
-    weights: Words  # SHA-256 of those that the model that travels starts from; empty for random ones
-    schema: Words  # of the model that travels; empty where none does
+    weights: Words  # SHA-256 of the initial weights of the exchanged model; empty for random ones
+    schema: Words  # of the exchanged model; empty for none
     sites: Annotated[list[Name], Field(max_length=10_000)]
-    inference_sites: Annotated[list[Name], Field(max_length=10_000)]  # those of the sites that give nothing
-    graph: Words | None  # the name of the graph, or the digest of its file; None for the method's own
-    projection: Words | None  # SHA-256 of those along which features are summed; None where none are
-    # the variant, and number, size, channels and classes of the samples; None where no buffers travel
+    inference_sites: Annotated[list[Name], Field(max_length=10_000)]  # sites without labels
+    graph: Words | None  # name of the graph, or digest of its file; None for the method's graph
+    projection: Words | None  # SHA-256 of the projection of features; None for none
+    # the variant, and number, size, channels and classes of the samples; None without buffers
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
-    noise: Amount | None  # σ of the noise that all sites add together; None where each adds its own
-    # site → digest of its released sums, where these are used
+    noise: Amount | None  # σ of distributed noise; None where each site adds its own
+    # site → digest of its released class statistics, where used
     statistics: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
-    affordable: Count  # rounds that the site's budget is enough for
-    # how many rows or patients privacy counts, and the noise multiplier; 0 without privacy
+    affordable: Count  # rounds within the site's budget
+    # number of privacy units, and the noise multiplier; 0 without differential privacy
     units: Count
     sigma: Amount
 
@@ -68,16 +68,16 @@ _MUST_AGREE = {
     "size_px": "the patch size",
     "mpp": "the resolution (µm/px)",
     "channels": "the number of channels",
-    "weights": "the weights that the model that travels starts from (model.weights)",
-    "schema": "the architecture of the model that travels",
+    "weights": "the initial weights of the exchanged model (model.weights)",
+    "schema": "the architecture of the exchanged model",
     "sites": "the list of sites",
     "inference_sites": "the list of receivers (role, in sites/*.toml)",
-    "input_px": "the size its models see",
+    "input_px": "the input size of its models",
     "graph": "the graph (topology.graph)",
-    "projection": "the directions of its sums (model.projection)",
+    "projection": "the projection of its class statistics (model.projection)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
-    "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
-    "statistics": "the released sums in use (statistics/*.safetensors)",
+    "noise": "the distributed noise (σ; sites that have spent before need more of it)",
+    "statistics": "the released class statistics in use (statistics/*.safetensors)",
     "versions": "the package versions",
     "run": "the run's identity",
 }
@@ -88,10 +88,10 @@ _LONGEST, _LISTED = 480, 3
 def compare(brought: Sequence[Mapping[str, Any]]) -> None:
     """Compare the documents of all sites, and name the odd one.
 
-    Each has "site", those keys of _MUST_AGREE that its kind of data has, and "settings", which are compared one by one.
+    Each has "site", the keys of _MUST_AGREE for its kind of data, and "settings", compared one by one.
 
     Raises:
-        NoCommonPlan: in one line of at most 500 characters, with as many disagreements as there is room for.
+        NoCommonPlan: in one line of at most 500 characters, with the first disagreements.
     """
     names = [str(document["site"]) for document in brought]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -104,7 +104,7 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """Return what must agree, in words, with the value of each site."""
+    """Yield each value that must agree, by its label, with the values of all sites."""
     settings = [document.get("settings", {}) for document in brought]
     encoders = [one for document in brought if isinstance(one := document.get("encoder"), str)]
     of_features = len(encoders) == len(brought)
@@ -128,21 +128,21 @@ def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
 
 
 def _odd(words: str, values: Mapping[str, Any]) -> str:
-    """Return the sites whose value differs from the most frequent one."""
+    """Describe the sites whose value differs from the most frequent one; "" for none."""
     texts = {site: json.dumps(value, sort_keys=True, ensure_ascii=False) for site, value in values.items()}
     usual, count = Counter(texts.values()).most_common(1)[0]
-    odd = [f"{_short(site)} brings {_said(text)}" for site, text in texts.items() if text != usual]
+    odd = [f"{_short(site)} has {_said(text)}" for site, text in texts.items() if text != usual]
     if not odd:
         return ""
     listed = odd[:_LISTED] + (
-        [f"{len(odd) - _LISTED} more bring something else"] if len(odd) > _LISTED else []
+        [f"{len(odd) - _LISTED} more have something else"] if len(odd) > _LISTED else []
     )
     majority = "the others" if count > 1 else next(_short(s) for s, text in texts.items() if text == usual)
     return f"{'; '.join(listed)} as {words}, {majority} {_said(usual)}"
 
 
 def _said(text: str) -> str:
-    """Return a JSON value in words for messages; of a digest, which is compared whole, its first digits."""
+    """Return a JSON value for messages, digests shortened to their first digits."""
     return (
         "nothing"
         if text == "null"

@@ -1,4 +1,4 @@
-"""Decide where sites resume, and who takes part, leaves or returns in a round, from what each site tells all."""
+"""Membership: where sites resume, and which participate, leave or return in a round, agreed by all sites."""
 
 from __future__ import annotations
 
@@ -23,32 +23,28 @@ _State = Literal["staying", "leaving", "returning", "listening", "away"]
 
 
 class Standing(TypedDict):
-    """What a site tells before the first round: of which rounds it has a checkpoint, and whether it was lost and comes
-    back.
-    """
+    """A site's state before the first round: the rounds of its checkpoints, and whether it returns after a dropout."""
 
     kept: Annotated[list[Round], Field(max_length=1000)]
     returning: bool
 
 
 class RosterEntry(TypedDict):
-    """What a site answers to the roll call; `ahead`, whether it has a checkpoint of this round or later it did not go
-    on from.
-    """
+    """A site's state in a round; `ahead`: it has a checkpoint of this round or later that it did not resume from."""
 
     state: _State
     ahead: bool
 
 
 class _Arrival(TypedDict):
-    """Whether a site takes part, told after returning sites were given their shares."""
+    """Whether a site participates after returning sites got their shares."""
 
     active: bool
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part in a round, as all sites see it; who is listening takes what others send, and sends nothing."""
+    """The participants of a round, the same at all sites; listening sites receive and send nothing."""
 
     staying: tuple[int, ...]
     leaving: tuple[int, ...] = ()
@@ -62,9 +58,9 @@ class Roster:
 
 
 def first_round(told: Sequence[Standing]) -> int:
-    """Return the last round from which every site can go on; 1 where none has begun.
+    """Return the last round from which all sites can resume; 1 where none has begun.
 
-    A site that comes back does not make the others repeat rounds.
+    A returning site does not make others repeat rounds.
 
     Example:
         >>> first_round([{"kept": [3, 4], "returning": False}, {"kept": [2, 3], "returning": False}])
@@ -81,15 +77,15 @@ def first_round(told: Sequence[Standing]) -> int:
 
 
 def _stands(kept: Sequence[int], round_: int) -> bool:
-    """Return whether a site with checkpoints of the rounds `kept` can go on from a round."""
+    """Return whether a site with checkpoints of the rounds `kept` can resume from a round."""
     return round_ in kept or (round_ == 1 and not kept)
 
 
 def roster_of(sites: Sequence[int], told: Sequence[RosterEntry]) -> Roster:
-    """Return who takes part, given the answers of these sites, in the same order.
+    """Return the membership, given the replies of these sites in the same order.
 
     A returning site waits while another site already has the checkpoint of this round on disk: no share was split off
-    that checkpoint.
+    it.
     """
     staying, leaving, returning, listening = (
         tuple(site for site, one in zip(sites, told, strict=True) if one["state"] == state)
@@ -100,13 +96,12 @@ def roster_of(sites: Sequence[int], told: Sequence[RosterEntry]) -> Roster:
 
 
 def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: Comm) -> dict[int, int]:
-    """Return the round from which each of `sites` goes on: 1, or the last that every site has a checkpoint of.
+    """Return the round from which each of `sites` resumes: 1, or the last common checkpoint.
 
-    A site that comes back does not take the others further back than they stand, and one that nobody waits
-    for goes on from its own.
+    A returning site does not take the others back, and where nothing is exchanged each site resumes from its own.
 
     Raises:
-        WsiFlError: when a site has no checkpoint of that round, or its ledger knows later rounds.
+        WsiFlError: when a site has no checkpoint of that round, or its ledger has later rounds.
     """
     if not method.talks:
         firsts = {site.index: max(site.folder.checkpoints(), default=1) for site in sites}
@@ -120,21 +115,21 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         last = max(kept, default=0)
         if not _stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(
-                f"{site.folder.path}: no checkpoint of round {first}, from which the others go on"
+                f"{site.folder.path}: no checkpoint of round {first}, from which the others resume"
             )
         sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
-        # it has missed rounds; attempts at a sum of all sites are no rounds
+        # missed rounds; attempts at secure aggregation are no rounds
         missed = site.ledger.last_round() > last + 1 and schedule.colluding is None
         ahead = missed and not site.returning
         if ahead or sent > last:
             raise WsiFlError(
-                f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
+                f"{site.folder.path}: the ledger has later rounds than the checkpoints; start a new run"
             )
     return firsts
 
 
 def begin(site: Site, method: Method, first: int) -> None:
-    """Bring a site into the state in which it enters round `first`."""
+    """Set the state in which a site enters round `first`."""
     kept = site.folder.checkpoints()
     if first in kept:
         restore(site, first)
@@ -142,8 +137,8 @@ def begin(site: Site, method: Method, first: int) -> None:
         if kept:
             restore(site, max(kept))
         site.settle(active=False)
-        site.returning = True  # the checkpoint is of a time before
-    else:  # it starts like everybody
+        site.returning = True  # the checkpoint is older
+    else:  # a normal start
         site.returning = False
         if method.travels is not None and not site.receives:
             site.push = PushSum(site.traveller(method).vector(), 1.0)
@@ -152,9 +147,9 @@ def begin(site: Site, method: Method, first: int) -> None:
 def call_roll(
     sites: list[Site], method: Method, comm: Comm, round_: int, firsts: Mapping[int, int]
 ) -> Roster:
-    """Ask every site whether it takes part in a round, and return who does.
+    """Exchange the states of all sites in a round, and return the membership.
 
-    Nobody runs ahead of it, since others may still need the checkpoints of the last round.
+    No site runs ahead, since others may still need the checkpoints of the last round.
     """
     mine: list[RosterEntry] = []
     for site in sites:
@@ -167,9 +162,9 @@ def call_roll(
 
 
 def _state(site: Site, round_: int, decided: bool) -> _State:
-    """Return what a site answers to the roll call; it leaves for good where the round would cross its budget.
+    """Return a site's state in a round; it leaves for good where the round would exceed its budget.
 
-    Where it is decided, the round's checkpoint, written before a restart, is still to be restored.
+    If `decided`, the round's checkpoint, written before a restart, is still to be restored.
     """
     if site.receives:
         return "listening"
@@ -190,9 +185,9 @@ def _state(site: Site, round_: int, decided: bool) -> _State:
 def regroup(
     sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, firsts: Mapping[int, int]
 ) -> tuple[Roster, set[int]]:
-    """Let each leaving site hand its mass to the next one, and each returning site get a share from a host.
+    """Move the mass of leaving sites to the next ones, and shares of hosts to returning sites.
 
-    Return who can take part now, and the hosts.
+    Return the new membership and the hosts.
     """
     here = {site.index: site for site in sites}
     hosts: set[int] = set()
@@ -203,9 +198,7 @@ def regroup(
     for index in roster.leaving:
         if index in here:
             here[index].settle(active=False)
-            here[index].folder.log(
-                f"round {round_}: left the graph, its max_epsilon does not allow the round"
-            )
+            here[index].folder.log(f"round {round_}: left, as its max_epsilon does not allow the round")
     if method.travels is not None and roster.returning:
         roster, hosts = _welcome(sites, method, comm, roster, round_, firsts)
     elif roster.returning:  # there is no mass to share
@@ -220,7 +213,7 @@ def regroup(
 def _welcome(
     sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, firsts: Mapping[int, int]
 ) -> tuple[Roster, set[int]]:
-    """Give returning sites their shares; return the roster with those who got one, and who gave it."""
+    """Give returning sites their shares; return the membership with those who got one, and the hosts."""
     here = {site.index: site for site in sites}
     matrix = welcome(comm.n_sites, roster.returning, roster.staying)
     hosts = {i for i in roster.staying if receivers(matrix, i)}
@@ -236,7 +229,7 @@ def _welcome(
 
 
 def _take_back(site: Site, round_: int) -> None:
-    """Let a site that was lost take part again."""
+    """Let a site participate again after a dropout."""
     site.returning = False
     site.settle(active=True)
     site.folder.log(f"round {round_}: back again")

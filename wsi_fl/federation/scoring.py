@@ -1,7 +1,4 @@
-"""Evaluate a site's models on its test sets, and the other sites' models as all sites agree.
-
-What is scored between hospitals, and by whom, follows from what each tells all, so that nobody waits in vain.
-"""
+"""Evaluation of a site's models on its test sets, and the choice of its prediction model."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ from wsi_fl.models.shared_head import SharedHead
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
-    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "model".
+    """Return the scores of a site's prediction model by test set; "model" names it where a site has several.
 
-    Those of a proxy or shared head are told too, on the last set. `alive` is called with every batch.
+    Scores of a proxy or global head on the last set are added. `alive` is called with each batch.
     """
     line: dict[str, Any] = {}
     answer, stack = schedule.answer, None
@@ -53,11 +50,10 @@ def _common(site: Site) -> str:
 
 
 def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """Return which model or mixture should answer at a site, as its run keeps it; None where there is no choice.
+    """Return the choice of a site's prediction model, as its run stores it; None where there is no choice.
 
-    Of classes, and with a shared head, it is the mixture of what the site would answer alone with what it has by
-    joining, where it knows both. Else it is what does best on the site's validation split; without one nothing speaks
-    against staying alone.
+    For classes, and with a one-shot global head, it is the ensemble of local and federated model. Otherwise it is the
+    best model on the site's validation split, and without one the local model.
     """
     task, examples, lone = site.train.task, site.validation, LONE in site.learners
     if len(site.learners) == 1:
@@ -82,11 +78,11 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
 
 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
-    """Return a site's mixture, as its run keeps it, given what its models say of its validation split, by role.
+    """Return a site's ensemble, as its run stores it, given predictions on its validation split by role.
 
-    A site that lacks a class, or has one number or no event, asks what it has by joining; so does one with a single row
-    of a class, unless a letter says what that row is worth. Any other keeps to its lone model, unless rows that neither
-    has learned by heart speak for more; it also does where a shared head does harm on them.
+    A site that lacks a class, or has a single number or no event, uses the federated model; so does a site with a
+    single row of a class, except with a one-shot global head, whose effective sample size weights that row. Any other
+    site uses its local model, unless held-out rows favour the ensemble.
     """
     lone = LONE if LONE in site.learners else "private"
     joined = _common(site) or "private"
@@ -121,16 +117,16 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
 
 
 _Told = tuple[Examples, Probabilities, Probabilities]
-"""Rows, and what the lone and the joined model say of them."""
+"""Rows, and predictions of the local and the federated model."""
 
 
 def _unseen(
     site: Site, lone: str, joined: str, validated: Mapping[str, Probabilities], alive: Callable[[], None]
 ) -> _Told | None:
-    """Return rows that neither model has learned by heart, with their answers; None where there are none.
+    """Return rows held out of both models, with their predictions; None where there are none.
 
-    A proxy under noise has memorised no training rows, and a head along few directions very little. What the lone model
-    would say of them is known by cross-validation.
+    Training rows count as held out of a DP proxy, and of a head on few directions. Cross-validation has the local
+    model's predictions of them.
     """
     epsilon = site.ledger.epsilon()
     noisy = epsilon is not None and epsilon <= _NOT_BY_HEART
@@ -146,11 +142,11 @@ def _unseen(
     return rows, validated[lone], answered(validated, joined)
 
 
-_NOT_BY_HEART = 10.0  # the largest ε with which a model counts as not knowing its training rows by heart
+_NOT_BY_HEART = 10.0  # the largest ε with which training rows count as held out
 
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
-    """Return the score from which on the site's own slides are best called positive; None where that is not known."""
+    """Return the operating point on the site's slides, a score threshold; None where it is unknown."""
     if rows.task.kind != "classes":
         return None
     slides = slide_level(said, rows.label, rows.slide)
@@ -160,7 +156,7 @@ def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
 def _predictions(
     site: Site, asked: Iterable[str], examples: Examples, alive: Callable[[], None]
 ) -> dict[str, Probabilities]:
-    """Return float64[n, classes] of some of a site's models, by role."""
+    """Return the predictions float64[n, classes] of a site's models by role."""
     said = {
         role: probabilities(site.learners[role].logits, examples, site.device, alive=alive) for role in asked
     }

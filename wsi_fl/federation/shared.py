@@ -1,11 +1,10 @@
-"""Sums of all sites with noise that is added once in total; nobody can read more than the sum.
+"""Secure aggregation of class statistics with distributed noise: no site can read more than the sum.
 
-Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
-CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
-t sites that put together what they know. A site that vanishes makes the sum unreadable, unless the sites agreed to hand
-each other shares of their keys first (`privacy.dropouts`, `wsi_fl.privacy.masks`). The others begin again with
-fresh noise, which the account is charged for once more. What a peer says never makes a site begin again: it does so
-while it has no sum, and a few times under each approval of its people.
+Each site adds a share of discrete noise, and masks that cancel in the sum (Bonawitz et al., CCS 2017; Kairouz, Liu and
+Steinke, ICML 2021). ε of the sum holds against all who see it, and against up to t colluding sites. A dropout makes the
+sum unreadable, unless the sites shared their keys secretly first (`privacy.dropouts`, `wsi_fl.privacy.masks`). The
+others then begin again with fresh noise, which is charged once more. A peer's message never makes a site begin again:
+it does so only without a sum, and a few times under each approval.
 """
 
 from __future__ import annotations
@@ -46,37 +45,37 @@ from wsi_fl.privacy.sums import impossible
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
 _T = TypeVar("_T")
-_Hider = Callable[[NDArray[np.int64]], NDArray[np.uint64]]  # puts masks on whole numbers
+_Hider = Callable[[NDArray[np.int64]], NDArray[np.uint64]]  # adds masks to integers
 
-_MOST = 1 << 30  # more rows than any sum has; a larger total is invalid
-_FURTHEST = 100  # how many attempts one site's count may be ahead of another's
+_MOST = 1 << 30  # more rows than any valid sum has
+_FURTHEST = 100  # attempts that a site's count may be ahead of another's
 _REFUSALS = {
     "budget": "its max_epsilon does not allow another attempt at the sum",
-    "finished": "it has the sum, and makes another one only after its people approve the plan again",
+    "finished": "it has the sum, and takes part in another one only after its people approve the plan again",
     "approval": f"its approval was good for {MOST_ATTEMPTS} attempts at the sum; let its people approve the plan again",
 }
 
 
 class _Offer(TypedDict):
-    """What a site tells before it masks its sums."""
+    """A site's offer before it masks its statistics."""
 
-    # its fresh key; empty where it takes no part, or hands out keys with their shares
+    # its fresh key; empty where it does not participate, or distributes keys with their shares
     public: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
-    done: bool  # whether it holds the sum already, from before a restart
-    attempt: Round  # the first round of its ledger that is not final; every attempt at a sum takes one
+    done: bool  # whether it has the sum, from before a restart
+    attempt: Round  # the first round of its ledger that is not final; each attempt takes one
     refuses: Literal[
         "", "budget", "finished", "approval"
-    ]  # why it makes no further attempt; "" where it does
+    ]  # why it makes no further attempt; "" where it makes one
 
 
 class _Holds(TypedDict):
-    """Whose keys, or whose messages, a site has."""
+    """The sites whose keys, or whose messages, a site has."""
 
     sites: Annotated[list[Count], Field(max_length=10_000)]
 
 
 class _Pieces(TypedDict):
-    """What `masks.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
+    """A document of `masks.Part` for a site: public keys and shares of seeds, a vote, or opened shares."""
 
     pieces: Annotated[list[Annotated[str, Field(pattern="^([0-9a-f]{32}){1,2}$")]], Field(max_length=10_001)]
 
@@ -90,15 +89,15 @@ def share_sums(
     *,
     round_: int,
 ) -> None:
-    """Add up the sums of all sites that are present, and give each site their mean.
+    """Aggregate the statistics of all sites present, and give each site their mean.
 
-    It fails where too few are present for the number that may collude, where a site makes no further attempt, or where
-    a message is not what was agreed on; the sum is void then.
+    It fails, and the sum is void, where too few sites are present for the number that may collude, a site makes no
+    further attempt, or a message is invalid.
     """
     colluding = schedule.colluding
     assert colluding is not None
     require_enough(len(present), colluding, 0)
-    # after losses no more may go than those who are left can do without
+    # after dropouts, only as many more as the remaining sites tolerate
     dropouts = min(schedule.dropouts, len(present) - needed_votes(len(present), colluding))
     here = [site for site in sites if site.index in present]
     keys = {} if dropouts else {site.index: KeyPair.fresh() for site in here}
@@ -131,7 +130,7 @@ def _attempt_of(told: Mapping[int, _Offer]) -> int:
         )
     attempts = [offer["attempt"] for offer in told.values()]
     if max(attempts) > min(attempts) + _FURTHEST:
-        raise WsiFlError(f"a site says that this is attempt {max(attempts)} at the sum; start a new run")
+        raise WsiFlError(f"a site is at attempt {max(attempts)} at the sum; start a new run")
     return max(attempts)
 
 
@@ -173,7 +172,7 @@ def _sent(
     *,
     lossy: bool = False,
 ) -> dict[int, list[Message]]:
-    """Send each local site's message to others; return those that came, by the local site they came to."""
+    """Send each local site's message to others; return the received messages by local site."""
     outgoing = [Outgoing(k, to, 1.0, messages[k]) for k in messages for to in others[k]]
     expected = [(sender, k) for k in messages for sender in others[k]]
     size = next(iter(messages.values())).vector.size
@@ -189,7 +188,7 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
         for site in here
     }
     heard = {k: [other for other in sum_.present if other != k] for k in parts}
-    """Whom each site has heard in time so far; it waits for nobody else."""
+    """The sites that each site has heard in time so far, and still waits for."""
 
     def hand(kind: type[_T], say: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
         pairs = [(k, to) for k in parts for to in heard[k]]
@@ -209,11 +208,11 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
         told = hand(_Holds, lambda k, _: {"sites": sorted(held[k])})
         return {k: [one["sites"] for one in ones.values()] for k, ones in told.items()}
 
-    # 1. keys, and a share of each for every other site alone; who masks are those whom all heard
+    # 1. keys, and a share of each for every other site; only sites heard by all mask
     parcels = hand_pieces(lambda k, to: parts[k].parcels[to])
     for k, told in all_hold({k: parts[k].take(parcels[k]) for k in parts}).items():
         parts[k].join(told)
-    # 2. messages, on the account from here on
+    # 2. messages, charged from here on
     own = {
         site.index: _masked(site, sum_, parts[site.index].masked, parts[site.index].bound) for site in here
     }
@@ -222,7 +221,7 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
     came = {
         k: {one.sender: one for one in arrived[k] if not _problem(one, own[k])} | {k: own[k]} for k in parts
     }
-    # 3. votes for those whose messages all hold, and then one seed of each site
+    # 3. votes for the sites whose messages all have, and then one seed of each site
     votes_of = {k: parts[k].vote(came[k], told) for k, told in all_hold(came).items()}
     votes = hand_pieces(lambda k, _: votes_of[k])
     mine = {k: parts[k].opening(votes[k]) for k in parts}
@@ -235,12 +234,13 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
     for k in parts:
         if gone := sorted({*sum_.present} - {k, *heard[k]}):
             raise PeerLate(
-                f"site {gone[0]} was lost; the sum of those who stayed is kept, go on --without it", gone
+                f"site {gone[0]} was lost; the sum of the remaining sites is kept, go on --without it",
+                gone,
             )
 
 
 def _refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
-    """Return why a site makes no further attempt, whatever others say; "" where it makes one."""
+    """Return why a site makes no further attempt; "" where it makes one."""
     affords = site.plan is None or site.ledger.affords(site.ledger.last_sent() + 1, site.plan)
     approved = site.ledger.named.get("approved", "")
     tried = attempts_of(site.ledger.entries, site.name, approved)
@@ -257,7 +257,7 @@ def _is_done(site: Site, method: Method) -> bool:
 
 @dataclass(frozen=True)
 class _Sum:
-    """What all sites know of a sum: who may collude or go, the seed of tests, the attempt, and who is in it."""
+    """Terms of a sum, the same at all sites: tolerated collusion and dropouts, test seed, attempt, participants."""
 
     method: Method
     colluding: int
@@ -267,15 +267,15 @@ class _Sum:
     present: list[int]
 
     def context(self, site: Site) -> bytes:
-        """Return what the masks are bound to, so that a mask fits this sum alone."""
+        """Return the context of the masks, which binds them to this sum."""
         who = ",".join(map(str, self.present))
         return f"{run_id(site.ledger.run)} attempt {self.attempt} of {who}".encode()
 
 
 def _masked(site: Site, sum_: _Sum, hide: _Hider, bound: bytes = b"") -> Release:
-    """Return the site's masked sums with its share of the noise, recorded in its ledger as about to leave.
+    """Return the site's masked statistics with its share of the noise, recorded in its ledger.
 
-    What they are `bound` to beside the head keeps messages of other masks from being taken for one of these.
+    The schema includes `bound` beside the head, which tells messages of other masks apart.
     """
     head = site.shared_head(sum_.method)
     exact = head.exact.cpu().numpy()
@@ -304,18 +304,18 @@ def _share_of(plan: PrivacyPlan, n: int, n_sites: int, lacking: int) -> float:
     share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, lacking)
     if noise_multiplier(share, n_sites, lacking, sensitivity, n) < plan.sigma:
         raise WsiFlError(
-            f"noise in shares of {share:g} steps adds up to less than the plan's; raise privacy.sigma"
+            f"distributed noise in shares of {share:g} steps is less than the plan's; raise privacy.sigma"
         )
     return share
 
 
 def _problem(message: Message, own: Release) -> str:
-    """Return why a message cannot be added to the site's own, or "" where it can."""
+    """Return why a message cannot be added to the local one, or ""."""
     return message.refused or ("" if message.schema == own.schema else "it is of another head")
 
 
 def _numbers(message: Message | Release) -> NDArray[np.uint64]:
-    """Return uint64[n], what a masked message holds."""
+    """Return the numbers uint64[n] of a masked message."""
     return np.ascontiguousarray(message.vector, np.uint8).view("<u8").astype(np.uint64)
 
 

@@ -1,6 +1,6 @@
-"""The privacy account of a site: its terms, its ledger, what a round costs, and how many rounds it can afford.
+"""The privacy account of a site: terms, ledger, cost of a round, affordable rounds.
 
-Here is the one door to the ledger of a site: of a real hospital it must know all that was ever spent.
+All access to a site's ledger is through here: a real hospital's must have all past spending.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 
 def weights_of(pipeline: Pipeline) -> Weights:
-    """α and β; strict mode trains the proxy on cross-entropy alone."""
+    """Return α and β; in strict mode β is 0: the proxy is trained on cross-entropy alone."""
     beta = 0.0 if pipeline.privacy.enabled and pipeline.privacy.mode == "strict" else pipeline.train.beta
     return Weights(pipeline.train.alpha, beta)
 
 
 def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
-    """What ε is worth: see `Guarantee`."""
+    """Return the guarantee level of ε; see `Guarantee`."""
     if not spends(pipeline):
         return "none"
     if method.once and pipeline.privacy.noise == "shared":
@@ -59,7 +59,7 @@ def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
 
 
 def terms_of(site: SiteFile, pipeline: Pipeline, guarantee: Guarantee) -> Terms:
-    """Under which a site takes part in something whose ε is worth `guarantee`."""
+    """Return the terms of a site for releases of this guarantee level."""
     return Terms(
         delta=site.delta or pipeline.privacy.delta,
         max_epsilon=site.max_epsilon,
@@ -72,12 +72,12 @@ def terms_of(site: SiteFile, pipeline: Pipeline, guarantee: Guarantee) -> Terms:
 
 
 def spends(pipeline: Pipeline) -> bool:
-    """Whether training costs ε: there is noise, and nobody else knows it."""
+    """Return whether training costs ε: with secret noise."""
     return pipeline.privacy.noisy and pipeline.privacy.insecure_seed is None
 
 
 def require_budget(site: SiteFile) -> None:
-    """Refuse to spend anything of a real hospital whose file does not say how much, and at which δ."""
+    """Refuse to spend for a real hospital whose file lacks max_epsilon or delta."""
     missing = [key for key in ("max_epsilon", "delta") if getattr(site, key) is None]
     if site.real and missing:
         raise UsageError(
@@ -95,19 +95,18 @@ def planned_round(
     past: Sequence[Mechanism] = (),
     once: bool = False,
 ) -> PrivacyPlan | None:
-    """Return what one round of a site with n units (training rows, or patients) applies; None without privacy.
+    """Return the privacy plan of a round of a site with n privacy units; None without differential privacy.
 
-    With `privacy.target_epsilon` batch size and noise are the site's own: the best plan whose rounds together, on top
-    of `spent`, reach the target and no more. `max_epsilon` binds too where it is less, for a real site on top of its
-    whole `past`.
+    With `privacy.target_epsilon` each site chooses batch size and noise: the best plan whose rounds together, added to
+    `spent`, reach the target and no more. A smaller `max_epsilon` binds too, at a real site with its whole `past`.
 
     Args:
-        spent: what was applied to the same units before and counts for this run.
-        past: everything on the site's account.
-        once: whether all units are released at once, and not trained on in batches.
+        spent: earlier mechanisms on the same units that count for this run.
+        past: all mechanisms on the site's account.
+        once: whether all units are released at once, not trained on in batches.
 
     Raises:
-        UsageError: when no noise is enough, or δ is too large for n.
+        UsageError: when no noise suffices, or δ is too large for n.
     """
     train, privacy = pipeline.train, pipeline.privacy
     if not privacy.enabled:
@@ -137,7 +136,7 @@ def planned_round(
 
 
 def _rounds(site: SiteFile, pipeline: Pipeline, n: int) -> partial[PrivacyPlan]:
-    """Return what makes the plan of a round of a given batch size and noise multiplier."""
+    """Return a factory of the plan of a round, given batch size and noise multiplier."""
     privacy = pipeline.privacy
     return partial(
         plan_of_round,
@@ -153,7 +152,7 @@ def _rounds(site: SiteFile, pipeline: Pipeline, n: int) -> partial[PrivacyPlan]:
 def _within(
     limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, epochs: int, delta: float, clip: float
 ) -> tuple[int, float]:
-    """Return batch size and noise that keep all limits (ε, what counts towards it); `epochs` 0 is one release."""
+    """Return batch size and noise within all limits (ε, earlier mechanisms); `epochs` 0 is a single release."""
     rate, steps, batch_size = 1.0, 1, n
     if epochs:
         ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
@@ -164,12 +163,12 @@ def _within(
 
 @dataclass(frozen=True)
 class Account:
-    """The account of a site in a run.
+    """The privacy account of a site in a run.
 
     Attributes:
-        ledger: what was spent, and the door through which things leave, under the site's terms.
-        units: what privacy counts, rows or patients, canaries among them.
-        plan: what one round applies; None without privacy, and where sums were released before.
+        ledger: of all spending and releases, under the site's terms.
+        units: privacy units, rows or patients, canaries included.
+        plan: of a round; None without differential privacy, and where class statistics were released before.
     """
 
     ledger: PrivacyLedger
@@ -185,20 +184,20 @@ def open_account(
     *,
     planned: str = "",
 ) -> Account:
-    """Open the account of a site in the run of a party, or in one that is only planned.
+    """Open the account of a site in the context's run, or in a planned run.
 
     Args:
-        units: what privacy counts, without canaries.
-        canaries: bool[m], which of those that are planted are in; None where none are.
-        planned: what the ledger calls a run that has not begun; "" for the party's.
+        units: privacy units, without canaries.
+        canaries: bool[m], which canaries are included; None for none.
+        planned: ledger name of a run that has not begun; "" for the context's run.
 
     Raises:
-        UsageError: without a budget, with a ledger that lacks what was spent, or for another plan than the run's.
-        WsiFlError: when the ledger is damaged, or does not know what the site has released.
+        UsageError: without a budget, with a ledger that lacks past spending, or for another plan than the run's.
+        WsiFlError: when the ledger is damaged, or lacks a release of the site.
     """
     site, pipeline, study, run = party.sites[index], party.pipeline, party.study, party.run
     name = site.name
-    # every synthetic patch rests on all real ones: what protects one of them protects nobody
+    # each synthetic patch rests on all real ones, so that its protection protects no patient
     bare = site.receives or party.data(name).is_synthetic()
     worth = "none" if bare else guarantee_of(party.method, pipeline)
     terms = terms_of(site, pipeline, worth)
@@ -221,7 +220,7 @@ def open_account(
 
 
 def units_of(pipeline: Pipeline, patient: NDArray[np.str_], site: str) -> Units:
-    """Return what privacy counts at a site whose rows are of these patients; without privacy batches are of rows."""
+    """Return the privacy units of rows of these patients; without differential privacy each row is one."""
     if not counts_patients(pipeline):
         return rows_alone(len(patient))
     return whole_patients(patient, pipeline.privacy.max_rows, site)
@@ -235,15 +234,15 @@ def open_ledger(
     includes: Collection[str] = (),
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> PrivacyLedger:
-    """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
+    """Open a site's ledger, which for a real hospital must have all past spending of this study.
 
     Args:
         includes: other entries whose cost is part of the run's.
-        named: what each of its lines names; see `PrivacyLedger`.
+        named: fields of each of its lines; see `PrivacyLedger`.
 
     Raises:
-        UsageError: when the ledger is missing or lacks rounds of a run, or a release, that lie in the study.
-        WsiFlError: when the file is damaged, changed or older than what its heads remember.
+        UsageError: when the ledger is missing, or lacks rounds of a run or a release in the study.
+        WsiFlError: when the file is damaged, changed or older than its anchor files.
     """
     path = study.ledger(site.name)
     beside_store = _head_beside_store(study, site.name)
@@ -257,7 +256,7 @@ def open_ledger(
                 "hospital's ledger; say real = true, or simulate under another name"
             )
         return account()
-    rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
+    rounds = _rounds_here(study, site.name)  # read before the ledger, as the next line: they may grow
     sums = (study.release_at_home(site.name), study.release(site.name))
     released = _claims(study, [file for file in sums if file.exists()])
     if not path.exists() and (rounds or released):
@@ -288,14 +287,14 @@ def _head_beside_store(study: Study, site: str) -> Path:
 
 
 def heads_of(study: Study, site: str) -> list[Path]:
-    """Return the files that remember how far the ledger of a real site was: beside its store, and of this user."""
+    """Return the anchor files of a real site's ledger: beside its store, and of this user."""
     return [_head_beside_store(study, site), head_of_user(site)]
 
 
 def head_of_user(site: str) -> Path:
-    """Where this user remembers how far the ledger of a real site was; UsageError for no place to write."""
+    """Return this user's anchor file of a real site's ledger; UsageError where it cannot be written."""
     try:
-        told = Path(os.environ.get("XDG_STATE_HOME", ""))  # a relative one does not count, as XDG has it
+        told = Path(os.environ.get("XDG_STATE_HOME", ""))  # XDG ignores relative paths
         state = (told if told.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         writable = os.access(state, os.W_OK)
@@ -310,9 +309,9 @@ def head_of_user(site: str) -> Path:
 
 
 def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
-    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in.
+    """Return (folder, run's id, last round that cost ε) of each run of this study with the site.
 
-    Heads of letters that were released before cost nothing.
+    Heads of class statistics that were released before cost nothing.
     """
     found = []
     for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
@@ -324,15 +323,15 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
 
 
 def _of_letters(run: RunFolder) -> bool:
-    """Return whether a run that used letters made its heads of them, and did not only start from one."""
+    """Return whether a run computed its heads from released statistics, not only its initial weights."""
     pipeline = load_pipeline(run.path / "config.toml")
     return pipeline.train.from_released and method_for(str(run.manifest["method"]), pipeline).once
 
 
 def _claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return (label, digest that it names) of copies of a letter; whether the numbers fit is another question.
+    """Return (label, digest in the header) of copies of released statistics; numbers are not checked.
 
-    A damaged copy is passed over where another one is whole; WsiFlError where none is.
+    Damaged copies are skipped; WsiFlError where all are damaged.
     """
     claims, errors = [], []
     for file in files:
@@ -347,13 +346,12 @@ def _claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
-    """Return the round of a run in which this site released what has this digest, or raise WsiFlError."""
+    """Return the round of a run in which this site made the release with a digest; WsiFlError for none."""
     for round_ in rounds_of(ledger.of_run(run)):
         if known in round_.releases.values():
             return round_
-    # a real hospital's account has refused before, whatever is asked
     raise WsiFlError(
-        f"{label}: {ledger.path.parent.name}/{ledger.path.name} does not know its numbers, or knows newer ones; "
+        f"{label}: {ledger.path.parent.name}/{ledger.path.name} lacks its release, or has a newer one; "
         "restore both from the same backup, or measure anew with --again, which costs as much as a release"
     )
 
@@ -367,9 +365,9 @@ def _agreed_plan(
     *,
     once: bool = False,
 ) -> PrivacyPlan | None:
-    """Return the plan that the run keeps, or the ledger knows, or one for what is on the site's account as it begins.
+    """Return the plan stored in the run or ledger, or a new one for the site's account.
 
-    UsageError where settings, canaries or the store would now make another one. `folder` is None for a planned run.
+    UsageError where settings, canaries or the store now lead to another plan. `folder` is None for a planned run.
     """
     train, privacy, recorded = pipeline.train, pipeline.privacy, ledger.recorded_plan()
     if not privacy.enabled:
@@ -387,7 +385,7 @@ def _agreed_plan(
     if known is None:
         past = ledger.mechanisms(lifetime=True)
         return planned_round(site, pipeline, n, spent=ledger.mechanisms(), past=past, once=once)
-    if privacy.target_epsilon is not None:  # then the site chose its batch size and noise itself
+    if privacy.target_epsilon is not None:  # chosen by the site
         now = round_of(batch_size=known.batch_size, sigma=known.sigma)
     else:
         now = round_of(batch_size=n if once else train.batch_size, sigma=privacy.sigma)
@@ -401,13 +399,13 @@ def _agreed_plan(
 
 
 def planned(site: Site | Account, rounds: int) -> list[Mechanism]:
-    """What all rounds cost a site together, and before them what counts for the run; nothing without privacy."""
+    """Return the mechanisms that count for a run: earlier ones and all its rounds."""
     rest = [replace(site.plan, steps=site.plan.steps * rounds)] if site.plan else []
     return [*site.ledger.mechanisms(), *rest]
 
 
 def affordable_rounds(site: Site | Account, rounds: int) -> int:
-    """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
+    """Return how many of `rounds` rounds the site's budget allows, those already charged included."""
     limit = site.ledger.terms.max_epsilon
     done = site.ledger.n_rounds()
     if limit is None or site.plan is None:
@@ -418,12 +416,12 @@ def affordable_rounds(site: Site | Account, rounds: int) -> int:
     def crosses(more: int) -> bool:
         return epsilon([*past, replace(plan, steps=plan.steps * more)], delta) > limit
 
-    # ε grows with rounds, so that few prices find the first round that is too much
+    # ε grows with rounds, so that bisection finds the first round beyond the limit
     return done + bisect_left(range(1, max(0, rounds - done) + 1), True, key=crosses)
 
 
 class Group(TypedDict):
-    """What ε per row is worth to a patient with so many rows; None for ε beyond what says anything."""
+    """ε of a patient with this many rows (group privacy); None for an ε too large to mean anything."""
 
     rows: Count
     epsilon: Amount | None
@@ -431,10 +429,9 @@ class Group(TypedDict):
 
 
 def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | None:
-    """Return what ε per row is worth to the patient with the most training rows; None where that is not the question.
+    """Return ε of the patient with the most training rows; None where the unit is the patient, or nothing was spent.
 
-    How many rows that patient has depends on one patient alone, so it stays with a real site. Without `spent` it is of
-    what the run has applied so far.
+    That number of rows depends on a single patient, so it stays at a real site. `spent` is by default the run so far.
     """
     ledger = site.ledger
     if spent is None and ledger.epsilon() is None:
@@ -443,7 +440,7 @@ def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | No
 
 
 def worth_to_patient(terms: Terms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
-    """Return what ε per row of `spent` is worth to the patient with the most rows; None where ε is per patient."""
+    """Return ε of `spent` for the patient with the most rows; None where ε is per patient."""
     names = patient[patient != ""]
     if terms.unit != "row" or not spent or not len(names):
         return None
@@ -452,14 +449,14 @@ def worth_to_patient(terms: Terms, patient: NDArray[np.str_], spent: Sequence[Me
 
 
 def above_budget(group: Group | None, max_epsilon: float | None) -> bool:
-    """Return whether the patient with the most rows is promised less than a budget of ε allows."""
+    """Return whether ε of the patient with the most rows exceeds a budget."""
     if group is None or max_epsilon is None:
         return False
     return group["epsilon"] is None or group["epsilon"] > max_epsilon
 
 
 def group_words(group: Group) -> str:
-    """Say of the patient with the most rows what ε per row is worth."""
+    """Describe ε of the patient with the most rows."""
     worth = f"more than {MOST_EPSILON:g}" if group["epsilon"] is None else f"{group['epsilon']:.1f}"
     return f"all {group['rows']} rows of the patient with the most rows together have ε = {worth}"
 
@@ -468,7 +465,7 @@ _WORTH = {"shared": "guaranteed to all who see the sum, and against colluding si
 
 
 def spent_words(row: Mapping[str, Any]) -> str:
-    """ε, what it is worth, and how it was spent, of a site's row in a summary or a plan."""
+    """Describe ε, its guarantee and its parameters, from a site's row in a summary or a plan."""
     if row["epsilon"] is None:
         return "no differential privacy"
     worth = _WORTH.get(row["guarantee"], row["guarantee"])
@@ -476,6 +473,6 @@ def spent_words(row: Mapping[str, Any]) -> str:
     if row.get("real") and row["lifetime_epsilon"] is not None:
         worth = row["lifetime_guarantee"]
         spent += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon'] or 0:g} ({worth})"
-    if row["sigma"] is None:  # released sums alone were paid for
+    if row["sigma"] is None:  # only released statistics were charged
         return spent
     return f"{spent}; B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"

@@ -1,6 +1,4 @@
-"""What a site's store holds for a run: patches as pixels, or features of patches one by one, of slides as bags, and of
-patients as mean vectors.
-"""
+"""Data of a site: patches as pixels, or features of patches, of slides as bags, of patients as means."""
 
 from __future__ import annotations
 
@@ -50,16 +48,16 @@ from wsi_fl.types import BagTable, GridSpec, PatchTable, Shape, UsageError, WsiF
 _OPEN_SLIDES = 16
 _MOST_THREADS = 8
 _READ = 4096
-"""Features read at a time."""
+"""Rows of features read at a time."""
 _INSTEAD = {
     "slide": "train.example = 'patch'",
     "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
 }
-"""What to ask of instead."""
+"""Settings to use instead."""
 
 
 class _SlidePixels:
-    """A site's slides, as `PatchStore` reads from them; a few stay open."""
+    """Reader of a site's slides for `PatchStore`; a few stay open."""
 
     def __init__(self, study: Study, site: str) -> None:
         self._study, self._site = study, site
@@ -71,7 +69,7 @@ class _SlidePixels:
         return ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
 
     def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
-        """The patches uint8[b, size_px, size_px, 3] at these corners; SlideUnreadable where they cannot be read."""
+        """Return the patches uint8[b, size_px, size_px, 3] at corners; SlideUnreadable where they cannot be read."""
         out = np.empty((len(xy_l0), spec.size_px, spec.size_px, 3), np.uint8)
         with self._lock:
             try:
@@ -106,7 +104,7 @@ class _SlidePixels:
         return self._open[source.slide]
 
     def _find(self, source: SlideSource) -> Path:
-        """Where the slide was when it was tiled, else where the site file says slides are now."""
+        """Return the slide's path at tiling, or its match among the slides of the site file."""
         path = self._study.root / source.path
         if path.exists():
             return path
@@ -121,24 +119,24 @@ class _SlidePixels:
 
 
 def patterns_of(study: Study, given: str | list[str] | None) -> tuple[str, ...]:
-    """Return the glob patterns that a key of a site file gives, resolved; the study's own folder may hold a [ or *."""
+    """Return the glob patterns of a site file's key, resolved; a [ or * in the study's path is escaped."""
     escaped = Study(Path(glob.escape(str(study.root))))
     return tuple(str(escaped.resolve(one)) for one in ([given] if isinstance(given, str) else given or []))
 
 
 def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
-    """Yield all that the patterns in `slides` of a site file match now."""
+    """Yield the current matches of the patterns in `slides` of a site file."""
     for pattern in patterns_of(study, site.slides):
         yield from glob_paths(pattern)
 
 
 class Eligible(NamedTuple):
-    """What a site may train on. Others see how many rows or patients that are, so no setting that others choose for the
-    sake of a patient changes it.
+    """Rows that a site may train on. Others see their number, so it is independent of settings that others could choose
+    for the sake of a patient.
 
     Attributes:
         patient: str[m], of each row.
-        training: int64[n], which of these rows are trained on, in the order of the training examples.
+        training: int64[n], positions of the training rows, in the order of the training examples.
     """
 
     patient: NDArray[np.str_]
@@ -150,11 +148,11 @@ _Opened = TypeVar("_Opened", PatchStore, BagStore)
 
 
 class Data:
-    """A site's store, open, as the models of a pipeline see it; a context manager.
+    """A site's open store as input of a pipeline's models; a context manager.
 
     Attributes:
-        study, site, store: where it is, whose, and the open file.
-        receives: whether the site lends no labels: all of them are 0 here, whatever the store says.
+        study, site, store: its study and site, and the open file.
+        receives: whether the site has no labels: all are 0 here.
     """
 
     store: PatchStore | BagStore
@@ -165,33 +163,33 @@ class Data:
 
     @property
     def task(self) -> Task:
-        """What is asked of an example."""
+        """The prediction task."""
         return task_of(self.pipeline.target)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """What each output of a model is called; the classes, where classes are asked."""
+        """The names of a model's outputs, such as the classes."""
         return self.store.meta.classes
 
     @cached_property
     def whole(self) -> Any:
-        """The columns of all examples, with the truth as label and the splits of the store."""
+        """The table of all examples, with the true labels and the splits of the store."""
         return self.store.table
 
     @cached_property
     def lots(self) -> Lots:
-        """What draws who is held out."""
+        """The held-out draw of the site."""
         return lots_of(self.study, self.site)
 
     @property
     def is_fold(self) -> bool:
-        """Whether the run tests one of folds in place of the store's own test part."""
+        """Whether a cross-validation fold replaces the store's test set."""
         train = self.pipeline.train
         return train.folds is not None and train.fold is not None and not self.receives
 
     @cached_property
     def table(self) -> Any:
-        """The same with the splits that the run uses: those of its fold, where it is one of folds."""
+        """The table of all examples with the splits of the run, such as its fold."""
         table, train = self.whole, self.pipeline.train
         if not self.is_fold:
             return table
@@ -210,37 +208,35 @@ class Data:
         return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
 
     def eligible(self) -> Eligible:
-        """Return what may be trained on, before a fold or validation patients are held out of it."""
+        """Return the rows that may be trained on, before a fold or validation patients are held out."""
         split = np.full(len(self.table), "train") if self.is_fold else self.table.split
         rows = np.flatnonzero(split == "train")
         return Eligible(self.table.patient[rows], np.flatnonzero(self.table.split[rows] == "train"))
 
     @property
     def remark(self) -> str:
-        """What to say of examples that are left out, or are all alike; empty for nothing."""
+        """A remark on examples that are excluded, or all alike; empty for none."""
         return ""
 
     @property
     def shape(self) -> Shape:
-        """What models see of an example."""
+        """The shape of a model's input."""
         raise NotImplementedError
 
     def examples(self, split: str) -> Examples:
-        """Return the examples of one split as the models see them, in memory where they fit."""
+        """Return the examples of a split, in memory where they fit."""
         raise NotImplementedError
 
     def inputs(self) -> Inputs:
-        """Return what other sites must know of what the models see, for the preflight."""
+        """Return the inputs of models for the preflight."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Return what a run must know of the store once the store is gone."""
+        """Return the facts that a run keeps of the store."""
         return {"classes": list(self.classes), "spec": asdict(self.store.meta.spec)}
 
     def digest(self) -> str:
-        """Return the SHA-256 over what a run uses: examples, labels, splits and the secret of its lots, where it draws
-        any. It stays with the site.
-        """
+        """Return the SHA-256 over examples, labels, splits and the held-out secret where used; it stays at the site."""
         draws = self.is_fold or self.pipeline.train.val_fraction > 0
         if not draws or not (mark := self.lots.mark):
             return self._store_digest()
@@ -251,11 +247,11 @@ class Data:
         raise NotImplementedError
 
     def is_synthetic(self) -> bool:
-        """Return whether the examples were drawn by a generator, or computed from patches that were."""
+        """Return whether the examples are from a generator, or computed from its patches."""
         return self.store.meta.generator is not None
 
     def require_current(self) -> None:
-        """Refuse features of other patches than the site's patch store holds, where that is still there."""
+        """Refuse features of other patches than those of the site's patch store, where that exists."""
 
     @cached_property
     def held_out(self) -> Examples:
@@ -295,22 +291,20 @@ class Patches(Data):
 
 
 def open_store(study: Study, site: str) -> PatchStore:
-    """Open the patch store of a site; WsiFlError when there is none, or it is another site's; so does `open_bags`."""
+    """Open the patch store of a site; WsiFlError for none, or another site's."""
     return _own(
         study, site, study.store(site), "tile", lambda path: PatchStore(path, _SlidePixels(study, site))
     )
 
 
 def open_bags(study: Study, site: str, data: str) -> BagStore:
-    """Open the bag store of a site's patches (`data` = "features") or mosaics ("mosaics")."""
+    """Open the bag store of a site's patches ("features") or mosaics ("mosaics"); WsiFlError as for `open_store`."""
     path, command = (study.features, "features") if data == "features" else (study.mosaic, "mosaic")
     return _own(study, site, path(site), command, BagStore)
 
 
 def maker_of(study: Study, site: str, command: str) -> str:
-    """Return the command that makes a site's store, with its options: where the site has no slides, features come by
-    `import`, and images by `partition`.
-    """
+    """Return the command that makes a site's store: without slides, `import` of features, `partition` of images."""
     named = study.site_path(site).is_file()
     if not named or study.site(site).slides is not None or (study.mosaic(site).parent / "mosaics").is_dir():
         return f"{command} --site {site}"
@@ -319,7 +313,7 @@ def maker_of(study: Study, site: str, command: str) -> str:
 
 
 def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
-    """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
+    """Open a store of the site itself: no other site's rows are used under its name and ledger."""
     if not path.exists():
         maker = maker_of(study, site, command)
         raise WsiFlError(f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {maker}`")
@@ -334,7 +328,7 @@ def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Pa
 
 
 def scans_in(store: PatchStore | BagStore) -> list[Scan]:
-    """Return the slides of a store with what marks their content; none of synthetic images, which are no slides."""
+    """Return the slides of a store with content marks; none of synthetic images."""
     if store.meta.generator is not None:
         return []
     slides, (_, first) = store.table.slide, np.unique(store.table.slide, return_index=True)
@@ -358,22 +352,22 @@ def store_digest(store: PatchStore) -> str:
 
 
 def pixels_digest(store: PatchStore) -> dict[str, str]:
-    """Return {"pixels_sha256": of what a store knows of its shards}."""
+    """Return {"pixels_sha256": SHA-256 over the checksums of a store's shards}."""
     return {PIXELS: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
 
 
 def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
-    """Return whether a store is the one that a generator's document knows."""
+    """Return whether a store is the source in a generator's document."""
     said = {"sha256": store_digest(store)} | pixels_digest(store)
     return all(known[key] == value for key, value in said.items())
 
 
 def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
-    """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
+    """Return the SHA-256 over a column of examples, labels, slides, patients and splits; still open for updates."""
     digest = hashlib.sha256()
     label, beyond = table.label, None
     if label.dtype == np.float64:
-        # what single precision holds counts as it did when labels were of that kind
+        # float32 part first, so that digests equal those of float32 labels
         label = label.astype(np.float32)
         beyond = table.label - label
     for column in (known, label, table.slide, table.patient, table.split):
@@ -390,10 +384,10 @@ def examples_of(
     in_memory_bytes: int = IN_MEMORY_BYTES,
     table: PatchTable | None = None,
 ) -> Examples:
-    """Return the patches of one split of the store, reduced to input_px, in memory where they fit.
+    """Return the patches of a split of the store, reduced to input_px, in memory where they fit.
 
     Args:
-        table: that of a fold, in place of the store's own.
+        table: of a fold, in place of the store's table.
     """
     table = store.table if table is None else table
     rows = np.flatnonzero(table.split == split)
@@ -403,7 +397,7 @@ def examples_of(
 
 
 class _Bagged(Data):
-    """The rows of a bag store, as `train.example` says, and what the site's own table says of them (`[target]`)."""
+    """Examples of a bag store (`train.example`), with labels of the store or of the site's table (`[target]`)."""
 
     store: BagStore
 
@@ -431,27 +425,28 @@ class _Bagged(Data):
             if self.receives or len(set(label.tolist())) != 1 or len(set(patches.tolist())) == 1:
                 return ""
             one = self.classes[label[0]]
-            return f"site {self.site}: each of {len(label)} {self.example}s has some {one}, so that all count as {one}"
+            examples = f"site {self.site}: each of {len(label)} {self.example}s"
+            return f"{examples} has some {one}, so all are labelled {one}"
         if not (aside := self.answers.aside):
             return ""
         shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
-        where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no answer"
+        where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no label"
         strange = self.answers.strange
         also = f"; {len(strange)} values were not agreed on, such as {strange[0]}" if strange else ""
         return f"{where} in {self.answers.source} and are left out: {shown}{also}"
 
     @cached_property
     def whole(self) -> Table:
-        """As of all data; a receiver's examples are all to be predicted."""
+        """The table of all examples; at a site without labels all are test examples."""
         table = self._rows()
         if not self.receives:
             return table
         return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
 
     def eligible(self) -> Eligible:
-        """As of all data; of a real site with those of whom its table has no answer, so that n tells of no answer.
+        """Return the rows that may be trained on; of a real site also those without a label: n discloses none.
 
-        Where patients count, a slide without a patient and without an answer is nobody's and left out.
+        Where the unit is the patient, a slide without a patient and a label is left out.
         """
         if self.answers is None or self.receives or not self.study.site(self.site).real:
             return super().eligible()
@@ -480,11 +475,11 @@ class _Bagged(Data):
         return self.store.table
 
     def _patients(self) -> BagTable:
-        """A row per patient, in the order of the store; one with any tumour is a tumour."""
+        """Return a row per patient, in the order of the store; a patient with any tumour is labelled tumour."""
         patches, bags = self.store.patches, self.store.table
         if unnamed := patches.slide[patches.patient == ""][:1].tolist():
             raise UsageError(
-                f"{self.store.path}: slide {unnamed[0]} has no patient, and train.example = 'patient' asks for one"
+                f"{self.store.path}: slide {unnamed[0]} has no patient, and train.example = 'patient' needs one"
             )
         _, first, of = np.unique(patches.patient, return_index=True, return_inverse=True)
         names = patches.patient[first]
@@ -498,20 +493,20 @@ class _Bagged(Data):
         return table.take(np.argsort(first))
 
     def _require_one(self, of: NDArray[np.int64], names: NDArray[np.str_], what: str) -> None:
-        """Refuse slides or patients whose patches have several labels that nothing ranks."""
+        """Refuse slides or patients whose patches have several labels without an order."""
         if self.receives:
             return
         label = self.store.patches.label
         _, first = np.unique(of, return_index=True)
         if len(strange := np.flatnonzero(label != label[first][of])):
             raise UsageError(
-                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different labels; "
-                f"set {_INSTEAD[what]}"
+                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different "
+                f"labels; set {_INSTEAD[what]}"
             )
 
     @cached_property
     def _means(self) -> NDArray[np.float32]:
-        """float32[n, d], the mean over all features of each patient's slides; of those in `whole`."""
+        """Means float32[n, d] of the features of each patient in `whole`."""
         store, whole = self.store, self.whole
         number = {name: k for k, name in enumerate(whole.patient.tolist())}
         used = range(len(store)) if self.answers is None else np.concatenate(self.answers.bags).tolist()
@@ -545,7 +540,7 @@ class _Bagged(Data):
         return in_memory(found, chunk=_READ)
 
     def _allowed(self, table: Table, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """bool[n, classes], what examples may be by their tumour types; WsiFlError for one that is something else."""
+        """Return bool[n, classes], the classes allowed by tumour type; WsiFlError for a label that is not."""
         meta, store = self.store.meta, self.store
         if self.example != "slide" and not meta.tumor_types:
             return None
@@ -563,7 +558,7 @@ class _Bagged(Data):
     def _bags(
         self, table: BagTable, rows: Sequence[NDArray[np.int64]], allowed: NDArray[np.bool_] | None
     ) -> Examples:
-        """Examples of a table, each of one or more slides of the store, by position."""
+        """Return the examples of a table, each of one or more slides of the store, by position."""
         store = self.store
 
         def read(k: int) -> NDArray[np.float32]:
@@ -620,7 +615,7 @@ class _Bagged(Data):
 
 @dataclass(frozen=True)
 class ExampleKind:
-    """What a pipeline learns from: which store, what a row of it is, and a word for many of them."""
+    """The kind of a pipeline's examples: its store, the example, and the plural for texts."""
 
     data: Literal["patches", "features", "mosaics"]
     example: Literal["patch", "slide", "patient"]
@@ -628,35 +623,35 @@ class ExampleKind:
 
     @property
     def of_images(self) -> bool:
-        """Whether models see pixels."""
+        """Whether examples are images."""
         return self.data == "patches"
 
     @property
     def cut_by(self) -> Literal["tile", "mosaic"]:
-        """The command, and the section of a pipeline, by which slides become what the store holds."""
+        """The command, and the section of a pipeline, that cuts slides for the store."""
         return "mosaic" if self.data == "mosaics" else "tile"
 
     @property
     def linear(self) -> str | None:
-        """The linear head on such examples; None for pixels."""
+        """The linear head for such examples; None for images."""
         return None if self.of_images else "mean_head" if self.example == "slide" else "linear_head"
 
     def shape(self, n_features: int) -> Shape:
-        """Return what models see of examples of so many features."""
+        """Return the shape of a model's input, given the number of features."""
         return (types.Bags if self.example == "slide" else types.Vectors)(n_features)
 
     def path(self, study: Study, site: str) -> Path:
-        """Return where a site's store is, or would be."""
+        """Return the path of a site's store, which may not exist."""
         return {"patches": study.store, "features": study.features, "mosaics": study.mosaic}[self.data](site)
 
 
 def counts_patients(pipeline: Pipeline) -> bool:
-    """Return whether n is a number of patients; else it is one of rows."""
+    """Return whether the privacy unit is the patient; otherwise it is the row."""
     return pipeline.privacy.enabled and pipeline.privacy.unit == "patient"
 
 
 def kind_of(pipeline: Pipeline) -> ExampleKind:
-    """Return what a pipeline learns from; UsageError where there are no such examples."""
+    """Return the kind of a pipeline's examples; UsageError for settings that exclude each other."""
     data, example, target = pipeline.train.data, pipeline.example, pipeline.target
     if data == "patches" and example != "patch":
         raise UsageError(
@@ -666,17 +661,15 @@ def kind_of(pipeline: Pipeline) -> ExampleKind:
         return ExampleKind(data, example, {"patch": "patches"}.get(example, f"{example}s"))
     if example == "patch":
         raise UsageError(
-            "[target] asks about slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'"
+            "[target] is for slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'"
         )
     if example == "patient" and target.of != "patient":
-        raise UsageError(
-            "[target] asks about slides, and train.example = 'patient'; set target.per = 'patient'"
-        )
+        raise UsageError("[target] is for slides, and train.example = 'patient'; set target.per = 'patient'")
     return ExampleKind(data, example, f"{target.of}s")
 
 
 def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
-    """Open the store that a pipeline trains on; says which command makes a missing one."""
+    """Open the store that a pipeline trains on; the error for a missing one names the command to make it."""
     if kind_of(pipeline).of_images:
         return Patches(study, site, pipeline, open_store(study, site))
     return _Bagged(study, site, pipeline, open_bags(study, site, pipeline.train.data))

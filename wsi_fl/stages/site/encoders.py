@@ -27,9 +27,9 @@ def encoder_of(
     *,
     device: torch.device | None = None,
 ) -> Encoder:
-    """The encoder of a section of a pipeline on a device, by default this rank's, and this rank's share of cores.
+    """Load the encoder of a pipeline's section on a device, by default this rank's, with this rank's share of cores.
 
-    `tell` is told what people should know.
+    `tell` is called with lines for people.
     """
     take_threads(threads)
     settings = pipeline.mosaic if section == "mosaic" else pipeline.encoding
@@ -63,7 +63,7 @@ def encoder_of(
 
 
 def transform_of(encoder: Encoder) -> dict[str, Any]:
-    """Return for `--json` what an encoder does to patches and what it pools."""
+    """Return an encoder's transform of patches and its pooling, for `--json`."""
     how = encoder.network.transform
     preset = PRESETS.get(encoder.name)
     return {

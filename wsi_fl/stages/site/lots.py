@@ -1,9 +1,9 @@
-"""The secret by which a real hospital draws who is held out, so that no seed, fraction or fold of a plan chooses whom.
+"""The secret of a real hospital's held-out draw, so that no seed, fraction or fold of a plan chooses the patients.
 
-It lies beside the hospital's ledger, `ledgers/<site>.lots`: studies that share a ledger are on the same patients, and
-draw alike. It is made once, of the operating system's entropy, and never leaves. Whoever loses it draws others from
-then on, and a run that began with it is refused; it is part of `federation backup`. A simulated site has none: what it
-holds out follows from `train.seed`.
+It is beside the hospital's ledger, `ledgers/<site>.lots`: studies that share a ledger are on the same patients, and
+draw alike. It is made once, of the operating system's entropy, and never leaves the site. After its loss other patients
+are drawn, and a run that began with it is refused; it is part of `federation backup`. A simulated site has none: its
+draw follows from `train.seed`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _BYTES = 32
 
 
 def lots_path(study: Study, site: str) -> Path:
-    """Return where a real hospital's secret is, or would be."""
+    """Return the path of a real hospital's secret, which may not exist."""
     ledger = study.ledger(site)
     return ledger.with_name(f"{ledger.name.removesuffix('.jsonl')}.lots")
 
 
 def lots_of(study: Study, site: str) -> Lots:
-    """Return what draws a site's folds and validation patients; the secret of a real one is made where there is none.
+    """Return the draw of a site's folds and validation patients; a real site's secret is made if missing.
 
-    WsiFlError where the file is damaged, for another secret would hold out other patients.
+    WsiFlError where the file is damaged, as another secret would hold out other patients.
     """
     if not study.site(site).real:
         return OPEN_LOTS
@@ -40,7 +40,9 @@ def lots_of(study: Study, site: str) -> Lots:
                 _make_secret(path)
     text = ordinary(path).read_text(encoding="ascii", errors="replace").strip()
     if not re.fullmatch(f"[0-9a-f]{{{2 * _BYTES}}}", text):
-        raise WsiFlError(f"{study.relative(path)}: damaged; put its backup back: it draws who is held out")
+        raise WsiFlError(
+            f"{study.relative(path)}: damaged; put its backup back: it draws the held-out patients"
+        )
     return Lots(bytes.fromhex(text))
 
 

@@ -1,4 +1,4 @@
-"""Who takes part in a stage, and with what: made once at its door and handed on; what a run keeps of its sites."""
+"""The run context: participating sites, settings, opened stores and statistics of a stage, made once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wsi_fl.types import UsageError
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
-    """Return a row of METHODS, or the variant of it that a pipeline names; UsageError for an unknown method."""
+    """Return a method of METHODS, or its variant for a pipeline; UsageError for an unknown method."""
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     row = METHODS[name]
@@ -34,16 +34,16 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
 
 
 def settings_for(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
-    """Return the settings that a method makes of a pipeline's."""
+    """Return a pipeline's settings as adapted by a method."""
     return _of_one_release(name, study, pipeline) if method_for(name, pipeline).once else pipeline
 
 
 def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
-    """Return the settings of a method that releases once: one round, and heads that are solved and not trained."""
+    """Return the settings of a one-shot method: a single round, and heads that are solved, not trained."""
     linear = kind_of(pipeline).linear
     if linear is None:
         raise UsageError(
-            f"{name} shares sums of features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
+            f"{name} needs features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
@@ -59,11 +59,11 @@ class RunContext:
     """The sites of a pipeline, their files read and their stores opened once; a context manager that closes them.
 
     Attributes:
-        study: as the run saw it when it began, where there is one.
+        study: as it was when the run began, where there is a run.
         name: of the method.
-        run: its folder, which a plan that is not run never writes.
-        sites: in order, the files of all.
-        letters: whose released sums all sites have in common; None for all that lie here.
+        run: its folder; not written in a dry run.
+        sites: the files of all, in order.
+        letters: the sites whose released statistics all sites have; None for all files here.
     """
 
     study: Study
@@ -77,7 +77,7 @@ class RunContext:
 
     @staticmethod
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
-        """Read the site files of those who take part; stores are opened when somebody asks for them."""
+        """Read the files of the participating sites; stores are opened on demand."""
         folder = run or RunFolder(study.runs / "dry-run")
         once, every = method_for(method, pipeline).once, study.sites(pipeline)
         left_out = pipeline.train.left_out
@@ -91,7 +91,7 @@ class RunContext:
 
     @staticmethod
     def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> RunContext:
-        """Return those who took part in a run, with its own settings unless others are given; study `as_begun`."""
+        """Return the context of a run, with its settings unless others are given; `study` as of its start."""
         settings = pipeline or load_pipeline(run.path / "config.toml")
         return RunContext.of(study, settings, str(run.manifest["method"]), run)
 
@@ -102,80 +102,80 @@ class RunContext:
 
     @cached_property
     def method(self) -> Method:
-        """The row of the method."""
+        """The method."""
         return method_for(self.name, self.pipeline)
 
     @cached_property
     def kind(self) -> ExampleKind:
-        """What all of them learn from."""
+        """The kind of examples of all sites."""
         return kind_of(self.pipeline)
 
     @property
     def examples(self) -> str:
-        """What an example is, in the plural: patches, slides or patients."""
+        """The plural of an example: patches, slides or patients."""
         return self.kind.word
 
     @property
     def by_files(self) -> bool:
-        """Whether sites take part by what they have released before, whoever carries it."""
+        """Whether sites participate by class statistics that they released before."""
         return self.method.once and self.pipeline.train.from_released
 
     @cached_property
     def releases(self) -> dict[str, ReleasedSums]:
-        """The released sums of the sites that have a file here; empty where none are used."""
+        """The released class statistics by site, of files here; empty where none are used."""
         starting = self.method.starts and self.pipeline.train.init_from == RUN
         found = releases_of(self.study, self.sites) if starting or self.by_files else {}
         return {name: one for name, one in found.items() if self.letters is None or name in self.letters}
 
     @property
     def here(self) -> list[str]:
-        """The sites whose models are made: all, or those with a store here where the others take part by files."""
+        """The sites whose models are made here: all, or those with a store where others participate by files."""
         return [name for name in self.names if not self.by_files or self.has_store(name)]
 
     @property
     def members(self) -> list[SiteFile]:
-        """The files of the sites that have labels to learn from."""
+        """The files of the sites with labels."""
         return [site for site in self.sites if not site.receives]
 
     @property
     def receivers(self) -> list[str]:
-        """The sites that take what the members' letters make, and give nothing."""
+        """The sites without labels, which only receive the federated model."""
         return [site.name for site in self.sites if site.receives]
 
     @property
     def may_merge(self) -> bool:
-        """Whether one place may read what all sites hold for testing."""
+        """Whether the test examples of all sites may be read here."""
         members = self.members
         return bool(members) and all(one.allows("patches") and one.name in self.here for one in members)
 
     @property
     def lost(self) -> set[str]:
-        """The sites that were lost in the run and have not come back."""
+        """The sites that dropped out of the run and have not returned."""
         return {loss["site"] for loss in self.run.losses()}
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The indices of the sites that were not lost."""
+        """The indices of the sites that have not dropped out."""
         lost = self.lost
         return tuple(k for k, name in enumerate(self.names) if name not in lost)
 
     @property
     def running_here(self) -> tuple[int, ...]:
-        """Of these, the sites whose models are made on this machine."""
+        """The indices of the running sites whose models are made on this machine."""
         return tuple(k for k in self.running if self.names[k] in self.here)
 
     @property
     def task(self) -> Task:
-        """What is asked of an example."""
+        """The prediction task."""
         return task_of(self.pipeline.target)
 
     def tells_scores(self, name: str) -> bool:
-        """Return whether a site tells the others how models do on its test part; there are counts of classes alone."""
+        """Return whether a site releases counts of models on its test set, which exist for classes only."""
         site = self.site(name)
         return self.task.kind == "classes" and site.allows("scores") and not site.receives
 
     def site(self, name: str) -> SiteFile:
-        """Return the file of one of the sites."""
+        """Return the file of a site."""
         return next(site for site in self.sites if site.name == name)
 
     def has_store(self, site: str) -> bool:
@@ -183,13 +183,13 @@ class RunContext:
         return self.kind.path(self.study, site).exists()
 
     def data(self, site: str) -> Data:
-        """Return the store of a site, opened by whoever asks first."""
+        """Return the store of a site, opened at the first call."""
         if site not in self._opened:
             self._opened[site] = self._stores.enter_context(open_data(self.study, site, self.pipeline))
         return self._opened[site]
 
     def merged(self) -> Examples:
-        """Return the test examples of all sites together."""
+        """Return the pooled test examples of all sites."""
         return joined([self.data(site.name).held_out for site in self.members])
 
     def __enter__(self) -> Self:
@@ -200,10 +200,10 @@ class RunContext:
 
 
 def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
-    """Return the study with the promises that the run began with, and say which site files promise something else now.
+    """Return the study with the settings snapshots of a run's start, and report site files that differ now.
 
-    Of `allow` and `max_epsilon` the stricter holds: what a hospital has withdrawn since is withdrawn. A run that goes
-    on is refused where a site has a smaller δ now.
+    Of `allow` and `max_epsilon` the stricter holds, so that a hospital can withdraw permissions. A resumed run is
+    refused where a site has a smaller δ now.
     """
     seen = study.as_of(run.path)
     for kept in sorted(run.path.glob(f"sites/*/{SITE_FILE}")):

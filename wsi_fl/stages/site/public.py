@@ -1,7 +1,6 @@
-"""Whether slides, features and weights are nobody's secret: what is made of them leaves without a ledger's line.
+"""Checks that slides, features and weights are public, as results from them leave without a ledger entry.
 
-A hospital that has no public tissue would take its own. So a source is refused where anything says that it is of a
-hospital's patients, unless somebody says that it is public.
+A source is refused on any sign that it is of a hospital's patients, unless declared public.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
-_WAY_OUT = (
-    "what is made of it leaves without any ε: give public tissue, or say --public if it is nobody's secret"
-)
+_WAY_OUT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
 def require_public(study: Study, source: Path) -> None:
-    """Refuse a slide, picture or feature store that is of a hospital's patients.
+    """Refuse a slide, picture or feature store of a hospital's patients.
 
-    It is where it lies in `stores/` of a study whose site of that name is not simulated, is one of the slides that a
-    real site of the study names (under this name or another), or is a store of a real site, or one that names patients
-    and is no simulated site's of the study. A study's site without a readable file counts as real.
+    Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of the
+    study (under any name), is a store of a real site, or names patients and is of no simulated site of the study. A
+    site without a readable file counts as real.
 
     Raises:
         UsageError: in one line that names the reason.
@@ -41,16 +38,16 @@ def require_public(study: Study, source: Path) -> None:
 
 
 def require_published(weights: Path, key: str) -> None:
-    """Refuse weights that lie where a study keeps what a real site's patients made, as no ε covers what starts there.
+    """Refuse weights from a real site's folders, as no ε covers models that start there.
 
-    That is the folder of a store, and a run's models but for those that travelled under differential privacy.
+    Such are the folder of a store, and a run's models except those exchanged with differential privacy.
 
     Raises:
         UsageError: naming the key of the pipeline.
     """
     if (site := _site_by_place(weights)) is not None:
         raise UsageError(
-            f"{key}: {weights} was made of the patients of real site {site}, and no ε covers what starts from it; name "
+            f"{key}: {weights} is of the patients of real site {site}, and no ε covers what starts from it; name "
             "published weights, or set privacy.enabled = false"
         )
 
@@ -63,7 +60,7 @@ def _is_simulated(study: Study, site: str) -> bool:
 
 
 def _site_by_place(source: Path) -> str | None:
-    """Return the real site of any study in whose store's folder, or among whose private models, a file lies."""
+    """Return the real site of any study in whose store's folder, or among whose private models, a file is."""
     for path in {source.absolute(), source.resolve()}:
         for folder in path.parents:
             root, site = folder.parent.parent, folder.name
@@ -99,7 +96,7 @@ def _require_public_store(study: Study, source: Path) -> None:
 
 
 def _site_by_slides(study: Study, source: Path) -> str | None:
-    """Return the real site of the study among whose slides a file or folder is, whatever name or link leads to it."""
+    """Return the real site of the study that has a file or folder among its slides, by any name or link."""
     if not source.exists():
         return None
     for name in study.site_names():
@@ -113,6 +110,6 @@ def _site_by_slides(study: Study, source: Path) -> str | None:
 
 
 def _are_one_slide(slide: Path, source: Path) -> bool:
-    """Return whether two paths lead to one file, or to a folder and what lies in it; DICOM files stand for theirs."""
+    """Return whether two paths are the same file, or a folder and a file in it; a DICOM file stands for its folder."""
     a, b = place_of(slide), place_of(source)
     return slide.samefile(source) or a.is_relative_to(b) or b.is_relative_to(a)

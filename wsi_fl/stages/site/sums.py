@@ -1,4 +1,4 @@
-"""The letters that sites have released once, `statistics/<site>.safetensors`: sums of features by column, and noise."""
+"""Class statistics released by sites, `statistics/<site>.safetensors`: sums of features by column, and noise."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from wsi_fl.models.directions import Directions
 
 RUN = "oneshot"
-"""What ledgers call the release."""
+"""Name of the release in ledgers."""
 DAMAGED_LETTER = "copy the file from its site again, or put its backup back"
-"""What helps where no copy of a letter is whole."""
+"""Hint for damaged statistics."""
 
 
 class Facts(BaseModel):
-    """What the header of a released file says of its numbers, as JSON text.
+    """The header of a released file, JSON text.
 
     Attributes:
-        site: whose sums they are.
-        data, example: what a row is, as `train.data` and `train.example` say it.
+        site: the releasing site.
+        data, example: of a row, see `train.data` and `train.example`.
         encoder, n_features: of the features.
-        classes: of the labels; of other questions what each output is called.
-        task: what `[target]` asked, in full; empty for what stores are labelled with.
-        dimensions, projection: along how many directions features are summed, and the SHA-256 of these.
-        unit, n: what ε protects, and how many of them there are.
-        sigma: noise multiplier; 0 without privacy.
-        epsilon: of everything that the site has released like this, with `delta` and what it is worth.
+        classes: of the labels; for other tasks the names of outputs.
+        task: `[target]` in full; empty for labels of stores.
+        dimensions, projection: number of directions, and SHA-256 of the projection.
+        unit, n: privacy unit, and number of units.
+        sigma: noise multiplier; 0 without differential privacy.
+        epsilon: of all such releases of the site, with `delta` and `guarantee`.
         digest: SHA-256 of the vector, as in the site's ledger.
     """
 
@@ -66,7 +66,7 @@ class Facts(BaseModel):
 
     @property
     def columns(self) -> int:
-        """Return how many columns features are summed in; ValidationError when `task` is no `[target]`."""
+        """Return the number of columns of sums; ValidationError when `task` is no `[target]`."""
         from wsi_fl.models.shared_head import n_columns  # and with it PyTorch
 
         asked = Target.model_validate_json(self.task or "{}")
@@ -75,14 +75,14 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class ReleasedSums:
-    """A letter as its site released it; `vector` is float32[k + columns], see `SharedHead.sums`."""
+    """Released class statistics; `vector` is float32[k + columns], see `SharedHead.sums`."""
 
     facts: Facts
     vector: NDArray[np.float32]
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of what left."""
+        """Return the SHA-256 of the released vector."""
         return self.facts.digest
 
 
@@ -94,14 +94,14 @@ def write_sums(path: Path, sums: ReleasedSums) -> None:
 
 
 def as_file(sums: ReleasedSums) -> bytes:
-    """Return what `write_sums` writes: the numbers and their header, and nothing else that a file might hold."""
+    """Return the content that `write_sums` writes: numbers and header only."""
     with TemporaryDirectory() as folder:
         write_sums(file := Path(folder) / "letter.safetensors", sums)
         return file.read_bytes()
 
 
 def read_sums(path: Path, label: str) -> ReleasedSums:
-    """Return what `write_sums` wrote; WsiFlError where numbers and header do not belong together."""
+    """Read a released file; WsiFlError where numbers and header do not match."""
     from wsi_fl.models.shared_head import n_sums  # and with it PyTorch
 
     try:
@@ -123,13 +123,15 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     except (ValidationError, KeyError, TypeError, OverflowError):
         whole = False
     if not whole:
-        raise WsiFlError(f"{label}: not sums that a site released, or edited since; {DAMAGED_LETTER}")
+        raise WsiFlError(
+            f"{label}: no class statistics that a site released, or edited since; {DAMAGED_LETTER}"
+        )
     return ReleasedSums(facts, vector)
 
 
 def releases_of(study: Study, sites: Iterable[SiteFile]) -> dict[str, ReleasedSums]:
-    """Return the released sums of those of some sites that write a letter and have a file here."""
-    found = {}
+    """Read the released statistics of sites with labels and a file here."""
+    found: dict[str, ReleasedSums] = {}
     for site in sites:
         path = study.release(site.name)
         if path.exists() and not site.receives:
@@ -139,22 +141,24 @@ def releases_of(study: Study, sites: Iterable[SiteFile]) -> dict[str, ReleasedSu
 
 
 def refuse_another_site(facts: Facts, site: str, label: str) -> None:
-    """Refuse sums that are another site's than they are taken for; WsiFlError says whose."""
+    """Refuse statistics of another site; WsiFlError names it."""
     if facts.site != site:
         theirs = _short(facts.site)
-        raise WsiFlError(f"{label}: these are the sums of site {theirs}; call the file {theirs}.safetensors")
+        raise WsiFlError(
+            f"{label}: these are the statistics of site {theirs}; call the file {theirs}.safetensors"
+        )
 
 
 def missing_release(study: Study, site: str) -> str:
-    """Return in words that a site has no file here, and what to do about it."""
+    """Describe that a site has no file here, and what to do."""
     return (
-        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl statistics --site {site}` "
+        f"{study.relative(study.release(site))}: no statistics of site {site} yet; run `wsi-fl statistics --site {site}` "
         "where its store is, and copy the file here"
     )
 
 
 def wanted_of(data: Data) -> dict[str, Any]:
-    """Return what the header of a file must say that a pipeline can use beside a site's own store."""
+    """Return the header fields of statistics that match a site's store and pipeline."""
     assert isinstance(data.shape, Bags | Vectors)
     pipeline, directions = data.pipeline, directions_of(data)
     return {
@@ -171,7 +175,7 @@ def wanted_of(data: Data) -> dict[str, Any]:
 
 
 def directions_of(data: Data) -> Directions:
-    """Return the directions along which a site's features are summed: those of public tissue, or random ones."""
+    """Return the projection of a site's features: of public reference slides, or random."""
     from wsi_fl.models.directions import random_directions  # and with it PyTorch
 
     assert isinstance(data.shape, Bags | Vectors)
@@ -182,19 +186,19 @@ def directions_of(data: Data) -> Directions:
     assert directions.origin is not None
     if any(encoder_differences([directions.origin.encoder, str(encoder)])):
         raise UsageError(
-            f"model.projection = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
-            f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl projection)"
+            f"model.projection = {wanted!r}: projection for {directions.origin.encoder}, but the features of site "
+            f"{data.site} are of {encoder}; make a projection with that encoder (wsi-fl projection)"
         )
     return directions
 
 
 def of_patients(pipeline: Pipeline) -> bool:
-    """Return whether a letter is of patients with many rows each, whose means are summed."""
+    """Return whether statistics are of patients with many rows each, whose means are summed."""
     return pipeline.privacy.unit == "patient" and pipeline.example == "patch"
 
 
 def open_directions(study: Study, path: str) -> Directions:
-    """Return the public directions of a file, by its path in the study; WsiFlError when it is missing or damaged."""
+    """Read the projection in a file of the study; WsiFlError when it is missing or damaged."""
     from wsi_fl.models.directions import read_directions
 
     file = study.resolve(path)
@@ -206,7 +210,7 @@ def open_directions(study: Study, path: str) -> Directions:
 
 
 def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
-    """Refuse sums that cannot be added to those of this plan, naming the first thing that differs."""
+    """Refuse statistics that do not match this plan, naming the first difference."""
     for key, value in wanted.items():
         theirs = getattr(facts, key)
         alike = theirs == value
@@ -214,8 +218,9 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
             alike = not any(encoder_differences([str(theirs), str(value)]))
         if not alike:
             raise UsageError(
-                f"{label}: sums with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings back, "
-                f"or release anew (wsi-fl statistics --site {facts.site} --again), which spends the same ε again"
+                f"{label}: statistics with {key} = {_short(theirs)}, but here it is {_short(value)}; put the "
+                f"settings back, or release again (wsi-fl statistics --site {facts.site} --again), which spends "
+                "the same ε again"
             )
 
 

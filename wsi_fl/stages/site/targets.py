@@ -1,4 +1,4 @@
-"""What a site's own table says of its slides or patients, as the `[target]` of a pipeline asks for it."""
+"""Labels of slides or patients from a site's table, for the `[target]` of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased":
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _EVENT = _SEEN | _NOT_SEEN
 _OF_CENSORED = re.compile(r"(?<!un)(?<!not )(?<!not_)censor|cnsr|(?<![a-z])cens(?![a-z])", re.IGNORECASE)
-"""What columns of censored patients are called: `CNSR` of CDISC is 0 where the event was seen."""
+"""Names of censoring columns: `CNSR` of CDISC is 0 where the event was observed."""
 _UNCLEAR = {"0", "0.0", "1", "1.0", "true", "false", "yes", "no"}
-"""Values that mean one thing in a column of events, and the other in one of censored patients."""
+"""Values with opposite meanings in columns of events and of censoring."""
 _SLIDE = ("slide", "slide_id")
 
 
 def task_of(target: Target) -> Task:
-    """Return the kind of question that a target is, classes where it asks nothing; UsageError says what is missing."""
+    """Return the task of a target, classes by default; UsageError names missing keys."""
     if not target.asked:
         return CLASSES
     if target.time or target.event or target.intervals:
@@ -63,27 +63,27 @@ def task_of(target: Target) -> Task:
 
 
 def classes_of(subtypes: Subtypes) -> tuple[str, ...]:
-    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour."""
+    """Return the classes of a study, the same at all sites: its diagnoses, or healthy and tumour."""
     return tuple(sorted({name for names in subtypes.values() for name in names})) or types.CLASSES
 
 
 def outputs_of(target: Target) -> tuple[str, ...]:
-    """Return what each output of a model is called: the classes, the column, or the ends of the intervals."""
+    """Return the names of a model's outputs: the classes, the column, or the ends of the intervals."""
     if target.classes:
         return tuple(target.classes)
     return tuple(map(_shortest, target.intervals)) if target.intervals else (str(target.column),)
 
 
 def _shortest(value: float) -> str:
-    """Return a number as it is written by hand, with all digits that it takes to read the same number again."""
+    """Return a number's shortest text that parses to the same number."""
     return text if float(text := f"{value:g}") == value else repr(value)
 
 
 def question(target: Target) -> str:
-    """Return what is asked, in words."""
+    """Describe the prediction target."""
     if not target.asked:
-        return "what the stores are labelled with"
-    whose = "of the hospital's own table"
+        return "the labels of the stores"
+    whose = "of the hospital's table"
     if target.intervals:
         return f"time until '{target.event}', by column '{target.time}' {whose}, per {target.of}"
     within = "" if target.range is None else f", a number from {target.range[0]:g} to {target.range[1]:g}"
@@ -92,14 +92,14 @@ def question(target: Target) -> str:
 
 @dataclass(frozen=True)
 class _TargetLabels:
-    """What a table says of the slides of a store.
+    """Labels of the slides of a store, from a table.
 
     Attributes:
-        table: a row per example, a slide or a patient, whose label is the truth of the task.
-        bags: the rows of the store that make each example.
-        aside: slides of which the table says nothing that was agreed on, by name.
+        table: a row per example, a slide or a patient, with its true label.
+        bags: the rows of the store of each example.
+        aside: excluded slides, without a valid value in the table, by name.
         source: the table's name.
-        strange: what is wrong with each value that was not agreed on.
+        strange: the problem of each invalid value.
     """
 
     table: BagTable
@@ -110,11 +110,11 @@ class _TargetLabels:
 
 
 def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _TargetLabels:
-    """Look up every slide of a store in the site's table; of a receiver, which needs none, the truth is 0.
+    """Look up the labels of a store's slides in the site's table; all are 0 at a site without labels.
 
-    A real site sets aside what has a value that was not agreed on: a failure would tell others that it occurs.
+    A real site excludes slides with an invalid value, as a failure would disclose to others that it occurs.
 
-    UsageError names the line of the table: such a value of a simulated site, or slides of a patient that contradict.
+    UsageError names the line of the table: an invalid value of a simulated site, or a patient's contradicting slides.
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
     columns = [str(name) for name in ([target.column] if target.column else [target.time, target.event])]
@@ -143,9 +143,11 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     if not known:
         kind = "patient" if any(kind == "patient" for kind, _ in said) else "slide"
         there = {compose_text(name) for name in getattr(slides, kind).tolist()} - {""}
-        why = describe_mismatch({name for _, name in said}, there) if said else "no line of it says anything"
+        why = (
+            describe_mismatch({name for _, name in said}, there) if said else "none of its lines has a value"
+        )
         raise UsageError(
-            f"{path}: has an answer to [target] for none of the {len(slides)} slides of site {site.name}: {why}"
+            f"{path}: has a label for [target] for none of the {len(slides)} slides of site {site.name}: {why}"
         )
     rows = np.array([row for row, _ in known])
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float64)
@@ -155,30 +157,30 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
 
 
 def _letters(heading: str) -> str:
-    """Return a heading however it is spelt: its letters and digits alone, in lower case."""
+    """Return the letters and digits of a heading, in lower case."""
     return "".join(one for one in heading.casefold() if one.isalnum())
 
 
 def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
-    """Refuse to ask who somebody is: whether anybody answers to a name would tell whether its bearer is there."""
+    """Refuse identifying columns as targets: a match of a name would disclose that its bearer is there."""
     names = {_letters(one) for one in (*_SLIDE, *PATIENT_NAMES, site.columns.get("patient", ""))} - {""}
     if asked := [one for one in columns if _letters(one) in names]:
         raise UsageError(
-            f"[target]: column {asked[0]!r} says who a line is about, which is no question; name another column"
+            f"[target]: column {asked[0]!r} identifies slides or patients, and is no target; name another column"
         )
 
 
 def _by_patient(
     slides: BagTable, rows: NDArray[np.int64], path: Path
 ) -> tuple[BagTable, tuple[NDArray[np.int64], ...]]:
-    """Return a row for all slides of a patient, in the order of the store, and which rows of that these are."""
+    """Return a table with a row per patient, in the order of the store, and the rows of each patient's slides."""
     if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
-        raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
+        raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] is per patient")
     _, first, of = np.unique(slides.patient, return_index=True, return_inverse=True)
     unlike = (slides.label != slides.label[first][of]).reshape(len(slides), -1).any(1)
     for name in slides.patient[unlike][:1]:
         raise UsageError(
-            f"{path}: the slides of patient {name} have different answers, and [target] asks per patient"
+            f"{path}: the slides of patient {name} have different labels, and [target] is per patient"
         )
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
@@ -190,14 +192,14 @@ def _table_path(study: Study, site: SiteFile) -> Path:
     named = site.clinical or site.labels
     if named is None:
         raise UsageError(
-            f"sites/{site.name}.toml: a column of the site's own table is asked for; name the table with "
+            f"sites/{site.name}.toml: the target is a column of the site's table; name the table with "
             "clinical = 'FILE.csv'"
         )
     return study.resolve(named)
 
 
 def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str], str]:
-    """("slide" or "patient", its name) → what a column of the site's own table says, where all lines of it agree."""
+    """Return ("slide" or "patient", name) → value in a column of the site's table, where all lines of it agree."""
     said: dict[tuple[str, str], set[str]] = {}
     for row, slide, patient in _named_rows(_table_path(study, site), site, [column]):
         if row[column] and not slide and not patient:
@@ -209,15 +211,13 @@ def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str]
 
 
 def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
-    """Return all that a column of the site's own table says of each patient, without what says nothing."""
+    """Return the values of each patient in a column of the site's table, empty ones left out."""
     path, found = _table_path(study, site), dict[str, set[str]]()
     rows = rows_of(path, [column])
     patient = _patient_column(rows, site)
     for row in of_site(rows, site.name):
         if patient is None or not row.value(patient):
-            raise UsageError(
-                f"{row.where}: names no patient; say whose each line is, for patients are counted"
-            )
+            raise UsageError(f"{row.where}: names no patient; name one in each line, as patients are counted")
         said = {row.value(column)} - {""}
         found.setdefault(row[patient], set()).update(said)
     return found
@@ -226,7 +226,7 @@ def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, se
 def _by_name(
     path: Path, site: SiteFile, columns: Sequence[str], read: Callable[[Mapping[str, str], str], Any]
 ) -> dict[tuple[str, str], Any]:
-    """("slide" or "patient", its name) → what is read of every line where that is not None."""
+    """Return ("slide" or "patient", name) → value read from each line, None left out."""
     found: dict[tuple[str, str], Any] = {}
     for row, slide, patient in _named_rows(path, site, columns):
         where, name = f"{row.where} of site {site.name}", ("slide", slide) if slide else ("patient", patient)
@@ -236,17 +236,17 @@ def _by_name(
         if not name[1]:
             raise UsageError(f"{where}: names no slide or patient")
         if found.setdefault(name, value) != value:
-            raise UsageError(f"{where}: {' '.join(name)} has another answer than in a line above")
+            raise UsageError(f"{where}: {' '.join(name)} has another value than in a line above")
     stems: dict[tuple[str, str], Any] = {}  # stores know slides by their files' names without suffix
     for (kind, named), value in found.items():
         stem = stem_of(named)
         if kind == "slide" and stems.setdefault((kind, stem), value) != value:
-            raise UsageError(f"{path}: has different answers for slides that are all called {stem}")
+            raise UsageError(f"{path}: has different values for slides with the same name {stem}")
     return stems | found
 
 
 def _named_rows(path: Path, site: SiteFile, columns: Sequence[str]) -> Iterator[tuple[TableRow, str, str]]:
-    """Yield the site's lines, each with its slide and its patient; "" where it names none."""
+    """Yield the site's lines, each with its slide and its patient, "" for none."""
     rows = rows_of(path, columns)
     slide = _first(rows, _SLIDE)
     patient = _patient_column(rows, site)
@@ -259,7 +259,7 @@ def _named_rows(path: Path, site: SiteFile, columns: Sequence[str]) -> Iterator[
 
 
 def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
-    """What a line says; None where it says nothing; UsageError for a value that was not agreed on."""
+    """Return the label of a line; None for an empty value; UsageError for an invalid one."""
     if target.intervals:
         time, event = row[str(target.time)], row[str(target.event)].lower()
         if is_missing(time) or is_missing(event):
@@ -300,7 +300,7 @@ def _number(text: str, what: str, low: float, high: float) -> float:
 
 
 def _patient_column(rows: Sequence[TableRow], site: SiteFile) -> str | None:
-    """Return the column of patients: the one that the site file names, or a usual one; None where there is none.
+    """Return the column of patients: as named in the site file, or a usual one; None for none.
 
     Raises:
         UsageError: for a name in it that a spreadsheet has damaged.

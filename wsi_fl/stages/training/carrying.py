@@ -1,7 +1,7 @@
-"""Letters that lie at their sites, see `statistics`, carried by the network in the place of people.
+"""Synchronisation of released class statistics (see `statistics`) over the network, in place of people.
 
-Every site tells which letters lie there. Who lacks another's gets it from that site alone, checks it as a file that
-people have carried, and keeps it as such. The run then rests on the files, as in a study where all of them lie.
+Each site announces its files. A site that lacks another's statistics gets them from that site only, checks and stores
+them as a file that people copied. The run then uses the files.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from wsi_fl.system.files import atomic
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 _MOST = 8 << 20
-"""The longest letter as base64: 1000 classes along 1536 directions. All letters of a job are in memory at once."""
+"""The longest file as base64: 1000 classes along 1536 directions. All files of a job are in memory at once."""
 _Names = Annotated[list[Name], Field(max_length=10_000)]
 
 
 class Lies(TypedDict):
-    """Which letters lie at a site, by the SHA-256 of their files.
+    """The files of class statistics at a site, by SHA-256.
 
     Attributes:
-        own: its own; "" for none.
-        held: of the sites of the plan, its own among them.
-        began: whose letters its run began with, where it goes on with one of a signed plan.
+        own: of the site; "" for none.
+        held: by site of the plan, itself included.
+        began: the sites whose statistics its run began with, where it resumes a run of a signed plan.
     """
 
     own: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
@@ -54,19 +54,19 @@ class Lies(TypedDict):
 
 
 class Carried(TypedDict):
-    """The file of a site's own letter in base64; "" where all have it."""
+    """The file of a site's class statistics in base64; "" where all have it."""
 
     letter: Annotated[str, Field(max_length=_MOST)]
 
 
 def carry(party: RunContext, comm: Comm) -> RunContext:
-    """Bring every site the letters that it lacks of those who are there; return the party that rests on common ones.
+    """Send each site the files that it lacks from present sites; return the context of the common statistics.
 
-    A letter of a site that is away is used where all have the same. Nothing is told where heads rest on no files.
+    A file of an absent site is used where all have the same. Nothing is disclosed where heads use no files.
 
     Raises:
-        KnownToAll: when fewer letters are there than was agreed on.
-        WsiFlError: when the own letter may not leave, or another's is none that people could have carried here.
+        KnownToAll: when there are fewer statistics than agreed.
+        WsiFlError: when local statistics may not leave, or others' are invalid.
     """
     if not party.by_files:
         return party
@@ -92,12 +92,12 @@ def carry(party: RunContext, comm: Comm) -> RunContext:
 
 
 def _lack(told: Mapping[str, Lies], name: str) -> bool:
-    """Return whether a site lacks the letter of another as it lies there."""
+    """Return whether a site lacks the current file of another."""
     return any(one["held"].get(name) != told[name]["own"] for one in told.values())
 
 
 def _common(told: Mapping[str, Lies], names: Sequence[str]) -> list[str]:
-    """Return whose letters all sites have once letters were carried, and had as the run began."""
+    """Return the sites whose statistics all sites have after synchronisation, and had when the run began."""
     away = {name: {one["held"].get(name, "") for one in told.values()} for name in names if name not in told}
     there = [name for name in names if (told[name]["own"] if name in told else away[name] - {""})]
     begun = [one["began"] for one in told.values() if one["began"] is not None]
@@ -105,53 +105,53 @@ def _common(told: Mapping[str, Lies], names: Sequence[str]) -> list[str]:
 
 
 def own_letter(party: RunContext, name: str) -> tuple[ReleasedSums, PrivacyLedger, int]:
-    """Return a site's own letter as it may leave, its ledger, and the round in which it was released.
+    """Return a site's class statistics, its ledger, and the round of their release, after checks that they may leave.
 
     Raises:
-        UsageError: when there is none, or it has no differential privacy and the site allows that no longer.
-        WsiFlError: when it was edited, or the ledger does not know that it may leave.
+        UsageError: when there are none, or they have no differential privacy and the site no longer allows that.
+        WsiFlError: when they were edited, or are not final in the ledger.
     """
     study, site = party.study, party.site(name)
     label = study.relative(study.release(name))
     if (sums := party.releases.get(name)) is None:
         raise UsageError(
-            f"site {name} has released no letter yet, and this plan sends it; there: `wsi-fl statistics --site {name}`"
+            f"site {name} has released no statistics, and this plan sends them; there: `wsi-fl statistics --site {name}`"
         )
     terms = terms_of(site, party.pipeline, guarantee_of(party.method, party.pipeline))
     ledger = open_ledger(study, site, RUN, terms)
     round_ = check_own(ledger, RUN, digest(sums.vector), label)
     if not round_.final:
         raise WsiFlError(
-            f"{label}: the ledger does not say that it may leave; run `wsi-fl statistics --site {name}`, which spends "
-            "nothing then"
+            f"{label}: not final in the ledger, so that it may not leave; run `wsi-fl statistics --site {name}`, which "
+            "spends nothing then"
         )
     if ledger.epsilon() is None and not site.allows("model"):
         raise UsageError(
-            f"sites/{name}.toml: a letter without differential privacy may not leave this site; add allow = "
+            f"sites/{name}.toml: statistics without differential privacy may not leave this site; add allow = "
             '["model"] there'
         )
     return sums, ledger, round_.number
 
 
 def _letter(party: RunContext, name: str) -> str:
-    """Return a site's own letter as it leaves, which is on its ledger by now; nothing is spent."""
+    """Return a site's class statistics as base64, recorded in its ledger; nothing is spent."""
     sums, ledger, round_ = own_letter(party, name)
     text = b64encode(as_file(sums)).decode()
     if len(text) > _MOST:
         raise WsiFlError(
-            f"the letter of site {name} is too long for a network; copy it to the others' statistics/"
+            f"the statistics of site {name} are too long for a network; copy them to the others' statistics/"
         )
     ledger.reissue(round_, sums.vector, schema="sums", agreement=party.run.agreement)
     return text
 
 
 def _keep(party: RunContext, me: str, name: str, letter: str) -> None:
-    """Keep another site's letter, once it is known to be one that is of use here."""
-    study, label = party.study, f"the letter of site {name}"
+    """Store another site's class statistics after checks."""
+    study, label = party.study, f"the statistics of site {name}"
     try:
         content = b64decode(letter, validate=True)
     except ValueError:
-        raise NotAgreed(f"site {name} told what was not agreed on: no letter") from None
+        raise NotAgreed(f"site {name} told what was not agreed on: no statistics") from None
     with atomic(study.release(name)) as temporary:
         temporary.touch(mode=0o600)
         temporary.write_bytes(content)

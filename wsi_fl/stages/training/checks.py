@@ -1,4 +1,4 @@
-"""What can be known of a run before anything is started, without PyTorch: its graph, its sites, what is wrong."""
+"""Checks of a run before it starts, without PyTorch: graph, sites, settings, files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 
 def graph_of(party: RunContext) -> Topology | None:
-    """Return the graph a pipeline names or points to; None for the method's own."""
+    """Return the graph of a pipeline, by name or file; None for the method's graph."""
     pipeline = party.pipeline
     graph = pipeline.topology.graph
     if graph is None:
@@ -37,15 +37,15 @@ def graph_of(party: RunContext) -> Topology | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what must be the same everywhere for numbers to agree."""
+    """Return the versions of packages that must agree at all sites."""
     names = ("torch", "torchvision", "opacus", "numpy")
     return {"wsi_fl": __version__} | {name: version(name) for name in names}
 
 
 def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = False) -> None:
-    """Refuse what can be known to be wrong before anything is started, of `stores` and letters if all are here.
+    """Refuse errors that are detectable before the start, with `stores` also of stores and statistics here.
 
-    What is doubtful, and not wrong, is said unless it was `told` already.
+    Doubts are reported, unless `told` already.
     """
     row, pipeline, sites = party.method, party.pipeline, party.sites
     graph = graph_of(party) or row.graph(pipeline.train.seed)
@@ -84,7 +84,7 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
 
 
 def traits_of(method: Method) -> set[str]:
-    """Return what a method is, as keys of the configuration say what they need and exclude."""
+    """Return the traits of a method that configuration keys require or exclude."""
     traits = {
         "a method of sums": method.once,
         "a method of synthetic patches": method.share("generator", "buffer") is not None,
@@ -95,7 +95,7 @@ def traits_of(method: Method) -> set[str]:
 
 
 def _doubtful(party: RunContext, site: SiteFile, table: Any) -> str:
-    """Say what of a plan makes little sense for as few rows as a site has; a real hospital is refused it."""
+    """Describe settings that make little sense for a site with few rows; they are refused for a real hospital."""
     train, privacy = party.pipeline.train, party.pipeline.privacy
     if not spends(party.pipeline):
         return ""
@@ -103,8 +103,8 @@ def _doubtful(party: RunContext, site: SiteFile, table: Any) -> str:
     n = len(set(patients.tolist())) if privacy.unit == "patient" else len(patients)
     if privacy.target_epsilon is None and train.batch_size > n > 0 and not party.method.once:
         return (
-            f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, and "
-            f"divides what {n} add up to"
+            f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, "
+            f"and divides sums over {n}"
         )
     if (delta := site.delta or privacy.delta) * n >= 1:
         return f"site {site.name}: δ = {delta:g} is not below 1/{n}, so one of its {privacy.unit}s might be published"
@@ -112,14 +112,14 @@ def _doubtful(party: RunContext, site: SiteFile, table: Any) -> str:
 
 
 def _check_start(party: RunContext) -> None:
-    """Refuse to start, under differential privacy, from what the patients of a real site made without it."""
+    """Refuse to start, with differential privacy, from weights of a real site's patients without it."""
     weights = party.pipeline.model.weights
     if weights not in {"", "hub"} and party.pipeline.privacy.enabled:
         require_published(party.study.resolve(weights), "model.weights")
 
 
 def _check_leave(party: RunContext) -> None:
-    """What leaves without differential privacy is known to whoever starts a run, and each site allows it by name."""
+    """Require confirmation and each site's permission for disclosures without differential privacy."""
     pipeline, row, name = party.pipeline, party.method, party.name
     if row.without_dp and pipeline.privacy.enabled:
         things = " and ".join(f"{share.what}s" for share in row.without_dp)
@@ -131,15 +131,15 @@ def _check_leave(party: RunContext) -> None:
         if shut := [share for share in bare if not site.allows(share.content)]:
             wanted = ", ".join(f'"{content}"' for content in dict.fromkeys(share.content for share in bare))
             raise UsageError(
-                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this site; "
-                f"add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
+                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this "
+                f"site; add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
             )
     if row.share("buffer") is not None and len(party.sites) < 2:
-        raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
+        raise UsageError(f"{name} needs two sites or more, which exchange buffers")
 
 
 def _wrong(party: RunContext) -> Iterator[str]:
-    """Say what is wrong with the sites that take part, the models that they train and what their files allow."""
+    """Yield errors of participating sites, their models and their permissions."""
     train, model, privacy = party.pipeline.train, party.pipeline.model, party.pipeline.privacy
     if train.left_out is not None and not party.study.site(train.left_out).allows("patches"):
         yield (
@@ -152,45 +152,45 @@ def _wrong(party: RunContext) -> Iterator[str]:
         yield f"model {SHARED!r} needs --method {names_of(lambda row: row.once)}"
     if model.weights not in {"", "hub"} and not party.study.resolve(model.weights).exists():
         yield f"model.weights = {model.weights!r}: no such file or folder; copy it here, or set model.weights = 'hub'"
-    if privacy.noise == "shared":  # it asks each real site whether it trusts the others
+    if privacy.noise == "shared":  # with the permission of each real site
         require_enough(len(party.sites), privacy.colluding, privacy.dropouts)
         for site in party.sites:
             if not site.allows("shared"):
                 yield (
-                    f"sites/{site.name}.toml: with privacy.noise = 'shared' this site's ε rests on noise that other "
-                    'sites add; add allow = ["shared"] there, or set privacy.noise = "own"'
+                    f"sites/{site.name}.toml: with privacy.noise = 'shared' this site's ε rests on noise of other "
+                    'sites; add allow = ["shared"] there, or set privacy.noise = "own"'
                 )
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and party.method.learns_from == "everybody":
-        yield f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; add allow = ["patches"] if it may'
+        reason = f"{party.name} needs every site's patches"
+        yield f'sites/{shut[0]}.toml: {reason}; add allow = ["patches"] if it may'
 
 
 def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and backend == "local" and len(party.here) > 1:
         raise UsageError(
-            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
+            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; "
+            "use --backend mpi"
         )
 
 
 def _check_releases(party: RunContext, *, carried: bool) -> None:
-    """Refuse a run that rests on released sums where nothing can be made of them, or, unless sites bring each other
-    their own, where they are missing.
-    """
+    """Refuse a run on released statistics that cannot be used or, unless synchronised later, are missing."""
     pipeline, row = party.pipeline, party.method
     if party.receivers and pipeline.privacy.noise == "shared":
         raise UsageError(
-            f"sites/{party.receivers[0]}.toml: a receiver has no part in noise that sites share; set privacy.noise = "
+            f"sites/{party.receivers[0]}.toml: a receiver takes no part in distributed noise; set privacy.noise = "
             "'own'"
         )
     if not party.members:
         raise UsageError(f"{party.name} needs a site with labels, and all of them are receivers")
     if party.by_files and carried and pipeline.privacy.noise == "shared":
-        raise UsageError("letters that lie there have noise of their own; set privacy.noise = 'own'")
+        raise UsageError("released statistics have noise of each site; set privacy.noise = 'own'")
     if party.by_files and not carried:
         check_letters(party)
         if not party.here:
-            raise WsiFlError(f"no site of this run has its store here; {party.names[0]}'s would do")
+            raise WsiFlError("no site of this run has its store here")
     if pipeline.train.init_from == RUN and row.starts:
         role = "proxy" if row.travels == "proxy" else "private"
         linear = party.kind.linear
@@ -202,48 +202,50 @@ def _check_releases(party: RunContext, *, carried: bool) -> None:
 
 
 def check_letters(party: RunContext) -> None:
-    """Refuse to make heads before as many letters are there as was agreed on; say whose are missing."""
+    """Require as many released statistics as agreed; WsiFlError names the missing ones."""
     train, there = party.pipeline.train, len(party.releases)
     missing = [site.name for site in party.members if site.name not in party.releases]
     n, late = there + len(missing), bool(train.deadline and date.today().isoformat() > train.deadline)
     needed = train.min_sites or (1 if late else max(1, n))
     if needed > n:
-        raise UsageError(f"{needed} letters are needed (train.min_sites), but only {n} sites write one")
+        raise UsageError(
+            f"statistics of {needed} sites are needed (train.min_sites), but only {n} sites release any"
+        )
     if there < needed:
         waited = f" (awaited until {train.deadline})" if train.deadline and not late else ""
         first = missing_release(party.study, missing[0])
         raise WsiFlError(
-            f"{there} of {n} letters are there, and {needed} are needed; missing{waited}: {', '.join(missing)}; {first}"
-            + (f", or set train.min_sites = {there}" if there else "")
+            f"statistics of {there} of {n} sites are here, and {needed} are needed; missing{waited}: "
+            f"{', '.join(missing)}; {first}" + (f", or set train.min_sites = {there}" if there else "")
         )
 
 
 def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
-    """Say what is not wrong, and costs something: random directions, letters that miss, unusual `stores`."""
+    """Report doubts that are no errors: random directions, missing statistics, unusual `stores`."""
     if stores:
         _tell_of_other_patches(party)
     if party.method.once and isinstance(party.pipeline.model.projection, int):
         say(
-            "  features are summed along random directions, which costs a good part of the gain; "
-            "wsi-fl projection finds better ones in public tissue",
+            "  features are projected on random directions, which costs a good part of the gain; "
+            "wsi-fl projection finds better ones from public reference slides",
             style="yellow",
         )
     keys, asked = party.pipeline.train, party.pipeline.predict.model
     judged = party.task.kind == "classes" or not party.method.keeps_lone or keys.val_fraction
     if not judged and keys.local_baseline and asked == "auto":
         say(
-            "  without validation rows, of train.val_fraction or of the stores, numbers and survival are answered by "
-            "the lone model, and ε buys nothing",
+            "  without validation rows, of train.val_fraction or of the stores, the local model predicts numbers and "
+            "survival, and ε brings no gain",
             style="yellow",
         )
     if party.by_files and (left := [one.name for one in party.members if one.name not in party.releases]):
-        say(f"  not in the sum, for there is no file in statistics/: {', '.join(left)}", style="yellow")
+        say(f"  not included, as there is no file in statistics/: {', '.join(left)}", style="yellow")
     if party.receivers:
-        say(f"  receives the head, releases nothing and pays nothing: {', '.join(party.receivers)}")
+        say(f"  without labels, receives the head and spends nothing: {', '.join(party.receivers)}")
 
 
 def _tell_of_other_patches(party: RunContext) -> None:
-    """Say when stores belong to no site, or were made otherwise than the pipeline would."""
+    """Report stores without a site file, or with other patches than the pipeline's."""
     study, first = party.study, party.here[0]
     file = party.kind.path(study, first).name
     known = {*party.names, party.pipeline.train.left_out}
@@ -254,7 +256,7 @@ def _tell_of_other_patches(party: RunContext) -> None:
         return
     with open_data(study, first, party.pipeline) as data:
         meta = data.store.meta
-    if getattr(meta, "made_by", "") == "import":  # this pipeline cuts nothing
+    if getattr(meta, "made_by", "") == "import":  # made without tiling
         return
     spec = meta.spec
     would = getattr(party.pipeline, party.kind.cut_by)
@@ -269,9 +271,9 @@ def _tell_of_other_patches(party: RunContext) -> None:
 def check_budgets(
     brought: Sequence[Mapping[str, Any]], limits: Mapping[str, float | None], rounds: int
 ) -> str:
-    """What to say of the sites whose budget ends before the plan does, of those limits that are known here.
+    """Return a warning about sites whose budget ends before the plan, with the limits known here; "" for none.
 
-    NoCommonPlan where no site can afford a single round; it names no limit that other processes do not know.
+    NoCommonPlan where no site can afford a round; it names no limit that other processes do not know.
     """
     short = {one["site"]: one["affordable"] for one in brought if one["affordable"] < rounds}
     said = [_enough(name, limits.get(name), n, rounds) for name, n in short.items()]
@@ -279,12 +281,13 @@ def check_budgets(
         first, n = next(iter(short.items()))
         limit = limits.get(first) if len(limits) == len(brought) else None
         raise NoCommonPlan(
-            f"{_enough(first, limit, n, rounds)}; lower train.rounds, raise privacy.sigma, or agree on a larger budget"
+            f"{_enough(first, limit, n, rounds)}; lower train.rounds, raise privacy.sigma, or agree on a "
+            "larger budget"
         )
     return "; ".join(said) + ("; then it leaves and the others go on" if said else "")
 
 
 def _enough(site: str, limit: float | None, n: int, rounds: int) -> str:
-    """For how many rounds a budget is enough; a limit that is not known is not named."""
+    """Describe the number of rounds within a budget, with the limit where known."""
     value = f" = {limit:g}" if limit else ""
     return f"sites/{site}.toml: max_epsilon{value} is enough for {n} of {rounds} rounds"

@@ -1,4 +1,4 @@
-"""Which run goes on, whatever joins the sites: starting the same command again would train, and charge, a new one."""
+"""The choice of the run to resume, by any transport: a repeated command would train, and charge, a new one."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from wsi_fl.system.files import write_text
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 _TRIES = 10
-"""Numbers that are tried for a run of several hospitals, while other jobs begin runs too."""
+"""Most numbers tried for a run of several hospitals, while other jobs begin runs too."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What run is asked for.
+    """A request for a run.
 
     Attributes:
-        pipeline: the name of the settings of a new one.
-        run: the one to go on with, once it is `taken_up`; None for a new one, or the last of a plan.
-        last: whether the sites go on with the last run of the plan that all of them have, if there is one.
-        without: sites to go on without, as if they had been lost.
-        why: each of them is left out; by default people said --without.
-        begins_without: whether a new run may begin without them too, and they may come to it later.
-        agreement: SHA-256 of the plan that the hospitals signed; "" where nobody signed.
-        approved: when this hospital approved it.
-        parameters: SHA-256 of the parameters of the model that travels, as that plan says; "" where it does not.
+        pipeline: name of the settings of a new run.
+        run: the run to resume; None for a new one, or the last of a plan.
+        last: whether to resume the last run of the plan common to all sites, if there is one.
+        without: sites to exclude, as if they had dropped out.
+        why: reasons by excluded site; by default --without.
+        begins_without: whether a new run may begin without them, and they may participate later.
+        agreement: SHA-256 of the signed plan; "" for none.
+        approved: time of this hospital's approval.
+        parameters: SHA-256 of the parameters of the exchanged model, as in the plan; "" for none.
     """
 
     pipeline: str
@@ -60,9 +60,9 @@ class Asked:
 
 
 def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
-    """Return the run that all sites work on, whatever joins them: the one asked for, the last of a plan, or a new one.
+    """Return the run of all sites: the requested one, the last of a plan, or a new one.
 
-    KnownToAll where no run can be chosen without losing or paying something; see `choose_run`.
+    KnownToAll where each choice would lose or charge something; see `choose_run`.
     """
     if asked.run is not None:
         return asked.run
@@ -86,10 +86,12 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
             run.discard_if_unstarted()
     if chosen:
         own = begun_under(party.study, asked.agreement, asked.approved, me)
-        if chosen not in mine and own is not None:  # who lies of its runs must not make others spend again
+        if (
+            chosen not in mine and own is not None
+        ):  # a false announcement of runs must not make others spend again
             raise KnownToAll(
-                f"{me} has a run of this plan of its own, and the others go on with another; to come to theirs, which "
-                f"spends its ε once more, let {me} approve the plan again"
+                f"{me} has another run of this plan than the others; to take part in theirs, which spends its "
+                f"ε once more, let {me} approve the plan again"
             )
         run = mine.get(chosen) or _own_folder(party, asked, chosen)
         began, _ = taken_up(party.study, replace(asked, run=run))
@@ -108,7 +110,7 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
 
 
 def taken_up(study: Study, asked: Asked) -> tuple[RunContext, Summary | None]:
-    """Return who took part in a run that is to go on, and its summary where nothing is left to do."""
+    """Return the context of a run to resume, and its summary where it has finished."""
     run, without = asked.run, asked.without
     assert run is not None
     run.refuse_changed_settings()
@@ -121,13 +123,13 @@ def taken_up(study: Study, asked: Asked) -> tuple[RunContext, Summary | None]:
     finished = finished_in(run)
     if finished is not None:
         done = {row["site"] for row in finished["sites"]} | set(finished.get("inference_sites", ()))
-        awaited = set(names if run.agreement else party.here)  # a hospital has its own store alone
+        awaited = set(names if run.agreement else party.here)  # a hospital has its own store only
         return party, finished if awaited - set(without) <= done else None
     return party, None
 
 
 def require_same(began: RunContext, signed: RunContext, agreement: str) -> None:
-    """Refuse a run that is not a signed plan's, or whose method or settings are no longer those of the plan."""
+    """Refuse a run that differs from a signed plan, in agreement, method or settings."""
     if (began.run.agreement, began.name) != (agreement, signed.name) or began.pipeline != signed.pipeline:
         raise UsageError(
             f"{began.run.name} belongs to another plan than the one signed here, or has other settings; nothing was "
@@ -136,7 +138,7 @@ def require_same(began: RunContext, signed: RunContext, agreement: str) -> None:
 
 
 def note_who_goes_on(party: RunContext, asked: Asked) -> None:
-    """Write down which sites come back to a run and which are left out, once no other job works on it."""
+    """Record returning and excluded sites of a run, once no other job works on it."""
     run, without = party.run, asked.without
     if asked.agreement:
         run.go_on_under(asked.approved)
@@ -149,7 +151,7 @@ def note_who_goes_on(party: RunContext, asked: Asked) -> None:
 
 
 class Begun(TypedDict):
-    """A run of the plan that a site has: its newest checkpoint, 0 for none, and whom its others went on without."""
+    """A run of the plan at a site: its newest checkpoint, 0 for none, and the sites that dropped out of it."""
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     rounds: Round
@@ -157,19 +159,19 @@ class Begun(TypedDict):
 
 
 class Runs(TypedDict):
-    """The runs of the plan that a site has, oldest first."""
+    """The runs of the plan at a site, oldest first."""
 
     runs: Annotated[list[Begun], Field(max_length=1000)]
 
 
 def runs_of_plan(study: Study, digest: str) -> list[RunFolder]:
-    """Return the runs of a plan, given by its SHA-256, that lie in a study, oldest first."""
+    """Return the runs of a plan, given by its SHA-256, in a study, oldest first."""
     found = [RunFolder(path.parent) for path in sorted(study.runs.glob("*/config.toml"))]
     return [run for run in found if run.agreement == digest]
 
 
 def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolder | None:
-    """Return the run of a plan (its SHA-256) in which a site finished rounds under an approval, good for one run."""
+    """Return the run of a plan (its SHA-256) in which a site finished rounds under an approval, valid for one run."""
     runs = runs_of_plan(study, digest)
     return next((run for run in runs if run.approved == approved and run.site(site).checkpoints()), None)
 
@@ -177,9 +179,9 @@ def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolde
 def finished_summary(
     study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, goes_on: bool = False
 ) -> Summary | None:
-    """Return the summary of a run of a plan that has finished, `without` sites whose part nobody waits for.
+    """Return the summary of a finished run of a plan, except the part of sites in `without`.
 
-    `agreement` is the plan's SHA-256. With `goes_on` nobody waits for sites that were lost on the way either.
+    `agreement` is the plan's SHA-256. With `goes_on` sites that dropped out are not waited for either.
     """
     wanted = set(sites) - set(without)
     for run in reversed(runs_of_plan(study, agreement)):
@@ -193,11 +195,11 @@ def finished_summary(
 
 
 def choose_run(told: Mapping[str, Runs]) -> str:
-    """Return the id of the run that all sites go on with: the last one that all have; "" to begin a new one.
+    """Return the id of the run to resume: the last one common to all sites; "" to begin a new one.
 
-    A site that the others went on without before it had begun has no part of their run yet, and comes to it. Any other
-    run that is not everywhere is left behind where nobody has finished anything in it. Otherwise a site has lost what
-    it had (KnownToAll), and a new run would be charged beside it, which nobody does without being told to.
+    A site excluded before it had begun lacks the others' run, and participates in it from now on. Any other run that is
+    not at all sites is dropped if no site finished a round in it. Otherwise a site has lost its part (KnownToAll), and
+    a new run would be charged in addition, which needs a decision of people.
 
     Example:
         >>> run = {"identity": "0" * 32, "rounds": 2, "lost": []}
@@ -237,7 +239,7 @@ def _rounds_in(run: str, has: Runs) -> int:
 
 
 def _lost_in(run: str, told: Mapping[str, Runs]) -> set[str]:
-    """The sites that others went on without in a run, as any of them tells."""
+    """Return the sites that dropped out of a run, as announced by any other."""
     return {
         name
         for site, has in told.items()
@@ -249,7 +251,7 @@ def _lost_in(run: str, told: Mapping[str, Runs]) -> set[str]:
 
 
 def _own_folder(party: RunContext, asked: Asked, identity: str) -> RunFolder:
-    """Make the folder of a run that others began without this site, with the next number that is free here."""
+    """Make the folder of a run that others began without this site, with the next free number."""
     runs, name = party.study.runs, f"{party.name}-{pipeline_stem(asked.pipeline)}"
     describe = partial(describe_run, party, asked, identity)
     tries = (
@@ -260,7 +262,7 @@ def _own_folder(party: RunContext, asked: Asked, identity: str) -> RunFolder:
 
 
 class _Proposal(TypedDict):
-    """The number that a new run could have on a site's disk, the site's name for it, and its part of the id."""
+    """A site's proposal for a new run: its free number, a name, and a part of the id."""
 
     number: Annotated[int, Field(ge=1, lt=10**9)]
     name: Words
@@ -268,17 +270,16 @@ class _Proposal(TypedDict):
 
 
 class _Claimed(TypedDict):
-    """Whether a site has the run's folder on its disk."""
+    """Whether a site has made the run's folder."""
 
     claimed: bool
 
 
 def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
-    """Return the folder of a new run, without those who are left out: its number is free on every disk, its name is
-    that of the first site.
+    """Return the folder of a new run, whose number is free on all disks, and whose name is the first site's.
 
-    Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
-    own store alone, and describes the run on its own disk.
+    Its id is a hash of all sites' proposals, so that no site can give it the id of an earlier run. Each rank reads its
+    own store only, and describes the run on its disk.
     """
     runs = party.study.runs
     for _ in range(_TRIES):
@@ -298,7 +299,7 @@ def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
             for name in asked.without if asked.begins_without else ():
                 run.note_loss(name, asked.why.get(name, "left out by --without"))
             return run
-        if run is not None:  # another job was quicker somewhere
+        if run is not None:  # another job took the number at some site
             run.discard_if_unstarted()
     raise WsiFlError("no number for this run is free at all sites; start again")
 
@@ -306,7 +307,7 @@ def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
 def describe_run(
     party: RunContext, asked: Asked, identity: str, run: RunFolder, series: Mapping[str, Any] | None = None
 ) -> None:
-    """config.toml and manifest.json: with them alone the run can be repeated."""
+    """Write config.toml and manifest.json, with which the run can be repeated."""
     complete = party.pipeline.model_copy(update={"sites": party.names})
     settings = dump_toml(complete, f"# wsi-fl train --method {party.name} --pipeline {asked.pipeline}")
     run.write_manifest(
@@ -326,12 +327,12 @@ def describe_run(
             "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         }
     )
-    # last: whoever sees it finds the manifest too
+    # last, so that the manifest is there by then
     write_text(run.path / "config.toml", settings)
 
 
 def _git_commit(folder: Path) -> str | None:
-    """The commit of the study's repository, if it is one."""
+    """Return the commit of the study's repository; None where it is none."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

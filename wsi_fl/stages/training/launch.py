@@ -1,4 +1,4 @@
-"""Starting one MPI rank per site, noticing who is lost, and saying how a run goes on that was stopped."""
+"""Start of an MPI rank per site, detection of dropouts, and hints how to resume."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from wsi_fl.types import DiskFull, UsageError, WsiFlError
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 _POLL_S = 0.05
 _STALE_S = 5.0
-"""Older reports of a late site count no more; who waits repeats them every second."""
+"""Age from which reports of a late site are ignored; waiting ranks repeat them each second."""
 _MANY = 20
 LAUNCHER = "WSI_FL_LAUNCHER"
-"""Tells the ranks which process to report to; without it they would go on with nobody to look after them."""
+"""Environment variable with the launcher's process id, without which ranks would outlive it."""
 _KILLED = re.compile(
     rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
 )
-"""What Open MPI's launcher says of a rank that a signal ended, and what MPICH's says."""
+"""Text of Open MPI's and MPICH's launchers about a rank that a signal ended."""
 
 
 def resume_command(study: Study, run: RunFolder) -> str:
-    """Return the command that continues a run."""
+    """Return the command that resumes a run."""
     return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
 
 
 def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
-    """Name the command that continues a run where Ctrl-C or a full disk ends it."""
+    """Name the command that resumes a run after Ctrl-C or on a full disk."""
     return naming(run.path, f"continue with `{resume_command(study, run)}`")
 
 
 @contextmanager
 def naming(place: Path, way_on: str) -> Iterator[None]:
-    """Say how work goes on that Ctrl-C or a full disk ends while it writes to `place`."""
+    """Add to the error of Ctrl-C or a full disk at `place` how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -73,16 +73,16 @@ def naming(place: Path, way_on: str) -> Iterator[None]:
 
 
 class SitesLost(Exception):
-    """Some ranks were killed or hang; the job was ended so that the others can start again."""
+    """Ranks were killed or hang; the job was ended so that the others can start again."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         super().__init__(reasons)
         self.reasons = reasons
-        """Site → why."""
+        """Site → reason."""
 
 
 def find_mpiexec() -> str:
-    """mpiexec beside this Python, else on PATH; WsiFlError when there is none, saying how to get one."""
+    """Return mpiexec beside this Python, or on PATH; WsiFlError, with a hint to install it, when there is none."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
@@ -91,27 +91,28 @@ def find_mpiexec() -> str:
 
 
 def rank_environment(n_ranks: int) -> dict[str, str]:
-    """The environment of ranks on this machine, whose threads are divided among them if they were to take more."""
+    """Return the environment of ranks on this machine, with its cores divided among them."""
     environment = local_environment()
     threads = _threads(n_ranks)
     if not environment.get("OMP_NUM_THREADS") or threads_note(n_ranks):
         environment["OMP_NUM_THREADS"] = str(threads)
-    if os.geteuid() == 0:  # containers; Open MPI wants to be told twice
+    if os.geteuid() == 0:  # containers; Open MPI needs both
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return environment
 
 
 def threads_note(n_ranks: int) -> str:
-    """Say that OMP_NUM_THREADS asks for more than the machine has; "" where it does not."""
+    """Describe that OMP_NUM_THREADS exceeds the machine's cores; "" where it does not."""
     wanted = threads_wanted()
     if wanted is None or wanted <= _threads(n_ranks):
         return ""
     cores = n_cores()
-    return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
+    share = f"each takes {_threads(n_ranks)}"
+    return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: {share}"
 
 
 def share_threads() -> None:
-    """Take this rank's share of the machine's cores, and say so once where more threads were asked for."""
+    """Take this rank's share of the machine's cores, and report once where more threads were requested."""
     share, wanted = share_of_threads(), threads_wanted()
     take_threads(share)
     if wanted and wanted > share and is_first():
@@ -128,14 +129,14 @@ def run_ranks(
     """Run `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
 
     Args:
-        sites: rank k belongs to the k-th.
-        log: where what MPI itself says is kept.
-        timeout_s: how long one rank may let another wait.
-        resume: the command that continues the job, for messages.
+        sites: of ranks 0, 1, ….
+        log: file of MPI's output.
+        timeout_s: longest wait of a rank for another.
+        resume: the command that resumes the job, for messages.
 
     Raises:
         SitesLost: when ranks were killed, or hang.
-        WsiFlError, UsageError: with the failing rank's own reason, or that a rank died without one.
+        WsiFlError, UsageError: with the failing rank's reason, or that a rank died without one.
     """
     command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]
@@ -167,7 +168,7 @@ def run_ranks(
                 if ranks.deadlocked():
                     raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
             if hanging:
-                ranks.kill(hanging)  # MPI can end the others only once these are gone
+                ranks.kill(hanging)  # MPI can end the others only after these
             _end(process)
         except KeyboardInterrupt:
             raise WsiFlError(f"interrupted; continue with `{resume}`") from None
@@ -194,7 +195,7 @@ def run_ranks(
 
 
 class _Ranks:
-    """What the ranks of a job said, and what follows from their silence."""
+    """Events and timeouts of the ranks of a job."""
 
     def __init__(self, watcher: Watcher, timeout_s: float) -> None:
         self.failures: list[dict[str, Any]] = []
@@ -203,15 +204,15 @@ class _Ranks:
         self._heard: dict[str, float] = {}
         self._hosts: dict[str, str] = {}
         self._late: dict[str, tuple[float, float]] = {}
-        """Site → when others first and last said that they wait for it too long, without a break."""
+        """Site → first and last report of others that it is late, without a break."""
 
     @property
     def began(self) -> bool:
-        """Whether any rank spoke."""
+        """Whether a rank has reported."""
         return bool(self._pids)
 
     def follow(self, stream: IO[bytes]) -> None:
-        """Reads events until the last rank is gone."""
+        """Read events until the last rank has ended."""
         for line in stream:
             try:
                 event = json.loads(line)
@@ -237,7 +238,7 @@ class _Ranks:
                 self._watcher.update(event["part"], event["done"], event["total"], event["note"])
 
     def hanging(self) -> dict[str, str]:
-        """Sites that others wait for longer than the timeout, and that gave no sign of life for half of it."""
+        """Return the sites later than the timeout and without a sign of life for half of it, with reasons."""
         now = time.monotonic()
         return {
             site: f"no sign of life for {now - self._heard[site]:.0f} s"
@@ -246,11 +247,11 @@ class _Ranks:
         }
 
     def deadlocked(self) -> bool:
-        """Whether some site lets others wait for many times the timeout, though it is alive."""
+        """Return whether others wait for a site, though alive, for many times the timeout."""
         return any(last - first > _MANY * self._timeout_s for first, last in self._late.copy().values())
 
     def killed(self, log: bytes) -> dict[str, str]:
-        """The sites whose processes ended by a signal, as MPI's launcher said."""
+        """Return the sites whose processes a signal ended, from the log of MPI's launcher."""
         of_pid = {pid: site for site, pid in self._pids.items()}
         return {
             of_pid[int(pid)]: f"its process was killed by {_signal_name(int(sign))}"
@@ -274,7 +275,7 @@ def _signal_name(number: int) -> str:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a job as Ctrl-C does: its ranks would go on without anybody to look after them."""
+    """Let SIGTERM and SIGHUP end a job as Ctrl-C does, as its ranks would outlive it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -291,7 +292,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends mpiexec and the ranks it started, politely first."""
+    """End mpiexec and its ranks, by SIGTERM first."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sign)

@@ -1,4 +1,4 @@
-"""What a plan costs, before anything is spent: the preflight, ε, memory and time."""
+"""Dry run: preflight, ε, memory and time of a run, before anything is spent."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ from wsi_fl.types import Images
 
 _TIMED_STEPS = 3
 _ROUNDS_FROM = 600.0
-"""Units of a site, times ε, from which on rounds of linear heads brought more than one letter (studies/ROUNDS.md)."""
+"""Units of a site, times ε, from which on rounds of linear heads gained more than one-shot (studies/ROUNDS.md)."""
 _RARE, _MANY = 0.5, 1000
-"""A class is rare below that part of an equal share; from so many units on a head alone is good already."""
+"""A class is rare below this part of an equal share; from this number of units on local heads are good already."""
 
 
 class _Cost(TypedDict):
-    """What a plan costs one site; of a real one rows are counted before any are held out, and how many these are is
-    None.
-    """
+    """Cost of a run for a site; a real one's rows are counted before the held-out draw, and n_validation is None."""
 
     site: str
     n_train: int
@@ -64,7 +62,7 @@ class _Cost(TypedDict):
 
 
 class _Plan(TypedDict):
-    """What a plan costs all sites together, and each of those that pay."""
+    """Cost of a run, in total and for each site with labels."""
 
     method: str
     pipeline: str
@@ -84,7 +82,7 @@ def dry_run(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
 ) -> _Plan:
-    """The preflight, and what the plan costs: ε of every site, memory and time from a few timed steps."""
+    """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
     with RunContext.of(study, study.pipeline(name, overrides), method) as party:
         check(party, backend)
@@ -113,7 +111,7 @@ def dry_run(
 
 
 def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
-    """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
+    """Return a site's cost: ε of the plan, and time of all rounds from a few steps on temporary models."""
     pipeline = party.pipeline
     batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
     units = np.unique(site.units.of_row)[:batch_size]
@@ -159,7 +157,7 @@ def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
 
 
 def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | None:
-    """Return what the study expects of heads on features, for two classes as it had, under differential privacy."""
+    """Return the expected gain of heads on features, for two classes with differential privacy, as in the study."""
     data = party.data(site.name)
     if (
         not cost
@@ -174,7 +172,7 @@ def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | Non
 
 
 def expected(n: int, target_epsilon: float, rarest: float) -> str:
-    """Return what joining brought such a site in the study of linear heads on frozen features (studies/ROUNDS.md).
+    """Return the gain of such a site in the study of linear heads on frozen features (studies/ROUNDS.md).
 
     Args:
         n: training rows, or patients, of the site.
@@ -182,16 +180,16 @@ def expected(n: int, target_epsilon: float, rarest: float) -> str:
 
     Example:
         >>> expected(250, 3.0, rarest=0.2)
-        '0.01 to 0.07 more than alone, by rounds (fedavg, proxyfl) rather than one letter (oneshot)'
+        '0.01 to 0.07 above local, by rounds (fedavg, proxyfl) rather than oneshot'
     """
     few = n < _MANY
     if rarest == 0:
-        gain = "0.2 or more above alone where others have the class that it lacks"
+        gain = "0.2 or more above local where others have its missing class"
     elif rarest < _RARE:
-        gain = f"{'0.01 to 0.07' if few else '0 to 0.03'} more than alone"
+        gain = f"{'0.01 to 0.07' if few else '0 to 0.03'} above local"
     else:
-        gain = f"0 to {'0.03' if few else '0.02'} more than alone"
-    ways = ["rounds (fedavg, proxyfl)", "one letter (oneshot)"]
+        gain = f"0 to {'0.03' if few else '0.02'} above local"
+    ways = ["rounds (fedavg, proxyfl)", "oneshot"]
     better, other = ways if n * target_epsilon >= _ROUNDS_FROM else reversed(ways)
     return f"{gain}, by {better} rather than {other}"
 
@@ -204,14 +202,12 @@ def plan_lines(document: _Plan) -> Lines:
         planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
         part = f" ({row['trained_parameters']} trained)"
         yield Line(
-            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
-            f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
+            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}"
+            f"{planted}, {spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
             f"{part if row['trained_parameters'] < row['parameters'] else ''}"
         )
         if row["expected"] is not None:
-            yield Line(
-                f"    of heads on features, in our study joining brought: {row['expected']} (studies/ROUNDS.md)"
-            )
+            yield Line(f"    of heads on features, gain in our study: {row['expected']} (studies/ROUNDS.md)")
         if row["group"] is not None:
             above = above_budget(row["group"], row["max_epsilon"])
             told = f", which is above its max_epsilon = {row['max_epsilon']:g}" if above else ""

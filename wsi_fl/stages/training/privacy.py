@@ -1,4 +1,4 @@
-"""`privacy`: what a plan costs, or the noise that a budget asks for."""
+"""`privacy`: ε of settings, or the noise for a budget."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def privacy(
     target_epsilon: float | None,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """ε of `epochs` epochs of DP-SGD over n rows, and for a patient with `group` of them; or how to keep to a target.
+    """Return ε of `epochs` epochs of DP-SGD over n rows, and of a patient with `group` of them; or σ for a target ε.
 
-    Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
+    Given a target and a batch size, it is the least σ; without a batch size, the planner proposes one.
     """
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(
@@ -91,7 +91,7 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
     value = "no guarantee (no noise)" if document["epsilon"] is None else f"ε = {document['epsilon']:.3f}"
     if document["delta"] * document["n"] >= 1:
         yield Line(
-            f"δ = {document['delta']:g} is not below 1/n: it would allow some patches to be published whole",
+            f"δ = {document['delta']:g} is not below 1/n: it would allow the publication of whole patches",
             "yellow",
         )
     for way in document["ways"]:

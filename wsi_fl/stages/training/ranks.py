@@ -1,4 +1,4 @@
-"""What a rank of a training job does, whoever started it: preflight, the loop, and its part of the summary."""
+"""The work of a rank in a training job: preflight, the loop, and its part of the summary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiF
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
-    """Do the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
+    """Run the part of a run for the sites of `comm`; all ranks return the same summary."""
     began = time.perf_counter()
     run.refuse_changed_settings()
     names = RunContext.of_run(study.as_of(run.path), run).names
@@ -62,7 +62,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
 
 
 def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
-    """Preflight and the loop; returns the rows of all sites."""
+    """Run preflight and loop; return the rows of all sites."""
     sites = [build_site(party, index) for index in comm.sites]
     for site in sites:
         data = party.data(site.name)
@@ -72,7 +72,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
     for site, document in zip(sites, bringing, strict=True):
         _note_preflight(party, site.name, document)
     documents = comm.gather(bringing, preflight.Brought)
-    preflight.compare(documents)  # by now all have the letters that were carried
+    preflight.compare(documents)  # after the statistics were synchronised
     digests = {name: one.digest for name, one in party.releases.items()}
     for site in sites if digests else ():
         site.folder.remember_released(digests)
@@ -82,7 +82,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
         watcher.say(f"  {warning}", public=True)
     method = party.method
     with ExitStack() as stack:
-        for site in sites:  # one job at a time per run: two would send two noisy versions of the same round
+        for site in sites:  # one job per run: two would send two noisy versions of a round
             stack.enter_context(hold_alone(site.folder.path))
         for site in sites:
             told = zip(comm.running, documents, strict=True)
@@ -96,7 +96,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
         report, schedule = _reporter(sites, party.pipeline, watcher), schedule_of(party)
         rounds = schedule.rounds
         loop.run(sites, method, schedule, comm, report)
-        CrossSiteScoring(  # of what travelled, where hospitals keep their test parts to themselves
+        CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
             sites,
             method,
             comm,
@@ -117,19 +117,20 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
 
 
 def _note_preflight(party: RunContext, name: str, document: preflight.Brought) -> None:
-    """Note in a real hospital's own log what it is about to tell whom, in which run of which plan; nothing is spent."""
+    """Log the preflight document that a real hospital will disclose, with its receivers, run and plan."""
     if not party.site(name).real:
         return
     others = ", ".join(other for other in party.names if other != name) or "nobody"
     plan = f" of plan {party.run.agreement}" if party.run.agreement else ""
     told = json.dumps(document, ensure_ascii=False, sort_keys=True)
     note(
-        party.study.runs / f"{name}.log", f"preflight of {party.run.identity}{plan}: {others} are told {told}"
+        party.study.runs / f"{name}.log",
+        f"preflight of {party.run.identity}{plan}: disclosed to {others}: {told}",
     )
 
 
 def rank_main(run_path: Path) -> None:
-    """The process of one rank: errors become one event, and end all ranks."""
+    """Run the process of a rank: errors become a single event, and end all ranks."""
     run = RunFolder(run_path)
     study = Study(run_path.parent.parent)
     party = RunContext.of_run(study.as_of(run.path), run)
@@ -172,35 +173,35 @@ def _guarded(
     work: Callable[[RunFolder], Summary],
     tell: Callable[[str, bool], None],
 ) -> Summary:
-    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain.
+    """Do the work of a rank; a failure is reported in one line and ends all ranks, which would wait in vain.
 
-    A real hospital tells others no reason of its own: what it says may name slides, and they patients.
+    A real hospital discloses no reason, as it may name slides, and they patients.
     """
     run, real = None, study.site(me).real
     try:
         with warnings.catch_warnings():
-            if real:  # they name files of this machine, and others see standard error
+            if real:  # warnings name local files, and others see standard error
                 warnings.showwarning = partial(_note_warning, study.runs / f"{me}.log")
             run = run_of()
             return work(run)
-    except Interrupted:  # nothing failed here: whoever called begins again
+    except Interrupted:  # no failure here: the caller begins again
         raise
     except BaseException as error:
-        told = not real or isinstance(error, KnownToAll)  # else not even what kind of failure it is
+        told = not real or isinstance(error, KnownToAll)  # otherwise not even the kind of failure
         kind = UsageError if told and isinstance(error, UsageError) else WsiFlError
         text = reason_of(error, study.runs)
         if real:
-            begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
+            begun = run is not None and run.site(me).checkpoints()  # otherwise its folder will be removed
             log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
             with suppress(OSError):
                 note(log, f"{text}\n{traceback.format_exc()}")
             if not told:
                 text = f"site {me} failed; its own log says why ({study.relative(log)})"
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the reader has ended
             tell(text, kind is UsageError)
             sys.stderr.flush()
         comm.abort(2 if kind is UsageError else 1)
-        if real:  # its words were made for others
+        if real:  # its text is for others
             kind = NoCommonPlan if kind is UsageError else KnownToAll
         raise kind(text) from None
 
@@ -211,7 +212,7 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
 
 
 def join(party: RunContext, asked: Asked) -> Summary:
-    """Be one of the ranks that mpiexec or srun started; every one returns the summary."""
+    """Run as one of the ranks that mpiexec or srun started; all return the summary."""
     running, names = party.running, party.names
     launch.share_threads()
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
@@ -219,9 +220,9 @@ def join(party: RunContext, asked: Asked) -> Summary:
 
 
 def take_part(party: RunContext, comm: Comm, asked: Asked) -> Summary:
-    """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
+    """Run as the process of a site, over any transport; return the summary.
 
-    The sites agree on the run (`which_run`). A failure is told in one line and ends the job everywhere.
+    The sites agree on the run (`which_run`). A failure is reported in one line and ends the job everywhere.
     """
     study, me = party.study, party.names[comm.sites[0]]
 

@@ -1,10 +1,9 @@
-"""`statistics`: a site's sums of features, taken, given noise and released once, without any network.
+"""`statistics`: class statistics of a site, computed, noised and released once, without a network.
 
-`statistics/<site>.safetensors` is what may leave, and people may copy it. The order: ledger line, a copy of what was
-released beside the store, a second line that it may leave, then the file. After a crash before the copy nothing has
-left, and the next release takes the place of the lost one; after it the same numbers are written again. So no crash
-makes a site release two noisy versions. Nor do two studies on one ledger: numbers whose place was taken by another
-study's do not leave.
+`statistics/<site>.safetensors` may leave the site, and people may copy it. The order: a ledger line, a copy of the
+release beside the store, a second line that it is final, then the file. After a crash before the copy nothing has left,
+and the next release replaces the lost one; after the copy the same numbers are written again. So no crash makes a site
+release two noisy versions. Nor do two studies on one ledger: a release that another study's replaced does not leave.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from wsi_fl.types import UsageError, WsiFlError
 
 
 def release(study: Study, *, again: bool = False, **which: Unpack[Which]) -> dict[str, Any]:
-    """Release the sums of one site, or of every site of the pipeline; return the `--json` document.
+    """Release the class statistics of a site, or of all sites of the pipeline; return the `--json` document.
 
-    A site that has released some keeps them, and only `again` spends as much once more. Started under mpiexec or srun,
-    the ranks share the sites, and all but the first return {}.
+    A site with a release keeps it; only `again` spends as much once more. Under mpiexec or srun the ranks divide the
+    sites, and all but the first return {}.
     """
     job = Job()
 
     def prepare() -> tuple[Pipeline, list[SiteFile]]:
         pipeline, asked = asked_for(study, **which)
         if not (sites := [one for one in asked if not one.receives]):
-            raise UsageError(f"sites/{asked[0].name}.toml: role = 'receiver', which writes no letter")
+            raise UsageError(f"sites/{asked[0].name}.toml: role = 'receiver', which releases no statistics")
         for one in job.mine(sites):
             with _party(study, pipeline, one) as party:
                 party.data(one.name)
@@ -61,7 +60,7 @@ def release(study: Study, *, again: bool = False, **which: Unpack[Which]) -> dic
 
 
 def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
-    """Return one site alone as `oneshot` sees it; its noise has no fixed seed."""
+    """Return the context of a single site for `oneshot`, with fresh noise."""
     own = pipeline.changed(
         train={"from_released": False, "folds": None, "fold": None},
         privacy={"insecure_seed": None, "noise": "own"},
@@ -70,7 +69,7 @@ def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
 
 
 def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
-    """Release a site's sums, unless it has released some that are whole; return its part of the document."""
+    """Release a site's class statistics, unless a valid release exists; return its part of the document."""
     study, (site,) = party.study, party.sites
     home, file = study.release_at_home(site.name), study.release(site.name)
     account.require_budget(site)
@@ -96,13 +95,13 @@ def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
 
 
 def _letter_of(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, ReleasedSums] | None:
-    """Return (label, letter) of the first whole copy that the ledger knows, or None where nothing has left yet.
+    """Return (label, statistics) of the first valid copy in the ledger, or None where nothing has left yet.
 
-    A whole copy that the ledger does not know is returned where there is no other, to be refused.
+    A valid copy that is not in the ledger is returned where there is no other, to be refused.
 
     Raises:
-        WsiFlError: when no copy is whole, or the ledger knows a letter of which no copy is here: another one would
-            be charged a second time.
+        WsiFlError: when all copies are damaged, or the ledger has a release without a copy here: another one would be
+            charged a second time.
     """
     letters, errors = [], []
     for file in (one for one in files if one.exists()):
@@ -118,7 +117,7 @@ def _letter_of(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
         raise errors[0]
     if charged and not letters:
         raise WsiFlError(
-            f"site {ledger.site}: its ledger knows a letter that was released, and no copy is here; put "
+            f"site {ledger.site}: its ledger has a release of statistics, and no copy is here; put "
             f"{study.relative(files[-1])} back (from a backup, or from a site that has it), or spend as much once more "
             f"with `wsi-fl statistics --site {ledger.site} --again`"
         )
@@ -126,7 +125,7 @@ def _letter_of(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
 
 
 def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedSums]:
-    """Return the sums of a new release, which is on the ledger by now; one that was never sent is taken back by it."""
+    """Return a new release, recorded in the ledger, where it replaces one that never left."""
     (site,) = party.sites
     data = party.data(site.name)
     data.require_current()
@@ -135,7 +134,7 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
     train, _, units = learned_from(party, site.name)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
-    mine = (ledger.site, RUN)  # the next release takes the place of one that never left
+    mine = (ledger.site, RUN)  # a release that never left is replaced
     counted = [one for one in rounds_of(ledger.entries) if one.final or (one.site, one.run) != mine]
     past = [one.mechanism for one in counted if one.mechanism]
     plan = account.planned_round(site, party.pipeline, units.n, past=past, once=True)
@@ -158,7 +157,7 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
 def _summed(
     party: RunContext, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
-    """Return the head that holds the sums of all units, with the noise of the plan."""
+    """Return the head with the sums of all units, with the noise of the plan."""
     keys, device, model = party.pipeline.train, device_of_rank(), build_model(party, 0, "shared")
     assert isinstance(model, SharedHead)
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
@@ -182,8 +181,10 @@ def releases_lines(document: dict[str, Any]) -> Lines:
         worth = "no differential privacy"
         if row["epsilon"] is not None:
             worth = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
-        yield Line(f"  {row['site']}: sums over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
+        yield Line(
+            f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})"
+        )
     yield Line(
-        "releases may be copied to the other sites' statistics/; next: "
+        "the files may be copied to the other sites' statistics/; next: "
         "wsi-fl train --method oneshot --set train.from_released=true"
     )

@@ -1,4 +1,4 @@
-"""The summary of a training job: a row per site, which all sites get to know, and what they sent together."""
+"""The summary of a training job: a row per site, disclosed to all sites, and total traffic."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class _SiteRow(TypedDict):
-    """A site's row of a summary; None also for what a real site keeps to itself.
+    """A site's row of a summary; None also for values that stay at a real site.
 
     Attributes:
-        rounds: how many it took part in.
-        rounds_completed: which: the first and the last round of each stretch.
+        rounds: number of rounds completed.
+        rounds_completed: first and last round of each stretch of completed rounds.
     """
 
     site: Name
@@ -48,7 +48,7 @@ class _SiteRow(TypedDict):
 
 
 class SummaryRow(_SiteRow):
-    """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
+    """The document that sites exchange at the end: a row, and values for totals."""
 
     receives: bool
     trained_seconds: Amount | None
@@ -58,7 +58,7 @@ class SummaryRow(_SiteRow):
 
 
 class _Loss(TypedDict):
-    """A site that was lost and has not come back."""
+    """A site that dropped out and has not returned."""
 
     site: Name
     round: Round
@@ -67,7 +67,7 @@ class _Loss(TypedDict):
 
 
 class _Communication(TypedDict):
-    """What all sites sent together."""
+    """Total traffic of all sites."""
 
     messages: Count
     bytes: Count
@@ -75,12 +75,12 @@ class _Communication(TypedDict):
 
 
 class Summary(TypedDict):
-    """What all sites know of a run that has finished.
+    """The summary of a finished run, the same at all sites.
 
     Attributes:
         run: its folder, relative to the study.
-        sites: what each site has spent and done; receivers have spent nothing.
-        statistics: site → beginning of the digest of its letter, where heads were made of files.
+        sites: spending and work of each site with labels.
+        statistics: site → first digits of the digest of its statistics, where heads were computed from files.
     """
 
     run: Words
@@ -95,7 +95,7 @@ class Summary(TypedDict):
 
 
 def row_of(site: Site) -> SummaryRow:
-    """Return a site's row, of all rounds, those before a restart too."""
+    """Return a site's row, over all rounds, those before a restart included."""
     lines = site.folder.metrics()
     took_part = [line["round"] for line in lines if line["takes_part"]]
     terms = site.ledger.terms
@@ -122,7 +122,7 @@ def row_of(site: Site) -> SummaryRow:
         "max_tpr_at_fpr_1pct": site.ledger.detection(),
         "group": None if terms.lifetime else group_of(site),
         "receives": site.receives,
-        # time grows with the rows that were drawn, so a real hospital keeps its own
+        # not disclosed by a real hospital, as time grows with the number of drawn rows
         "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
@@ -131,10 +131,10 @@ def row_of(site: Site) -> SummaryRow:
 
 
 def rows_for_others(site: Site) -> int | None:
-    """Return how many training rows a site tells others.
+    """Return the number of training rows that a site discloses.
 
-    A real one tells n: where patients are protected, how many rows they have is theirs, and how many are left once some
-    are held out would say of whom the settings hold out whether they are there.
+    A real one discloses n: with patients as units their number of rows stays at the site, and the number after the
+    held-out draw would disclose whether patients that settings hold out are there.
     """
     if not site.ledger.terms.lifetime:
         return len(site.train)
@@ -142,7 +142,7 @@ def rows_for_others(site: Site) -> int | None:
 
 
 def _stretches(rounds: Sequence[int]) -> list[list[int]]:
-    """Return the first and the last of each stretch of rising rounds without a gap."""
+    """Return the first and last round of each stretch without a gap."""
     found: list[list[int]] = []
     for round_ in rounds:
         if found and round_ == found[-1][1] + 1:
@@ -153,12 +153,12 @@ def _stretches(rounds: Sequence[int]) -> list[list[int]]:
 
 
 def finished_in(run: RunFolder) -> Summary | None:
-    """Return the summary of a run; None where it has not finished; WsiFlError when it is damaged."""
+    """Return the summary of a run; None where it has not finished; WsiFlError for a damaged one."""
     return cast(Summary | None, run.summary())
 
 
 def summary_of(party: RunContext, rows: Sequence[SummaryRow], seconds: float) -> Summary:
-    """Return the summary of a run, made of what all sites told."""
+    """Return the summary of a run from the rows of all sites."""
     run = party.run
     communication: _Communication = {
         "messages": sum(row["messages"] for row in rows),

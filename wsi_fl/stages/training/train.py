@@ -1,4 +1,4 @@
-"""`train`: one run, or a series of them that are told together, from the plan to the document at the end."""
+"""`train`: a run, or a series of runs with a common document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 
 class Summaries(TypedDict):
-    """What was trained as a series: the summaries of its runs, and what sets them apart."""
+    """A series: the summaries of its runs, and their seeds, folds or left-out sites."""
 
     method: str
     seeds: list[int]
@@ -38,11 +38,11 @@ class Summaries(TypedDict):
 
 @dataclass(frozen=True)
 class _Series:
-    """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
+    """Runs that differ in seed, test fold or left-out site.
 
     Attributes:
-        folds: how many folds each seed has; None for no cross-validation.
-        sites: each is left out by one run of each seed; empty where none is.
+        folds: number of folds of each seed; None for no cross-validation.
+        sites: each is left out by one run of each seed; empty for none.
     """
 
     id: str
@@ -52,19 +52,19 @@ class _Series:
 
     @property
     def members(self) -> list[Member]:
-        """All of its runs, in order."""
+        """The members of the series, in order."""
         folds = range(1, self.folds + 1) if self.folds else (None,)
         return [Member(*one) for one in product(self.seeds, folds, self.sites or (None,))]
 
     def pipeline_of(self, pipeline: Pipeline, member: Member) -> Pipeline:
-        """Return the pipeline of one run: that of the series, or of another run, under what sets this one apart."""
+        """Return the pipeline of a member, given that of the series or of another member."""
         folds = {"fold": member.fold} if self.folds else {}
         left_out = {"left_out": member.left_out} if self.sites else {}
         own = pipeline.changed(train={"seed": member.seed, **folds, **left_out})
         return own.model_copy(update={"sites": list(self.sites)}) if self.sites else own
 
     def begun(self, study: Study) -> dict[Member, RunFolder]:
-        """Return its runs that there are; what all of them share, such as a fold of the pipeline, sets none apart."""
+        """Return the existing runs by member, without settings common to all, such as a fold of the pipeline."""
         found = {}
         for path in sorted(study.runs.glob("[0-9]*-*/manifest.json")):
             run = RunFolder(path.parent)
@@ -75,7 +75,7 @@ class _Series:
 
 
 class Member(NamedTuple):
-    """What sets one run of a series apart."""
+    """Seed, fold and left-out site of a run of a series."""
 
     seed: int
     fold: int | None
@@ -83,13 +83,13 @@ class Member(NamedTuple):
 
     @staticmethod
     def of(pipeline: Pipeline) -> Member:
-        """Return which run of a series has this configuration."""
+        """Return the member of a pipeline."""
         train = pipeline.train
         return Member(train.seed, train.fold, train.left_out)
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """What members are ordered by."""
+        """The sort key of members."""
         return self.seed, self.fold or 0, self.left_out or ""
 
     def __str__(self) -> str:
@@ -107,10 +107,10 @@ def train(
     watcher: Watcher | None = None,
     told: bool = False,
 ) -> Summary:
-    """Train one run and return its summary; `told` where what is unusual of its stores was said already.
+    """Train a run and return its summary; `told` where doubts about its stores were reported already.
 
-    Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all sites in
-    this process with backend "local".
+    Started by mpiexec or srun it is one rank; otherwise it starts a rank per site, or runs all sites in this process
+    with backend "local".
     """
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
@@ -158,9 +158,9 @@ def resume(
     backend: str = "mpi",
     watcher: Watcher | None = None,
 ) -> Summary:
-    """Continue a run from the last round that all its sites had finished, `without` sites that are left out now.
+    """Resume a run from the last round that all its sites had finished, `without` excluded sites.
 
-    A site that was lost on the way comes back in the round where the others stand, even when they have finished.
+    A site that dropped out returns in the current round of the others, even when they have finished.
     """
     ranks = launched_ranks()
     run = RunFolder(study.run(run_name))
@@ -188,7 +188,7 @@ def _check_ranks(ranks: int, party: RunContext) -> None:
 
 
 def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
-    """Start the ranks, and those of the other sites once more whenever one is lost."""
+    """Start the ranks, and again those of the remaining sites after each dropout."""
     study, run, names = party.study, party.run, party.names
     if backend == "local":
         from wsi_fl.stages.training.ranks import work_as_rank
@@ -216,8 +216,8 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
             if left < least:
                 gone = ", ".join(lost.reasons)
                 raise WsiFlError(
-                    f"{gone} was lost, and {left} of at least {least} sites are left (train.min_sites); continue with "
-                    f"`{again}`"
+                    f"{gone} was lost, and {left} of at least {least} sites are left (train.min_sites); "
+                    f"continue with `{again}`"
                 ) from None
             for name, reason in lost.reasons.items():
                 loss = run.note_loss(name, reason)
@@ -229,15 +229,15 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
 
 
 def summary_lines(summary: Summary, again: str = "") -> Lines:
-    """The summary for people; `again` is the command by which a lost site comes back, by default `train --resume`."""
+    """Yield the summary for people; `again`: the command for the return of a site, by default `train --resume`."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
         yield Line(f"  {found}")
     for name in summary.get("inference_sites", ()):
-        yield Line(f"  {name}: receives; it released nothing and paid nothing")
+        yield Line(f"  {name}: without labels; it released and spent nothing")
     if digests := summary.get("statistics"):
-        yield Line(f"  made of {len(digests)} letters: {letters(digests)}")
+        yield Line(f"  made of {len(digests)} class statistics: {letters(digests)}")
     c = summary["communication"]
     yield Line(
         f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"
@@ -275,7 +275,7 @@ def train_series(
             "run after another"
         )
     series = _series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
-    for member in series.members:  # what is wrong with the last one is said before the first is trained
+    for member in series.members:  # all are checked before the first is trained
         check(RunContext.of(study, series.pipeline_of(pipeline, member), method), backend, told=True)
     with RunContext.of(study, pipeline, method) as party:
         _tell(party, series)
@@ -296,7 +296,7 @@ def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: boo
 
 
 def _tell(party: RunContext, series: _Series) -> None:
-    """Say what the runs cost together, and which classes are too rare for as many folds."""
+    """Report the total cost of the runs, and classes too rare for the number of folds."""
     n, target = len(series.members), party.pipeline.privacy.target_epsilon
     if n > 1 and (series.folds or series.sites) and spends(party.pipeline):
         say(
@@ -307,7 +307,7 @@ def _tell(party: RunContext, series: _Series) -> None:
             if site.real and site.max_epsilon is not None and target and n * target > site.max_epsilon:
                 say(
                     f"  sites/{site.name}.toml: max_epsilon = {site.max_epsilon:g} may not be enough for {n} runs of "
-                    f"ε = {target:g}; what is not affordable is not trained",
+                    f"ε = {target:g}; runs beyond the budget are not trained",
                     "yellow",
                 )
     for name in party.names if series.folds and party.task.kind == "classes" else ():
@@ -325,7 +325,7 @@ def _tell(party: RunContext, series: _Series) -> None:
 def resume_series(
     study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
 ) -> Summaries | None:
-    """Complete the series that a run belongs to; None where it belongs to none, or under mpiexec of one's own."""
+    """Complete the series of a run; None where it has none, or under mpiexec or srun."""
     if launched_ranks() is not None:
         return None
     run = RunFolder(study.run(run_name))
@@ -348,7 +348,7 @@ def _complete(
     backend: str,
     watcher: Watcher,
 ) -> Summaries:
-    """The runs of all members: those there are finished, the others begun."""
+    """Finish existing runs and train the others; return the series."""
     begun, members = series.begun(study), series.members
     to_do = [one for one in members if one not in begun or begun[one].summary() is None]
     summaries: list[Summary] = []
@@ -378,7 +378,7 @@ def _complete(
 
 
 def lines(document: Summary | Summaries) -> Lines:
-    """The summary of a run, or of the runs of a series, for people."""
+    """Yield the summary of a run or a series for people."""
     if "runs" not in document:
         yield from summary_lines(document)
         return

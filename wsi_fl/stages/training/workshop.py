@@ -1,6 +1,6 @@
-"""From configuration and stores to what the rooms need: a site with its examples, canaries, account and models.
+"""Construction of sites from configuration and stores: examples, canaries, account and models.
 
-Models are fresh, or start from settings of their own or from what was released before.
+Models start at random, from weights, or from released class statistics.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from wsi_fl.system.files import sha256_of
 from wsi_fl.types import UNLABELLED, Bags, Images, NoCommonPlan, UsageError, Vectors, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
-"""Keeps the private models' initialisation apart from the proxies', which all sites share."""
+"""Distance of the private models' seeds from the proxies' common seed."""
 
 
 def schedule_of(party: RunContext) -> Schedule:
-    """Return what the loop needs to know of a pipeline."""
+    """Return the training settings of a pipeline."""
     pipeline, train = party.pipeline, party.pipeline.train
     shared = pipeline.privacy.noise == "shared" and party.method.travels is not None
     return Schedule(
@@ -85,12 +85,12 @@ def schedule_of(party: RunContext) -> Schedule:
 def build_site(party: RunContext, index: int) -> Site:
     """Return a site with its examples, its account and its models.
 
-    It opens its own store, and others' test patches only where all allow it. A receiver has what travels alone. Models
-    start from settings of the site's own, sums that were released, or synthetic samples.
+    It opens the site's store, and others' test patches only where all allow it. A site without labels has only the
+    exchanged model.
     """
     name, pipeline = party.names[index], party.pipeline
     data, folder, device = party.data(name), party.run.site(name), device_of_rank()
-    if folder.store_digest() is None:  # a run that began with them goes on with them
+    if folder.store_digest() is None:  # a run resumes with the features of its start
         data.require_current()
     for line in filter(None, (data.remark, *describe_copies(scans_in(data.store)))):
         folder.log(line)
@@ -137,7 +137,7 @@ def build_site(party: RunContext, index: int) -> Site:
 
 
 def brought(site: Site, party: RunContext) -> Brought:
-    """Return what a site brings, for the preflight: nothing but plans and shapes."""
+    """Return a site's preflight document: plans and shapes only."""
     data, pipeline, travels = party.data(site.name), party.pipeline, party.method.travels
     meta, buffer = data.store.meta, site.buffer
     return {
@@ -166,13 +166,13 @@ def brought(site: Site, party: RunContext) -> Brought:
 
 
 _COMPARED = ("privacy", "train", "target", "audit", "topology")
-"""The sections whose settings all sites must share, of those that every pipeline has."""
+"""The sections with settings that must agree at all sites."""
 _OWN = ("topology.graph", "train.input_px")
-"""Settings that may differ between sites, or whose effect rather than spelling is compared."""
+"""Settings that may differ between sites, or are compared by effect."""
 
 
 def _settings(pipeline: Pipeline) -> dict[str, Setting]:
-    """ "section.key" → value, of all settings that must be the same at every site."""
+    """Return "section.key" → value, of all settings that must agree at all sites."""
     values = pipeline.model_dump(by_alias=True)
     joined = [name for name, one in pipeline if isinstance(one, Section) and one.compared]
     found = {f"{name}.{key}": value for name in (*_COMPARED, *joined) for key, value in values[name].items()}
@@ -180,17 +180,17 @@ def _settings(pipeline: Pipeline) -> dict[str, Setting]:
 
 
 def require_signed_model(site: Site, party: RunContext) -> None:
-    """Refuse to train where the model that travels is not the one that hospitals signed, by its `parameters_digest`."""
+    """Refuse to train where the exchanged model is not the signed one, by its `parameters_digest`."""
     signed, travels = party.run.parameters, party.method.travels
     if signed and travels and parameters_digest(site.learners[travels].model) != signed:
         raise NoCommonPlan(
-            f"site {site.name} makes another model than the plan's (names and shapes of its parameters differ); "
+            f"site {site.name} has another model than the plan's (names and shapes of its parameters differ); "
             "nothing was trained, so compare the versions of timm and torchvision, or agree on a new plan"
         )
 
 
 def _graph_digest(party: RunContext) -> str | None:
-    """The name of the graph, or what its file says."""
+    """Return the name of the graph, or the SHA-256 of its file."""
     graph = party.pipeline.topology.graph
     if graph is None or not graph.endswith(".json"):
         return graph
@@ -198,12 +198,12 @@ def _graph_digest(party: RunContext) -> str | None:
 
 
 class TrainingPart(NamedTuple):
-    """What a site trains on.
+    """Training and validation examples of a site.
 
     Attributes:
-        train: the examples that its models learn from.
-        validation: those that are held out to say what answers best; None for none.
-        units: what privacy counts, of `Data.eligible`; the rows are those of `train`.
+        train: the training examples.
+        validation: examples for the choice of the prediction model; None for none.
+        units: privacy units of `Data.eligible`, for the rows of `train`.
     """
 
     train: Examples
@@ -212,13 +212,13 @@ class TrainingPart(NamedTuple):
 
 
 def learned_from(party: RunContext, name: str) -> TrainingPart:
-    """Return what a site trains on."""
+    """Return the training and validation examples of a site."""
     if party.method.learns_from != "everybody":
         return _validated(party, party.data(name))
     parts: list[Examples] = []
     patients: list[NDArray[np.str_]] = []
     places: list[NDArray[np.int64]] = []
-    for site in party.names:  # whose patients stay apart where their names agree
+    for site in party.names:  # patients of different sites are distinct, even with equal names
         data, n = party.data(site), sum(map(len, patients))
         part, eligible = _training(data), data.eligible()
         parts.append(replace(part, patient=_named(site, part.patient)))
@@ -233,7 +233,7 @@ def _named(site: str, patient: NDArray[np.str_]) -> NDArray[np.str_]:
 
 
 def agreed_canaries(party: RunContext, name: str) -> Canaries | None:
-    """Return the canaries that the run remembers, or freshly tossed ones; None where none are planted."""
+    """Return the canaries stored in the run, or fresh ones; None for none."""
     n, data = party.pipeline.audit.canaries, party.data(name)
     if not n:
         return None
@@ -245,10 +245,10 @@ def agreed_canaries(party: RunContext, name: str) -> Canaries | None:
 
 
 def remember(site: Site) -> None:
-    """Note in the run, before anything is trained, what a site decided for it: a restart finds the same again.
+    """Store a site's decisions in the run before training, so that a restart uses the same.
 
-    These are the plan (the account changes while the run goes on), the canaries that were tossed, the settings that
-    were tuned, and the buffer that was drawn: every round sends the same bytes.
+    These are the plan (the account changes during the run), the canaries, the tuned settings, and the buffer, of which
+    each round sends the same bytes.
     """
     folder, found = site.folder, site.canaries
     if site.plan is not None and folder.kept("plan") is None:
@@ -266,18 +266,18 @@ _THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "gen
 
 
 def leaving_words(site: Site, method: Method) -> str:
-    """What leaves a site without differential privacy; empty where nothing does by design."""
+    """Describe disclosures without differential privacy by design; "" for none."""
     if not method.without_dp:
         return ""
     things = " and ".join(_THINGS[share.content] for share in method.without_dp)
-    said = f"{site.name} lets go {things}, without differential privacy"
+    said = f"{site.name} releases {things}, without differential privacy"
     if site.buffer is not None and site.buffer.provenance["check"] != "passed":
         said += f"; the check of its generator: {'; '.join(site.buffer.provenance['reasons'])}"
     return said
 
 
 def _training(data: Data) -> Examples:
-    """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
+    """Return a site's training examples; with `train.max_patches` patches of bags are drawn again in each epoch."""
     if not data.receives and data.classes == UNLABELLED:
         raise UsageError(
             f"site {data.site}: its store was made without labels; make it again with them, or write role = 'receiver' "
@@ -290,9 +290,9 @@ def _training(data: Data) -> Examples:
 
 
 def _validated(party: RunContext, data: Data) -> TrainingPart:
-    """Return what a site trains on, with its store's own validation split, or a share of its training patients.
+    """Return training examples, and validation examples of the store's split or a share of training patients.
 
-    Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
+    Without an exchange there is no prediction model to choose, and no validation examples are held out.
     """
     pipeline, train = party.pipeline, _training(data)
     eligible = data.eligible()
@@ -318,7 +318,7 @@ def _validated(party: RunContext, data: Data) -> TrainingPart:
     )
     if pipeline.predict.model == STACK and not known and not len(validation):
         raise UsageError(
-            "predict.model = 'ensemble' needs a model that is the site's alone, or rows that no model was trained on; "
+            "predict.model = 'ensemble' needs a local model, or rows that no model was trained on; "
             "set train.local_baseline=true, or train.val_fraction=0.15, or tile with a validation split"
         )
     return TrainingPart(train, validation if len(validation) else None, units)
@@ -332,7 +332,7 @@ def build_model(
     common: bool = False,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> nn.Module:
-    """Return a model of a site: everybody's kind and seed for a role in COMMON or if `common`, else the site's own."""
+    """Return a model of a site: of common kind and seed for a role in COMMON or if `common`, otherwise the site's."""
     site, pipeline, private = party.sites[index], party.pipeline, role not in COMMON and not common
     data = party.data(site.name)
     kind = architecture(site, pipeline, role, common=common)
@@ -351,7 +351,7 @@ def build_model(
             model.load_state_dict(state)
         except RuntimeError:
             raise WsiFlError(
-                f"{party.run.name}: the {role} model of {site.name} is another than this run's; put its backup back"
+                f"{party.run.name}: the {role} model of {site.name} differs from this run's; put its backup back"
             ) from None
     if isinstance(model, SharedHead):
         model.look_along(directions_of(data), patients=of_patients(pipeline))
@@ -359,7 +359,7 @@ def build_model(
 
 
 def start_of(pipeline: Pipeline, study: Study | None = None) -> Start | None:
-    """Return what networks start from; None for chance. Without a study their weights are loaded afterwards."""
+    """Return the start of networks; None for random. Without a study weights are loaded afterwards."""
     said = pipeline.model
     if not said.weights:
         return None
@@ -369,7 +369,7 @@ def start_of(pipeline: Pipeline, study: Study | None = None) -> Start | None:
 
 
 def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
-    """The name of the model that a role has at a site."""
+    """Return the architecture of a role at a site."""
     if role in COMMON:
         return pipeline.model.proxy
     return pipeline.model.private if common else (site.private_model or pipeline.model.private)
@@ -378,7 +378,7 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
 def _learners_of(
     party: RunContext, index: int, device: torch.device, plan: PrivacyPlan | None, train: Examples
 ) -> MakeLearner:
-    """Return what builds the learners a method asks for, with the noise of the plan where they are under DP."""
+    """Return a factory of a method's learners, with the noise of the plan where they have DP."""
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
     data = party.data(site.name)
     n_classes, seen = len(data.classes), data.shape
@@ -399,7 +399,7 @@ def _learners_of(
 
 
 def _usual(keys: Train) -> HyperParameters:
-    """Return how models learn that stay at their site and have no noise, unless they choose for themselves."""
+    """Return the default hyperparameters of local models without noise."""
     return HyperParameters(keys.private_lr or keys.lr, keys.weight_decay, keys.balance)
 
 
@@ -413,7 +413,7 @@ def _learner(
     *,
     dp: DPSettings | None = None,
 ) -> Learner:
-    """Return a learner with these settings for some training examples; under privacy all classes count as they come."""
+    """Return a learner for training examples; with differential privacy classes are not balanced."""
     return Learner(
         model,
         lr=way.lr,
@@ -427,7 +427,7 @@ def _learner(
 
 
 def _class_weights(labels: NDArray[np.int64], n_classes: int) -> list[float]:
-    """Return how much a row of each class counts so that all classes count alike; 1 where all are as frequent."""
+    """Return the weight of a row by class, so that all classes have equal total weight; 1 for equal frequencies."""
     counts = np.bincount(labels, minlength=n_classes)
     present = counts > 0
     weights = np.where(present, len(labels) / present.sum() / np.maximum(counts, 1), 1.0)
@@ -435,10 +435,10 @@ def _class_weights(labels: NDArray[np.int64], n_classes: int) -> list[float]:
 
 
 def _tune(party: RunContext, site: Site) -> None:
-    """Let a site choose by cross-validation how its own models learn, where `train.tune` asks for it.
+    """Tune a site's local models by cross-validation, if `train.tune` is set.
 
-    A model that travels, or is under differential privacy, is not tuned. A linear head that it would have alone is
-    fitted in any case. Both models of its own are fresh and alike, so what suits one suits the other.
+    An exchanged or DP model is not tuned. A linear head as local baseline is fitted in any case. Private model and
+    local baseline start alike, so the tuned settings are for both.
     """
     pipeline, train = party.pipeline, site.train
     own = {
@@ -469,7 +469,7 @@ def _tune(party: RunContext, site: Site) -> None:
 
 
 def _is_linear(model: nn.Module) -> bool:
-    """Return whether a model is one linear layer on what is fixed."""
+    """Return whether a model is a linear layer on fixed layers."""
     *below, last = model.children() if isinstance(model, nn.Sequential) else [model]
     return isinstance(last, nn.Linear) and all(isinstance(one, nn.LayerNorm | MeanOfBag) for one in below)
 
@@ -485,7 +485,7 @@ def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> No
 
 
 def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.device) -> FittedHead:
-    """Return the linear layer that serves held-out patients best on what the fixed layers below it see."""
+    """Return the linear layer with the best held-out loss, on outputs of the fixed layers."""
     assert isinstance(model, nn.Sequential)
     below = model[:-1].to(device)
     size = train.at_once or 256
@@ -498,9 +498,9 @@ def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.dev
 def _tuned(
     pipeline: Pipeline, model: nn.Module, site: Site, *, of_images: bool
 ) -> tuple[HyperParameters, Probabilities | None]:
-    """Return the settings that serve held-out patients best, and what models trained with them say of all patients.
+    """Return the settings with the best held-out loss, and held-out predictions of all patients.
 
-    Models of images, which take longest, choose by one fold.
+    Models of images, the slowest, use a single fold.
     """
     start = {key: value.clone() for key, value in model.state_dict().items()}
     keys, train = pipeline.train, site.train
@@ -510,7 +510,7 @@ def _tuned(
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
         learner = _learner(model, way, some, site.n_classes, site.device, pipeline)
         stream = CipherStream.seeded(keys.seed, "tuning")
-        drawn = stream if keys.max_patches else None  # which patches are seen
+        drawn = stream if keys.max_patches else None  # the draws of patches
         augment = augmentation(keys.augment, stream) if of_images else None
         rows = epoch_rows(len(some), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream)
         for batch in batches(some, rows, augment=augment, device=site.device, draws=drawn):
@@ -524,9 +524,9 @@ def _tuned(
 
 
 def _bring_released(party: RunContext, site: Site) -> None:
-    """Give a site's learners what all released files tell: a shared head its sums, or what travels its start.
+    """Load released statistics into a site's one-shot global head, or as start of its exchanged model.
 
-    WsiFlError where a file holds what no honest site would have released.
+    WsiFlError for statistics that no honest site would release.
     """
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
     wanted = wanted_of(data)
@@ -542,7 +542,7 @@ def _bring_released(party: RunContext, site: Site) -> None:
         letter, facts = torch.from_numpy(sums.vector), sums.facts
         if problem := impossible(head, letter, facts.n, facts.sigma, rows=facts.unit == "row"):
             raise WsiFlError(
-                f"{label}: no sums of {facts.n} {facts.unit}s: {problem}; ask its site for the file"
+                f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file"
             )
     exact = np.mean([sums.vector.astype(np.float64) for sums in party.releases.values()], axis=0)
     mean, n = np.asarray(exact, np.float32), len(party.releases)
