@@ -328,7 +328,10 @@ def flat(tmp_path_factory):
 def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monkeypatch):
     read = []
     monkeypatch.setattr("wsi_fl.viewer.tiles._COARSE_PX", 2048)
-    monkeypatch.setattr("wsi_fl.slides.reading.reader.Slide.area", lambda *a, real=Slide.area, **k: read.append(a[2]) or real(*a, **k))
+    monkeypatch.setattr(
+        "wsi_fl.slides.reading.reader.Slide.area",
+        lambda *a, real=Slide.area, **k: read.append(a[2]) or real(*a, **k),
+    )
     with Slide(flat, reader="openslide") as slide:
         tiles, pyramid = TileReader(), Pyramid(slide.size_l0)
         coarse = tiles.read(slide, 9, 0, 0)

@@ -119,7 +119,7 @@ def _is_shown_finer(holes: _Mask, step: int, place: Place, read: _ReadRegion) ->
 
 
 def _shows(pixels: NDArray[np.uint8], background: tuple[int, int, int]) -> _Mask:
-    """Return bool[h, w] of the opaque RGBA pixels [h, w, 4] that differ from the background by more than empty glass."""
+    """Return bool[h, w] of opaque RGBA pixels [h, w, 4] that differ from the background by more than empty glass."""
     colours = pixels[..., :3].astype(np.int16)
     apart = np.abs(colours - np.array(background, np.int16)).max(axis=-1)
     chroma = colours.max(axis=-1) - colours.min(axis=-1)

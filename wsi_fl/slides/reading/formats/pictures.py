@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 
 def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]:
-    """Return a picture as uint8[h, w, 3], turned by its orientation and white where transparent, and its µm per pixel."""
+    """Return a picture as uint8[h, w, 3], oriented upright and white where transparent, and its µm per pixel."""
     try:
         picture = kind(path)
     except SyntaxError as error:  # Pillow's, for unknown files
