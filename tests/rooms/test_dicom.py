@@ -131,7 +131,7 @@ LIES = {
 def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
     colours, syntax, pack, what = LIES[how]
     write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
-    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header says {colours}", what)
+    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header states {colours}", what)
 
 
 TRUTHS = {

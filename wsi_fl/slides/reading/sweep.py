@@ -39,7 +39,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _Cuts:
-    """Return the plan for patches at [n, 2] in the image's pixels with ascending numbers [n]; number // step is a strip.
+    """Return the plan for patches at [n, 2] in the image's pixels, ascending numbers [n]; number // step is a strip.
 
     A tile is decoded in the first strip that needs it, for all strips up to `reach` further on; the first of later
     strips decodes it again.
