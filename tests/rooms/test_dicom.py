@@ -119,9 +119,9 @@ def jpeg_2000(tile, mct=False):
 
 
 LIES = {
-    "RGB of YCbCr": ("RGB", JPEG, jpeg, "it holds YCbCr"),
-    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "it holds RGB"),
-    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "it holds RGB"),
+    "RGB of YCbCr": ("RGB", JPEG, jpeg, "first frame holds YCbCr"),
+    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "first frame holds RGB"),
+    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "first frame holds RGB"),
     "transformed of not": ("YBR_ICT", JPEG_2000, jpeg_2000, "that it did not transform"),
     "reversibly of not": ("YBR_RCT", JPEG_2000, jpeg_2000, "that it did not transform"),
 }
