@@ -321,7 +321,7 @@ def told_apart(
 ) -> Comparison | None:
     """Return the comparison of distances of training and of held-out images, over the usual ones of both.
 
-    None if there are too few to distinguish copying from likeness: no training image, or fewer held-out than `least`.
+    None if copying cannot be distinguished from likeness: no training image, or fewer held-out than `least`.
     """
     training, held_out = map(_over_usual, reached, usual)
     return _compared(training, held_out) if len(training) and len(held_out) >= least else None

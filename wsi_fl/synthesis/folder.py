@@ -80,7 +80,7 @@ class GeneratorFolder:
         return f"`wsi-fl synthesize {what} --site {self.path.name} --generator {self.kind}"
 
     def check(self) -> dict[str, Any] | None:
-        """Return the verdict; None where `check` was not run.
+        """Return the verdict; None before the first check.
 
         Raises:
             WsiFlError: when it is damaged.

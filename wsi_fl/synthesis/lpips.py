@@ -251,8 +251,8 @@ class Keepaway:
 
     Attributes:
         margin: m.
-        kept: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly any
-            image of a small batch is near, so the margin has to be wide; of many images the nearest few are, and a
+        kept: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly
+            any image of a small batch is near, so the margin has to be wide; of many images the nearest few are, and a
             narrow margin pushes away only from them.
     """
 

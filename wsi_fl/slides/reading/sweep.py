@@ -105,8 +105,8 @@ _MEMORY = BufferPool(most=8)
 class _Sweep:
     """Reads patches with corners [n, 2] from an open slide, in strips of `step` patches.
 
-    Threads call `fill` once for each strip, about in order. A strip can be taken when its call and all earlier ones
-    have returned. `first` is the row of the first patch among all patches of the slide.
+    Threads call `fill` once for each strip, about in order. A strip can be taken when its call and all earlier
+    ones have returned. `first` is the row of the first patch among all patches of the slide.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ def read_patches(
     Args:
         xy_l0: the patches' corners [n, 2].
         threads: number of decoding threads.
-        aside: filled with row → one-line reason of the patches that cannot be decoded, before their batch is yielded.
-            They are left out of the batch, which may become empty.
+        aside: filled with row → one-line reason of the patches that cannot be decoded, before their batch is
+            yielded. They are left out of the batch, which may become empty.
         notes: filled with the slide's notes of replaced damage, after the last batch.
 
     Raises:
