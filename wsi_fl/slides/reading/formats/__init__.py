@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _HEAD = 1 << 16
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _CZI = b"ZISRAWFILE"
-_Answer = TypeVar("_Answer")
+_Value = TypeVar("_Value")
 
 
 def open_source(path: Path) -> Source | None:
@@ -143,7 +143,7 @@ def properties_of_ome(path: Path) -> dict[str, str]:
     return _asked(path, lambda tif: mpp_properties(mpp_of_ome(tif)) if tif.is_ome else {}, {})
 
 
-def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answer) -> _Answer:
+def _asked(path: Path, question: Callable[[TiffFile], _Value], otherwise: _Value) -> _Value:
     """Return the result of a query of a TIFF; the default for other and for damaged files."""
     with ordinary(path).open("rb") as file:
         if not file.read(4).startswith(_TIFF):
@@ -165,7 +165,7 @@ def is_czi(path: Path) -> bool:
         return file.read(len(_CZI)) == _CZI
 
 
-def _guarded(path: Path, opened: Callable[[Path], _Answer]) -> _Answer:
+def _guarded(path: Path, opened: Callable[[Path], _Value]) -> _Value:
     """Open a source; errors of its library become one line, except MemoryError."""
     try:
         return opened(path)
