@@ -189,7 +189,8 @@ def judged(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Memoriza
         copies, theirs = (int((one.relative < below).sum()) for one in (generated, held_out))
         if copies * m > theirs * n:
             reasons = [
-                f"{copies} of {n} generated images are copies of training images (held-out images: {theirs} of {m})"
+                f"{copies} of {n} generated images are copies of training images "
+                f"(held-out images: {theirs} of {m})"
             ]
     return Memorization(
         n_generated=n,
@@ -267,8 +268,8 @@ class Comparison:
             )
         if self.p_tail < _ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL):
             found.append(
-                f"{what}: {self.tail_training:.0%} of the training images are nearer than {_TAIL:.0%} of the "
-                f"held-out ones are (p = {self.p_tail:.1g})"
+                f"{what}: {self.tail_training:.0%} of the training images are nearer than "
+                f"{_TAIL:.0%} of the held-out ones are (p = {self.p_tail:.1g})"
             )
         return found
 
