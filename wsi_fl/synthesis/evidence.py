@@ -213,8 +213,8 @@ def _too_few(n_held_out: int) -> list[str]:
     if n_held_out >= LEAST_HELD_OUT:
         return []
     return [
-        f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} copying cannot be "
-        "told from likeness"
+        f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} copying cannot "
+        "be distinguished from likeness"
     ]
 
 
@@ -258,7 +258,7 @@ class Comparison:
         found, n, m = [], self.training.n, self.held_out.n
         if self.copies_training and self.copies_training * m > self.copies_held_out * n:
             found.append(
-                f"{what}: {self.copies_training} of {n} training images are met almost exactly "
+                f"{what}: {self.copies_training} of {n} training images are reproduced almost exactly "
                 f"(held-out images: {self.copies_held_out} of {m})"
             )
         if self.p_nearer < _ALPHA and self.nearer >= _NEARER:
@@ -333,7 +333,7 @@ def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:
     if few := _too_few(n_held_out):
         return few
     if not comparisons:
-        return ["too few images differ from all others: copying cannot be told from likeness"]
+        return ["too few images differ from all others: copying cannot be distinguished from likeness"]
     return [reason for what, one in comparisons.items() for reason in one.reasons(what)]
 
 
