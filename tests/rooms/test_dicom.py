@@ -119,9 +119,9 @@ def jpeg_2000(tile, mct=False):
 
 
 LIES = {
-    "RGB of YCbCr": ("RGB", JPEG, jpeg, "it holds YCbCr"),
-    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "it holds RGB"),
-    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "it holds RGB"),
+    "RGB of YCbCr": ("RGB", JPEG, jpeg, "first frame holds YCbCr"),
+    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "first frame holds RGB"),
+    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "first frame holds RGB"),
     "transformed of not": ("YBR_ICT", JPEG_2000, jpeg_2000, "that it did not transform"),
     "reversibly of not": ("YBR_RCT", JPEG_2000, jpeg_2000, "that it did not transform"),
 }
@@ -131,7 +131,7 @@ LIES = {
 def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
     colours, syntax, pack, what = LIES[how]
     write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
-    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header says {colours}", what)
+    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header states {colours}", what)
 
 
 TRUTHS = {

@@ -15,7 +15,7 @@ from PIL import Image
 from zarr_files import ome_zarr
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.reading.formats import pictures, source
+from wsi_fl.slides.reading.formats import source
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError
@@ -250,7 +250,7 @@ def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_name
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(
     monkeypatch, picture, tmp_path, write
 ):
-    monkeypatch.setattr(pictures, "_MOST_PX", 1 << 20)
+    monkeypatch.setattr("wsi_fl.slides.reading.formats.pictures._MOST_PX", 1 << 20)
     path = write(tmp_path, picture)
     refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 

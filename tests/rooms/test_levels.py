@@ -16,7 +16,7 @@ from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP, TILE = 0.5, 64
-NOTE = "its level {} is damaged or lacks tiles; what it cannot give is made from finer levels"
+NOTE = "its level {} is damaged or lacks tiles; the affected areas are made from finer levels"
 
 
 def tissue(size=512):

@@ -249,7 +249,7 @@ def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, m
         original(self, level, cuts, number)
         made.append(max(k for k, strip in self._strips.items() if strip.pixels is not None) - number)
 
-    monkeypatch.setattr(sweep._Sweep, "_decode", decode)
+    monkeypatch.setattr("wsi_fl.slides.reading.sweep._Sweep._decode", decode)
     pixels = read_all(path, corners, GridSpec(100, MPP, stride), threads=1)
     assert max(made) <= max(1, reach) + 2  # the thread may be two strips ahead
     assert_openslides(path, corners, pixels)

@@ -152,7 +152,7 @@ def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
     monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
-    with pytest.raises(AllSetAside, match=r"all \d+ are set aside \(\d+ blur\); see tile\.qc") as failure:
+    with pytest.raises(AllSetAside, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
         planned(tmp_path, painted[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
 

@@ -71,7 +71,7 @@ def test_a_generator_of_the_distribution_passes():
 
 @pytest.mark.parametrize(
     ("memorised", "word"),
-    [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "met almost exactly")],
+    [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "reproduced almost exactly")],
 )
 def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
     training = distances(300, 0)

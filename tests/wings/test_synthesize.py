@@ -373,7 +373,7 @@ def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_f
     honest, copying = (document["copying"][phase]["nearest sample"] for phase in ("before", "after"))
     assert not document["passed"] and honest["copies_training"] == 0
     assert (copying["copies_training"], copying["copies_held_out"]) == (24, 0)
-    assert any("met almost exactly" in reason for reason in document["reasons"])
+    assert any("reproduced almost exactly" in reason for reason in document["reasons"])
     words = ("not passed", "--despite-failed-check")
     refused(lambda: sample(study, site="S1", n_per_class=2), *words, error=WsiFlError)
     assert not study.store("S1-synthetic").exists()

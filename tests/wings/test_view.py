@@ -328,7 +328,10 @@ def flat(tmp_path_factory):
 def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monkeypatch):
     read = []
     monkeypatch.setattr("wsi_fl.viewer.tiles._COARSE_PX", 2048)
-    monkeypatch.setattr(Slide, "area", lambda *a, real=Slide.area, **k: read.append(a[2]) or real(*a, **k))
+    monkeypatch.setattr(
+        "wsi_fl.slides.reading.reader.Slide.area",
+        lambda *a, real=Slide.area, **k: read.append(a[2]) or real(*a, **k),
+    )
     with Slide(flat, reader="openslide") as slide:
         tiles, pyramid = TileReader(), Pyramid(slide.size_l0)
         coarse = tiles.read(slide, 9, 0, 0)
@@ -351,7 +354,7 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
     monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 20)
     with served(gallery_of(flat)) as running:
         running._first.join()
-        monkeypatch.setattr(Slide, "area", slow)
+        monkeypatch.setattr("wsi_fl.slides.reading.reader.Slide.area", slow)
         with sent(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
             assert began.wait(20)
         gone.set()

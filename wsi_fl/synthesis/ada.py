@@ -1,8 +1,8 @@
-"""Adaptive discriminator augmentation: pixel, geometric and colour transforms, and the rule that sets how often.
+"""Adaptive discriminator augmentation: pixel, geometric and colour transforms, and the rule for their probability.
 
 Karras et al., "Training generative adversarial networks with limited data", NeurIPS 2020, appendix B, the pipeline
-"bgc". Real and generated images go through the same one. Everything is gathers, products and sums, so it can be
-differentiated twice; an image that no transform of a group is drawn for leaves that group bit for bit as it came.
+"bgc", applied to real and generated images alike. It consists of gathers, products and sums, so it is twice
+differentiable; an image without a drawn transform of a group passes that group bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from wsi_fl.synthesis.stylegan2 import downsampled, single_precision, upsampled
 
 _TRANSLATION = 0.125
-"""Of the image's size: the most for whole pixels, the standard deviation for fractions."""
+"""Shift over the image's size: the most for whole pixels, the standard deviation for fractions."""
 _SCALE_SD = 0.2
 _BRIGHTNESS_SD, _CONTRAST_SD, _SATURATION_SD = 0.2, 0.5, 1.0
 
@@ -39,7 +39,7 @@ class _Draws:
 
 
 def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """Images [b, c, h, h] of about [−1, 1], each transform applied with probability p.
+    """Return images [b, c, h, h] of about [−1, 1] with each transform applied with probability p.
 
     Args:
         generator: on the images' device.
@@ -52,7 +52,7 @@ def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
 
 
 def _shifted(images: Tensor, draws: _Draws) -> Tensor:
-    """Pixel blitting: mirrored, turned by multiples of 90°, moved by whole pixels with reflection at the edge."""
+    """Mirror images, turn them by multiples of 90° and shift them by whole pixels, with reflection at the edge."""
     b, c, h, w = images.shape
     mirror = draws.sometimes((draws.uniform() * 2).floor(), 0).long()
     turns = draws.sometimes((draws.uniform() * 4).floor(), 0).long()
@@ -71,14 +71,14 @@ def _shifted(images: Tensor, draws: _Draws) -> Tensor:
 
 
 def _reflected(position: Tensor, n: int) -> Tensor:
-    """Positions beyond 0 … n − 1 mirrored at the first and the last sample."""
+    """Return positions with those beyond 0 … n − 1 mirrored at the first and the last sample."""
     period = 2 * (n - 1)
     folded = position.remainder(period)
     return torch.where(folded > n - 1, period - folded, folded)
 
 
 def _warped(images: Tensor, draws: _Draws) -> Tensor:
-    """Scaled, turned, stretched and moved by any amount, at twice the resolution; reflected at the edge."""
+    """Scale, turn, stretch and shift images by any amount, at twice the resolution, with reflection at the edge."""
     matrix, touched = _geometry(draws)
     rows = touched.nonzero()[:, 0]
     if not len(rows):
@@ -89,7 +89,7 @@ def _warped(images: Tensor, draws: _Draws) -> Tensor:
 
 
 def _geometry(draws: _Draws) -> tuple[Tensor, Tensor]:
-    """(float[b, 2, 3] from places in the new image to places in the old, in units of half its size; which change)."""
+    """Draw (float[b, 2, 3] from points of the new image to those of the old, in half image sizes; which change)."""
     # 1. isotropic scaling, rotation, anisotropic scaling, rotation, translation; either rotation has probability p
     rate = 1 - sqrt(1 - draws.p)
     scale = draws.sometimes(torch.exp2(draws.normal() * _SCALE_SD), 1)
@@ -101,7 +101,7 @@ def _geometry(draws: _Draws) -> tuple[Tensor, Tensor]:
     sizes = torch.diag_embed(torch.stack([1 / (scale * stretch), stretch / scale], dim=1))
     linear = _rotation(-before) @ sizes @ _rotation(-after)
     moved = linear @ torch.stack([move_x, move_y], dim=1)[:, :, None]
-    # 3. images for which nothing was drawn stay as they are
+    # 3. images without a drawn transform are unchanged
     neutral = (scale == 1) & (before == 0) & (stretch == 1) & (after == 0) & (move_x == 0) & (move_y == 0)
     return torch.cat([linear, -moved], dim=2), ~neutral
 
@@ -112,7 +112,7 @@ def _rotation(angle: Tensor) -> Tensor:
 
 
 def _bilinear(images: Tensor, matrix: Tensor) -> Tensor:
-    """Images [b, c, h, h] read at the places that `matrix` [b, 2, 3] gives for each pixel's centre."""
+    """Return images [b, c, h, h] interpolated where `matrix` [b, 2, 3] maps each pixel's centre."""
     b, c, h, w = images.shape
     centres = (torch.arange(h, device=images.device, dtype=matrix.dtype) * 2 + 1) / h - 1
     y, x = torch.meshgrid(centres, centres, indexing="ij")
@@ -134,7 +134,7 @@ def _bilinear(images: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _coloured(images: Tensor, draws: _Draws) -> Tensor:
-    """Brightness, contrast, inverted luma, hue and saturation as one affine map of colours; grey images have no hue."""
+    """Change brightness, contrast, luma, hue and saturation by one affine map of colours; grey images have no hue."""
     matrix, touched = _colours(draws)
     if images.shape[1] == 1:
         matrix = matrix[:, :3].mean(dim=1, keepdim=True)
@@ -147,7 +147,7 @@ def _coloured(images: Tensor, draws: _Draws) -> Tensor:
 
 
 def _colours(draws: _Draws) -> tuple[Tensor, Tensor]:
-    """(float[b, 4, 4] of homogeneous colours, which images change)."""
+    """Draw (float[b, 4, 4] of homogeneous colours, which images change)."""
     brightness = draws.sometimes(draws.normal() * _BRIGHTNESS_SD, 0)
     contrast = draws.sometimes(torch.exp2(draws.normal() * _CONTRAST_SD), 1)
     flip = draws.sometimes((draws.uniform() * 2).floor(), 0)
@@ -169,7 +169,7 @@ def _colours(draws: _Draws) -> tuple[Tensor, Tensor]:
 
 
 def _about_grey(angle: Tensor) -> Tensor:
-    """float[b, 4, 4]: rotations about the axis of greys (Rodrigues)."""
+    """Return float[b, 4, 4], rotations about the axis of greys (Rodrigues)."""
     device = angle.device
     u = 1 / sqrt(3)
     cross = torch.tensor([[0, -u, u], [u, 0, -u], [-u, u, 0]], device=device)
@@ -182,12 +182,12 @@ def _about_grey(angle: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Controller:
-    """Moves p so that the discriminator's mean sign on real images, r_t, meets its target (section 3.1).
+    """The controller of p by the discriminator's mean sign on real images, r_t, and its target (section 3.1).
 
     Attributes:
-        target: of r_t; 0.6 in the paper. None keeps p as it is.
-        images: shown while p would go from 0 to 1; 500 000 in the paper.
-        sign_sum, seen: of the logits since p last moved.
+        target: of r_t; 0.6 in the paper. None for constant p.
+        images: number of images over which p goes from 0 to 1; 500 000 in the paper.
+        sign_sum, seen: sum of signs and number of the logits since the last update of p.
     """
 
     p: float
@@ -197,12 +197,12 @@ class Controller:
     seen: int = 0
 
     def observed(self, real_logits: Tensor) -> Controller:
-        """With the signs of one batch of real images."""
+        """Return the controller with the signs of one batch of real images added."""
         signs = float(real_logits.detach().sign().sum())
         return replace(self, sign_sum=self.sign_sum + signs, seen=self.seen + len(real_logits))
 
     def moved(self) -> Controller:
-        """Return p one step further, and counting from anew."""
+        """Return the controller with p updated and counts of 0."""
         p = self.p
         if self.target is not None and self.seen:
             r_t = self.sign_sum / self.seen  # near 1 the discriminator knows its training images

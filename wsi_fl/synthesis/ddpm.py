@@ -1,9 +1,9 @@
-"""A class-conditional denoising diffusion model, trained from scratch: the only module that knows diffusers.
+"""A class-conditional denoising diffusion model, trained from scratch: the only module that imports diffusers.
 
 Noise prediction (Ho et al., NeurIPS 2020, eq. 14) by a U-Net with a class embedding, an exponential moving average
 of its weights, optionally classifier-free guidance (Ho and Salimans, 2022). Sampling by the full chain (DDPM), by
-DDIM (Song et al., ICLR 2021) or by DPM-Solver++ (Lu et al., 2022). All that a step depends on is in `DdpmState`, so
-a checkpoint continues bit for bit.
+DDIM (Song et al., ICLR 2021) or by DPM-Solver++ (Lu et al., 2022). `DdpmState` has the whole state of a
+training, so a checkpoint continues bit for bit.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pi
 _Sampler = Literal["ddpm", "ddim", "dpm++"]
 
 _SHOWN_PER_CLASS = 320_000
-"""Images of each class that the rule for epochs shows, however few different ones there are."""
+"""Images of each class shown by the rule for epochs, repeats included."""
 _MOST_GROUPS = 16
 _HEAD_DIM = 8
 _CLIP_NORM = 1.0
 _MOST_BETA = 0.999
 _EMA_RAMP = 10
-"""Early on the moving average forgets faster: after t steps at most (1 + t) / (10 + t) is kept."""
+"""Decay of the moving average after t steps is at most (1 + t) / (10 + t)."""
 
 
 @dataclass(frozen=True)
 class DdpmShape:
-    """What all sites agree on, and what a denoiser is rebuilt from.
+    """The shape of a denoiser, the same at all sites.
 
     Attributes:
         resolution: of the images, in pixels; divisible by 2^(len(widths) − 1).
@@ -64,14 +64,14 @@ class DdpmShape:
 
     @property
     def diffusion(self) -> dict[str, object]:
-        """The chain in diffusers' words. A short one takes larger steps, so that it too ends in noise."""
+        """The chain as arguments of diffusers. A short chain takes larger steps, so that it ends in noise too."""
         scale = 1000 / self.chain
         ends = {"beta_start": min(1e-4 * scale, _MOST_BETA), "beta_end": min(0.02 * scale, _MOST_BETA)}
         return {"num_train_timesteps": self.chain, "beta_schedule": self.schedule, **ends}
 
     @property
     def schema(self) -> str:
-        """A digest of all that must agree for a denoiser to be understood by another site."""
+        """A digest of the shape, equal for compatible denoisers."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @property
@@ -82,11 +82,11 @@ class DdpmShape:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How images are drawn, so many at a time.
+    """Parameters of drawing images in batches.
 
     Attributes:
         steps: evaluations of the denoiser for each image; "ddpm" with the whole chain is the paper's.
-        guidance: 1 is the conditional model as it is; more draws images more typical of their class.
+        guidance: 1 is the plain conditional model; more draws images more typical of their class.
     """
 
     sampler: _Sampler = "ddim"
@@ -98,8 +98,8 @@ class Sampling:
 def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
     """Return the optimizer steps of a training: more epochs for more classes and for fewer images (appendix B.2).
 
-    The paper's formula did not survive in its text. This one has both properties: every class is shown the same
-    number of images in all, 320 000, whatever the number of different ones.
+    The paper's text lacks the formula. This rule has both properties: each class is shown 320 000 images in all, with
+    repeats.
 
     Example:
         >>> steps_by_rule(1000, 2, 1000), steps_by_rule(1000, 6, 1000), steps_by_rule(500, 2, 1000)
@@ -109,7 +109,7 @@ def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
 
 
 class UNet(UNet2DModel):  # type: ignore[misc]
-    """A U-Net, (noisy images, step, classes) → the noise, with one class more than there are, that of no class."""
+    """A U-Net, (noisy images, step, classes) → the noise, with an additional class for "no class"."""
 
     def __init__(self, shape: DdpmShape) -> None:
         depth = len(shape.widths)
@@ -154,7 +154,7 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
     """Take one step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
 
     Args:
-        images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
+        images: uint8[n, c, h, h], all of them: batches are drawn by the state's random generator, with replacement.
         labels: int64[n].
     """
     shape, terms, random, device = state.shape, state.terms, state.random, state.device
@@ -181,37 +181,37 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
 
 
 def _ema_decay(iteration: int, ema: float) -> float:
-    """Return what the moving average keeps of itself in the step after so many."""
+    """Return the decay of the moving average in the step after so many."""
     return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
 
 
 class _Ddim(DDIMScheduler):  # type: ignore[misc]
-    """DDIM in which each step ends where the next begins, and the last at the clean image (Song et al., eq. 12).
+    """DDIM with steps that end at the next listed time, and the last at the clean image (Song et al., eq. 12).
 
-    The library's own goes back by the whole number of chain steps per sampling step, whatever times it lists.
+    The library's class goes back by a whole number of chain steps per sampling step, regardless of its list of times.
     """
 
     def step(self, noise: Tensor, t: Tensor, x: Tensor) -> Any:
-        """Return the library's step from time t to the time that follows in `timesteps`."""
+        """Return the library's step from time t to the next time in `timesteps`."""
         following = int(self.previous_timestep(t))
-        # the library divides the chain by this for the stride; as a fraction it gives any stride exactly
+        # the library divides the chain by this for the stride; a fraction gives any stride exactly
         self.num_inference_steps = Fraction(self.config.num_train_timesteps, int(t) - following)
         return super().step(noise, t, x)
 
     def previous_timestep(self, t: Tensor) -> int:
-        """Return the time that follows t in `timesteps`, -1 after the last."""
+        """Return the next time after t in `timesteps`, -1 after the last."""
         (place,) = torch.nonzero(self.timesteps == t).flatten().tolist()
         return int(self.timesteps[place + 1]) if place + 1 < len(self.timesteps) else -1
 
 
 def _scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
-    # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
+    # clipped like the others: from pure noise, small errors of a denoiser give clean images that are far off
     clipped = {"thresholding": True, "sample_max_value": 1.0, "algorithm_type": "dpmsolver++"}
     kinds = {"ddpm": DDPMScheduler, "ddim": _Ddim, "dpm++": partial(DPMSolverMultistepScheduler, **clipped)}
     found: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
     found.set_timesteps(sampling.steps)
-    if (found.timesteps < 0).any():  # rounding gave the library one time too many, before the chain begins
+    if (found.timesteps < 0).any():  # by rounding the library has one time too many, before the chain begins
         times = found.timesteps[found.timesteps >= 0]
         if sampling.sampler == "dpm++":  # its noise levels follow from the times
             found.set_timesteps(timesteps=times.tolist())
@@ -231,7 +231,7 @@ def drawn(
     """Draw one image per label, uint8[b, c, h, h] on the CPU by batches; the same for the same arguments and device.
 
     Args:
-        told: called after every evaluation with the number of images done; a batch counts in parts.
+        told: called after every evaluation with the number of finished images; a batch counts in parts.
     """
     device, shape = next(denoiser.parameters()).device, denoiser.shape
     for start in range(0, len(labels), sampling.batch_size):
@@ -268,7 +268,7 @@ def _predicted_noise(denoiser: UNet, x: Tensor, t: Tensor, classes: Tensor, guid
 
 
 def vector_of(denoiser: UNet) -> NDArray[np.float32]:
-    """Return all parameters as one float32[d]: what travels."""
+    """Return all parameters as one float32[d] for sending."""
     flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
     return flat.numpy().astype(np.float32, copy=False)
 
@@ -277,7 +277,7 @@ def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> UNet:
     """Return the denoiser of these parameters, ready to draw.
 
     Raises:
-        ValueError: when they are not as many as the shape has.
+        ValueError: for another number of parameters than the shape has.
     """
     denoiser = UNet(shape)
     if denoiser.n_values != vector.size:

@@ -1,11 +1,11 @@
-"""What a site keeps of its generator, atomically and without pickle: `generators/<site>/` or `denoisers/<site>/`.
+"""The files of a site's generator, written atomically and without pickle: `generators/<site>/` or `denoisers/<site>/`.
 
 gan.json, ddpm.json         settings, classes, digests of the generators, whether training has finished
 before.safetensors          the moving average of a GAN's generator at the end of the first phase
 after.safetensors           the same at the end of the second, with the privacy loss
 denoiser.safetensors        the moving average of a diffusion model's denoiser at the end
 state/                      the last two checkpoints of the training, and known.json with the SHA-256 of each
-metrics.jsonl  samples/     losses and pictures on the way
+metrics.jsonl  samples/     losses and pictures during the training
 check.json  check/          the verdict and its pictures
 """
 
@@ -22,7 +22,7 @@ from wsi_fl.system.files import append_line, ordinary, read_lines, read_sealed, 
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, one_line
 
-if TYPE_CHECKING:  # `check` comes by without PyTorch
+if TYPE_CHECKING:  # `check` does not need PyTorch
     import torch
     from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # `check` comes by without PyTorch
     from wsi_fl.synthesis.state import TrainingState
 
 Phase = Literal["before", "after", "denoiser"]
-"""Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
+"""The network of a training: a GAN's without, or with, the privacy loss, or that of a diffusion model."""
 _Network = TypeVar("_Network", bound="nn.Module")
 
 KINDS = ("gan", "ddpm")
@@ -41,14 +41,14 @@ _KEYS = ("site", "settings", "store", "phases", "finished")
 
 
 class GeneratorFolder:
-    """The folder of one site's generator of a kind, "gan" or "ddpm", after which its document is called."""
+    """The folder of one site's generator of a kind, "gan" or "ddpm"; its document has that name."""
 
     def __init__(self, path: Path, kind: str = "gan") -> None:
         self.path, self.kind = path, kind
 
     @staticmethod
     def of(study: Study, site: str, kind: str) -> GeneratorFolder:
-        """Return the folder of a site's generator of a kind, whether or not there is one."""
+        """Return the folder of a site's generator of a kind, even before it exists."""
         return GeneratorFolder({"gan": study.generator, "ddpm": study.denoiser}[kind](site), kind)
 
     @property
@@ -60,7 +60,7 @@ class GeneratorFolder:
         return self.path / "check.json"
 
     def document(self) -> dict[str, Any] | None:
-        """Return what is known of the training; None before it has begun.
+        """Return the document of the training; None before it has begun.
 
         Raises:
             WsiFlError: when it is damaged.
@@ -69,7 +69,7 @@ class GeneratorFolder:
         return read_sealed(path, _KEYS, self._advice) if path.exists() else None
 
     def write_document(self, document: Mapping[str, Any]) -> None:
-        """Write what is known of the training, and a digest of it."""
+        """Write the document of the training, and a digest of it."""
         write_sealed(self._document_path, document)
 
     @property
@@ -80,7 +80,7 @@ class GeneratorFolder:
         return f"`wsi-fl synthesize {what} --site {self.path.name} --generator {self.kind}"
 
     def check(self) -> dict[str, Any] | None:
-        """Return the verdict; None where `check` was not run.
+        """Return the verdict; None before the first check.
 
         Raises:
             WsiFlError: when it is damaged.
@@ -91,7 +91,7 @@ class GeneratorFolder:
         return read_sealed(self.check_path, _VERDICT, advice)
 
     def everything(self) -> list[tuple[str, Callable[[], object]]]:
-        """Return the name of each file, and what reads it whole."""
+        """Return the name of each file, and a function that reads all of it."""
         documents = {
             self._known_path: self._whole_state,
             self._document_path: self.document,
@@ -117,7 +117,7 @@ class GeneratorFolder:
         return self.digest(phase)
 
     def digest(self, phase: Phase) -> str:
-        """Return the SHA-256 of a generator's file: what a verdict is about."""
+        """Return the SHA-256 of a generator's file, to which a verdict refers."""
         return _sha256(self.generator_path(phase))
 
     def load_generator(
@@ -126,10 +126,10 @@ class GeneratorFolder:
         """Return a generator, ready to make images.
 
         Args:
-            build: makes the network of a shape that the document keeps.
+            build: makes a network from the shape in the document.
 
         Raises:
-            WsiFlError: when it is missing, damaged, or of another shape than the document says.
+            WsiFlError: when it is missing, damaged, or of another shape than in the document.
         """
         path, document = self.generator_path(phase), self.document()
         if document is None or not path.exists():
@@ -139,12 +139,12 @@ class GeneratorFolder:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = one_line(error)
             raise WsiFlError(f"{self._document_path}: damaged shape ({reason}); {self._advice}") from None
-        what = f"generator, or not of the shape that {self._document_path.name} says"
+        what = f"generator, or not of the shape in {self._document_path.name}"
         _restore(path, what, self._advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
-        """Write a checkpoint and what it is known by, then forget all but the last two."""
+        """Write a checkpoint and its digest, then delete all but the last two."""
         save_tensors(self._state_path(state.iteration), state.tensors(), state.document())
         kept = self.iterations()[-_KEPT:]
         known = self._known() | {state.iteration: _sha256(self._state_path(state.iteration))}
@@ -156,7 +156,7 @@ class GeneratorFolder:
         """Restore the newest checkpoint; return whether there is one.
 
         Raises:
-            WsiFlError: when it is damaged, of another training, or not the one that was written.
+            WsiFlError: when it is damaged, of another training, or replaced.
         """
         if not (found := self.iterations()):
             return False
@@ -165,10 +165,10 @@ class GeneratorFolder:
         return True
 
     def lost(self) -> str:
-        """Say that the newest checkpoint is gone, in one line; "" where it is there.
+        """Return a line about a missing newest checkpoint; "" if it exists.
 
         Raises:
-            WsiFlError: when what checkpoints are known by is damaged.
+            WsiFlError: when the digests of the checkpoints are damaged.
         """
         newest, last = max(self._known(), default=0), max(self.iterations(), default=0)
         if last >= newest:
@@ -177,13 +177,13 @@ class GeneratorFolder:
         return f"{self._state_path(newest)}: this checkpoint is gone; training goes on from {then}"
 
     def _check_known(self, iteration: int) -> None:
-        """Refuse a checkpoint in another's place; one later than all that are known was written just before a kill."""
+        """Refuse a replaced checkpoint; one later than all digests was written just before a kill."""
         known, path = self._known(), self._state_path(iteration)
         if known and iteration <= max(known) and known.get(iteration) != _sha256(path):
             raise WsiFlError(f"{path}: not the checkpoint that was written; {self._advice_of(iteration)}")
 
     def _whole_state(self) -> bool:
-        """Refuse checkpoints that are not those that were written, or gone though wanted; return that all is known."""
+        """Refuse replaced checkpoints, and a missing one of an unfinished training; return True."""
         for iteration in self.iterations():
             self._check_known(iteration)
         document = self.document()
@@ -203,7 +203,7 @@ class GeneratorFolder:
         return {int(iteration): str(digest) for iteration, digest in found.items()}
 
     def _advice_of(self, iteration: int) -> str:
-        """Return how to go on where a checkpoint is damaged."""
+        """Return the advice for a damaged checkpoint."""
         if [one for one in self.iterations() if one != iteration]:
             return "delete it, and training goes on from the other one"
         return self._advice
@@ -224,14 +224,14 @@ class GeneratorFolder:
         return read_lines(self.path / "metrics.jsonl", {"iteration": int})
 
     def forget_after(self, iteration: int) -> None:
-        """Drop the lines of steps that will be made again."""
+        """Drop the lines of steps that will be repeated."""
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
 
 
 def everything_of(study: Study, site: str) -> Iterator[list[tuple[str, Callable[[], object]]]]:
-    """Yield what `check` reads of each generator that a site has, as its entry point `wsi_fl.checks`."""
+    """Yield the files of each generator of a site for `check`, as its entry point `wsi_fl.checks`."""
     for kind in KINDS:
         folder = GeneratorFolder.of(study, site, kind)
         if folder.path.exists():

@@ -2,8 +2,8 @@
 
 Non-saturating logistic loss (Goodfellow et al., 2014), R1 (Mescheder et al., 2018) every few steps, path-length
 regularisation, style mixing and exponential moving average (Karras et al., 2019, 2020), adaptive augmentation
-(Karras et al., 2020b); the second phase adds the loss of Pennisi et al. All that a step depends on is in
-`GanState`, so a checkpoint continues bit for bit.
+(Karras et al., 2020b); the second phase adds the loss of Pennisi et al. `GanState` has the whole state of
+a training, so a checkpoint continues bit for bit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
 _W_MEAN_DECAY = 0.998
 _PATH_DECAY = 0.01
 _PATH_SHRINK = 2
-"""Path lengths are measured on so much smaller a batch."""
+"""Divisor of the batch size for path lengths."""
 _R1_EVERY, _PATH_EVERY, _ADA_EVERY = 16, 4, 4
-"""Steps from one to the next: of R1, of path lengths, and of the augmentation's probability."""
+"""Intervals, in steps: of R1, of path lengths, and of the augmentation's probability."""
 _ADA_P = 0.0
-"""At the beginning."""
+"""Initial probability of augmentation."""
 _BATCH, _DRAWN = 16, 64
-"""Images at a time in a search of the latent space, and in a drawing."""
+"""Batch sizes of a search of the latent space, and of drawing."""
 _LR = 0.1
 _MOST_CANDIDATES = 256
 _EMA_RAMP = 0.05
-"""Early on the moving average looks back on this share of the images seen so far."""
+"""The half-life of the moving average is at most this share of the images shown so far."""
 
 
 def terms_of(gan: Gan) -> dict[str, object]:
-    """Return how a GAN is trained, as JSON: its settings, and what is the same for all."""
+    """Return the training settings of a GAN, and its constants, as JSON."""
     keys = {
         "batch_size",
         "lr",
@@ -68,7 +68,7 @@ class GanState(TrainingState):
     Attributes:
         ada: the augmentation's controller.
         path_mean: moving mean of path lengths.
-        margin: of the privacy loss, once the second phase has begun.
+        margin: of the privacy loss, from the second phase on.
     """
 
     def __init__(self, shape: GanShape, terms: Gan, *, device: torch.device) -> None:
@@ -91,19 +91,19 @@ class GanState(TrainingState):
         self.margin: float | None = None
 
     def document(self) -> dict[str, object]:
-        """Return everything else, as JSON."""
+        """Return the other state, as JSON."""
         ada = {"p": self.ada.p, "sign_sum": self.ada.sign_sum, "seen": self.ada.seen}
         return super().document() | {"path_mean": self.path_mean, "margin": self.margin, "ada": ada}
 
     def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Restore what `tensors` and `document` gave."""
+        """Restore the state from its tensors and its JSON."""
         super().load(tensors, document)
         self.path_mean, self.margin = float(document["path_mean"]), document["margin"]
         self.ada = replace(self.ada, **document["ada"])
 
 
 def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.optim.Adam:
-    """Adam with β = (0, 0.99), corrected for a regulariser that comes every so many steps (appendix B of StyleGAN2)."""
+    """Return Adam with β = (0, 0.99), corrected for a regulariser at an interval of steps (appendix B of StyleGAN2)."""
     c = every / (every + 1) if lazy else 1.0
     return torch.optim.Adam(network.parameters(), lr=lr * c, betas=(0.0, 0.99**c), eps=1e-8)
 
@@ -114,7 +114,7 @@ def step(
     """Take one step of discriminator, generator, averages and augmentation; return its losses, None if left out.
 
     Args:
-        images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
+        images: uint8[n, c, h, h], all of them: batches are drawn by the state's random generator, with replacement.
         labels: int64[n].
         keepaway: given in the second phase.
     """
@@ -143,7 +143,7 @@ def step(
 
 
 def _ema_decay(images_seen: int, terms: Gan) -> float:
-    """Return what remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
+    """Return the decay of the moving average for a batch: half after `ema_images`, sooner at the beginning."""
     half_life = min(terms.ema_images, max(images_seen * _EMA_RAMP, 1e-8))
     return float(0.5 ** (terms.batch_size / half_life))
 
@@ -153,7 +153,7 @@ def _latents(state: GanState, n: int) -> Tensor:
 
 
 def _styles(state: GanState, labels: Tensor) -> Tensor:
-    """[b, n_styles, w_dim] of fresh latents, mixed from two of them behind a random place; moves the mean w."""
+    """Draw styles [b, n_styles, w_dim], mixed from two latents at a random layer; update the mean w."""
     generator, n = state.generator, len(labels)
     w = generator.mapping(_latents(state, n), labels)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def _train_generator(
 
 
 def _shorten_paths(state: GanState, labels: Tensor) -> float:
-    """A step of the generator on its path-length penalty alone."""
+    """Take a step of the generator on its path-length penalty; return it."""
     state.generator_optimizer.zero_grad(set_to_none=True)
     classes = labels[state.rows(len(labels), max(1, state.terms.batch_size // _PATH_SHRINK))]
     styles = _styles(state, classes)
@@ -273,11 +273,11 @@ def projected(
     seed: int = 0,
     told: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (float32[n], uint8[n, c, h, h]): LPIPS of each image uint8[n, c, h, h] and its projection, and those.
+    """Return (float32[n], uint8[n, c, h, h]): LPIPS between images uint8[n, c, h, h] and their projections, and these.
 
     Args:
-        candidates: random latents, of all classes, among which the starting points are; at most 256 are looked at.
-        told: hears how many images are done.
+        candidates: number of random latents, of all classes, for starting points; at most 256.
+        told: called with the number of finished images.
     """
     device = _device_of(generator)
     starts, embedded = _candidates(generator, lpips, min(candidates, _MOST_CANDIDATES), seed)
@@ -299,7 +299,7 @@ def _device_of(generator: Generator) -> torch.device:
 
 @torch.no_grad()
 def _candidates(generator: Generator, lpips: Lpips, m: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(w [m, w_dim], embeddings [m, d]) of random latents of all classes."""
+    """Draw (w [m, w_dim], embeddings [m, d]) of random latents of all classes."""
     device, shape = _device_of(generator), generator.shape
     z = torch.randn(m, shape.z_dim, generator=torch.Generator().manual_seed(seed))
     w = generator.mapping(z.to(device), torch.arange(m, device=device) % shape.n_classes)
@@ -310,7 +310,7 @@ def _candidates(generator: Generator, lpips: Lpips, m: int, seed: int) -> tuple[
 def _searched(
     generator: Generator, lpips: Lpips, target: Tensor, start: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """(LPIPS float32[b], uint8[b, c, h, h]) of the best w within so many steps, on the CPU."""
+    """Return (LPIPS float32[b], uint8[b, c, h, h]) of the best w within so many steps, on the CPU."""
     w = start.clone().requires_grad_(True)
     optimizer = torch.optim.Adam([w], lr=_LR)
     best = torch.full((len(w),), torch.inf, device=w.device)

@@ -1,11 +1,11 @@
-"""LPIPS (Zhang et al., CVPR 2018): perceptual distance of images from the layers of a VGG-16, here as a squared length.
+"""LPIPS (Zhang et al., CVPR 2018): perceptual distance of images by the layers of a VGG-16, here as a squared length.
 
 The distance of the paper's eq. 1 sums, over five layers, the mean over positions of w_c (f_c − g_c)², where f and
 g are feature maps scaled to unit length per position. The weights w are not negative, so with sqrt(w_c /
 positions) on every feature an image becomes one vector, its *embedding*, and LPIPS the squared Euclidean distance
 of two embeddings. Each image goes through the network once; all pairs of two sets then cost one matrix product.
 
-The same embeddings carry the loss that keeps a generator away from real images, at the end of this module.
+The privacy loss, at the end of this module, uses the same embeddings.
 
 The linear weights are those of the `lpips` package (version 0.1, VGG), five vectors of 1472 numbers in all, kept
 beside this file with the package's licence.
@@ -30,30 +30,30 @@ from wsi_fl.synthesis.state import to_images
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAIRWISE_BYTES = 512 << 20
-"""Embeddings held at a time unless told otherwise."""
+"""Default memory for embeddings."""
 
 RANDOM = "random:"
-"""`lpips.weights = "random:SEED"`: a substitute for tests, a trunk that never saw an image."""
+"""`lpips.weights = "random:SEED"`: a substitute for tests, an untrained trunk."""
 
 _CHANNELS = (64, 128, 256, 512, 512)
-"""Of the features before each pooling."""
+"""Numbers of features before each pooling."""
 _SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-"""Of images in [−1, 1], as the trunk expects them."""
+"""Normalisation of images in [−1, 1] for the trunk."""
 _HUB = "timm/vgg16.tv_in1k"
 _HEADS = Path(__file__).with_name("lpips_vgg16.safetensors")
 _EPSILON = 1e-10
 _EQUAL = 1e-5
 """Distances below are rounding."""
 _SMALLEST_PX = 16
-"""Below that nothing is left for the last block."""
+"""Smallest image with pixels in the last block."""
 _DIGITS = 16
 
 
 class Lpips(nn.Module):
-    """Embeds images so that squared Euclidean distance is LPIPS.
+    """An embedding of images whose squared Euclidean distance is LPIPS.
 
     Attributes:
-        label: which weights, by digest; or in plain words that the trunk is random, and so not `trained`.
+        label: digest of the weights, or a note that the trunk is random, and so not `trained`.
     """
 
     shift: Tensor
@@ -71,7 +71,7 @@ class Lpips(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeddings float32[b, d] of images float[b, c, h, w] in [−1, 1], c = 3 or 1; d grows with h · w."""
+        """Return embeddings float32[b, d] of images float[b, c, h, w] in [−1, 1], c = 3 or 1; d grows with h · w."""
         if images.shape[-1] < _SMALLEST_PX:
             raise UsageError(f"LPIPS needs images of at least {_SMALLEST_PX} px, not {images.shape[-1]}")
         x = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
@@ -84,7 +84,7 @@ class Lpips(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _embedded(self, features: Tensor, layer: int) -> Tensor:
-        """One layer's share: unit length per position, weighted, averaged over positions."""
+        """Return a layer's part of the embedding: unit length per position, weighted, averaged over positions."""
         length = features.square().sum(dim=1, keepdim=True).add(_EPSILON).sqrt()
         positions = features.shape[2] * features.shape[3]
         weight: Tensor = getattr(self, f"head{layer}")
@@ -93,9 +93,9 @@ class Lpips(nn.Module):
 
 
 def half_precision(device: torch.device) -> torch.autocast:
-    """Return a context that computes in bfloat16 on GPUs that have it.
+    """Return a context for bfloat16 on GPUs that support it.
 
-    On processors it changes nothing, so there distances are reproducible. Second derivatives are taken outside it.
+    On CPUs it has no effect, so distances are reproducible there. Second derivatives are taken outside it.
     """
     able = device.type == "cuda" and torch.cuda.is_bf16_supported()
     return torch.autocast(device.type, torch.bfloat16, enabled=able)
@@ -109,7 +109,7 @@ def load_lpips(weights: str | None) -> Lpips:
             "random:SEED" for the substitute.
 
     Raises:
-        WsiFlError: when the weights cannot be had or do not fit.
+        WsiFlError: when the weights are not available or do not fit.
     """
     if weights is not None and weights.startswith(RANDOM):
         return _random_lpips(weights)
@@ -137,7 +137,7 @@ def _random_lpips(weights: str) -> Lpips:
 
 
 def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
-    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names."""
+    """Return the five blocks of VGG-16 without poolings, with weights by torchvision's names."""
     layers = make_layers(cfgs["D"])
     for name, wanted in layers.state_dict().items() if state is not None else ():
         found = (state or {}).get(f"features.{name}")
@@ -158,7 +158,7 @@ def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """float[n, m] of embeddings a [n, d] and b [m, d]; rounding never makes one negative.
+    """Return float[n, m] ≥ 0 between embeddings a [n, d] and b [m, d].
 
     In single precision it is exact to about 1e-6 of the embeddings' squared lengths, which are of order 1.
     """
@@ -168,10 +168,10 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES) -> Tensor:
-    """LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
+    """Return LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
 
-    Embeddings of at most `memory_bytes` exist at a time: a goes through in blocks as large as that allows, and b,
-    in small pieces, again for each block.
+    Embeddings take at most `memory_bytes`: a is embedded in blocks as large as possible, and b in small pieces, again
+    for each block.
     """
     piece, block = _pieces(lpips, a, memory_bytes)
 
@@ -194,11 +194,11 @@ def nearest_lpips(
 ) -> NDArray[np.float64]:
     """Return LPIPS float64[n] of each image uint8[n, c, h, w] to the nearest of the others uint8[m, c, h, w].
 
-    It is exactly 0 where rounding alone lies between them.
+    It is exactly 0 for differences by rounding.
 
     Args:
-        patients: whose images and others are, str[n] and str[m]; then different images of other patients alone count,
-            and where there are none the distance is infinite.
+        patients: of images and others, str[n] and str[m]; then only different images of other patients count, and
+            without any the distance is infinite.
     """
     found: NDArray[np.float64] = (
         _pairwise_lpips(lpips, to_images(images), to_images(others), memory_bytes=memory_bytes)
@@ -213,7 +213,7 @@ def nearest_lpips(
 
 
 def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
-    """(images per pass of the network, images whose embeddings are kept) within so many bytes."""
+    """Return (images per pass of the network, images per block of embeddings) within so many bytes."""
     h, w = images.shape[-2:]
     per_image = 4 * sum(channels * (h >> k) * (w >> k) for k, channels in enumerate(_CHANNELS))
     most = max(2, memory_bytes // per_image)
@@ -223,7 +223,7 @@ def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
-    """Embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
+    """Return embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
     device = lpips.shift.device
     return torch.cat([lpips(some.to(device)) for some in torch.split(images, piece)])
 
@@ -233,16 +233,16 @@ def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
 
 @dataclass(frozen=True)
 class Keepaway:
-    """The privacy loss: synthetic images are pushed away from every real one, as far as real ones are from each other.
+    """The privacy loss: a repulsion of synthetic from real images, up to the distance between real ones.
 
     Pennisi et al., "Decentralized distributed learning with privacy-preserving data synthesis", eq. 3, is
 
         L_PP = 1/b Σ_r Σ_s d(x_r, x_s),
 
-    with d the LPIPS distance, over all pairs of a real and a synthetic image of a batch, whatever their classes.
-    **Sign.** Minimising it as it stands would pull the generator *onto* the real images: what is minimised must fall
-    as d grows. **Bound.** The slope of −L_PP never ends, so a generator lowers it for ever by leaving the images'
-    manifold, and wins more from pairs that are far apart already. So each pair is charged a squared hinge instead,
+    with d the LPIPS distance, over all pairs of a real and a synthetic image of a batch, of any classes. **Sign.**
+    Minimising L_PP would pull the generator *onto* the real images: the loss must fall as d grows. **Bound.** −L_PP is
+    unbounded, so a generator lowers it for ever by leaving the images' manifold, most with pairs that are far apart
+    already. So each pair has a squared hinge instead,
 
         L = 1/b Σ_r Σ_s max(0, 1 − d(x_r, x_s) / m)²,
 
@@ -251,9 +251,9 @@ class Keepaway:
 
     Attributes:
         margin: m.
-        kept: embeddings [n, d] of real images that every batch is compared with; None for those of its own batch
-            alone, as in eq. 3. Of a small batch hardly any image is near, so the margin has to be wide; of many
-            images the nearest few are, and a narrow margin pushes away from them alone.
+        kept: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly
+            any image of a small batch is near, so the margin has to be wide; of many images the nearest few are, and a
+            narrow margin pushes away only from them.
     """
 
     lpips: Lpips
@@ -263,7 +263,7 @@ class Keepaway:
     def __call__(self, real: Tensor, synthetic: Tensor) -> Tensor:
         """Return the loss of synthetic [b, c, h, w] beside real images [n, c, h, w] of the same batch, in [−1, 1].
 
-        Images leave [−1, 1] at no gain: they are clamped as a store would clamp them.
+        Images are clamped to [−1, 1], as in a store.
         """
         with torch.no_grad():
             fixed = self.lpips(real) if self.kept is None else self.kept
@@ -276,7 +276,7 @@ def _hinged(distances: Tensor, margin: float) -> Tensor:
 
 
 def clamped(images: Tensor) -> Tensor:
-    """Return images clamped to [−1, 1], letting gradients through as if nothing had been clamped."""
+    """Return images clamped to [−1, 1], with the gradient of unclamped ones."""
     return images + (images.clamp(-1, 1) - images).detach()
 
 

@@ -1,4 +1,4 @@
-"""The methods that share synthetic patches or what makes them; they join by the entry points `wsi_fl.methods`."""
+"""The methods that share synthetic patches or generators, registered by the entry points `wsi_fl.methods`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _HANDED_OVER = Share("model", HUB, protected="leave", times="after", made_by=_MP
 def _replay() -> Method:
     """Experience replay with synthetic samples (Pennisi et al., section III-C), and its variants.
 
-    Models alone travel (Table III), or buffers alone (Fig. 5a); owners too learn from synthetic samples (Fig. 5b); or
-    every site computes one model of all sites' synthetic samples for itself (Table I).
+    Only models are sent (Table III), or only buffers (Fig. 5a); owners too train on synthetic samples (Fig. 5b); or
+    every site trains a model on all sites' synthetic samples (Table I).
     """
     models = Share("model", "random", protected="leave")
     buffers = Share("buffer", "random", protected="leave", made_by="wsi_fl.synthesis.stages.buffers")

@@ -1,4 +1,4 @@
-"""What the trainings of all generators share: a state to go on from, bit for bit, and images as stores keep them."""
+"""Common parts of training generators: a state to resume from, bit for bit, and conversion of stored pixels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TrainingState:
     """Networks, optimizers and the random generator of one training.
 
     Attributes:
-        networks, optimizers: by the names that checkpoints give them; "average" is the network that is used.
-        random: what everything random in a step is drawn from.
-        iteration: steps done.
+        networks, optimizers: by their names in checkpoints; "average" is the network for drawing.
+        random: the random generator of all steps.
+        iteration: number of finished steps.
     """
 
     networks: dict[str, nn.Module]
@@ -31,11 +31,11 @@ class TrainingState:
         self.iteration = 0
 
     def rows(self, n: int, size: int) -> Tensor:
-        """Draw so many of n rows, with replacement: int64[size]."""
+        """Draw row numbers int64[size] below n, with replacement."""
         return torch.randint(n, (size,), generator=self.random, device=self.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return copies of everything that is a tensor, by name, for a checkpoint."""
+        """Return copies of all tensors by name, for a checkpoint."""
         found = {"random": self.random.get_state()}
         for name, network in self.networks.items():
             found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
@@ -44,11 +44,11 @@ class TrainingState:
         return {key: value.cpu().clone() for key, value in found.items()}
 
     def document(self) -> dict[str, object]:
-        """Return everything else, as JSON."""
+        """Return the other state, as JSON."""
         return {"iteration": self.iteration}
 
     def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Restore what `tensors` and `document` returned."""
+        """Restore the state from its tensors and its JSON."""
         self.random.set_state(tensors["random"])
         for name, network in self.networks.items():
             network.load_state_dict(under(tensors, f"{name}/"))
@@ -59,7 +59,7 @@ class TrainingState:
 
 @torch.no_grad()
 def move_average(network: nn.Module, other: nn.Module, decay: float) -> None:
-    """Move an average: `network` becomes decay · network + (1 − decay) · other; buffers are copied."""
+    """Update an average: `network` becomes decay · network + (1 − decay) · other; buffers are copied."""
     for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
         mine.lerp_(theirs, 1 - decay)
     for kept, current in zip(network.buffers(), other.buffers(), strict=True):
@@ -72,7 +72,7 @@ def to_images(pixels: Tensor) -> Tensor:
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Return images in [−1, 1] as uint8, rounded; what lies outside is cut off."""
+    """Return images in [−1, 1] as uint8, rounded; values outside are clipped."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 

@@ -24,22 +24,22 @@ _DEMODULATION_EPSILON = 1e-8
 
 
 def _activated(x: Tensor) -> Tensor:
-    """Leaky ReLU of slope 0.2 with gain √2, which keeps the variance."""
+    """Apply a leaky ReLU of slope 0.2 with gain √2, which keeps the variance."""
     return functional.leaky_relu(x, _SLOPE) * sqrt(2)
 
 
 def single_precision(device: torch.device) -> torch.autocast:
-    """Inside, autocast lowers nothing: styles and coordinates need more digits than features do."""
+    """Return a context without autocast: styles and coordinates need more digits than features."""
     return torch.autocast(device.type, enabled=False)
 
 
 def _full_precision(x: Tensor) -> Tensor:
-    """Half precision made single; what is finer stays."""
+    """Return half precision as single, and other precisions unchanged."""
     return x.float() if x.dtype in {torch.bfloat16, torch.float16} else x
 
 
 def _fir_filtered(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Tensor:
-    """x [b, c, h, w] padded by (before, after) on both axes, under the binomial filter, whose taps sum to `gain`."""
+    """Pad x [b, c, h, w] by (before, after) on both axes and apply the binomial filter, with a sum of `gain`."""
     taps = torch.tensor(_FIR_TAPS, dtype=x.dtype, device=x.device)
     taps = taps / taps.sum()
     kernel = (taps[:, None] * taps[None, :] * gain).expand(x.shape[1], 1, -1, -1)
@@ -48,19 +48,19 @@ def _fir_filtered(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Ten
 
 
 def upsampled(x: Tensor) -> Tensor:
-    """[b, c, h, w] → [b, c, 2h, 2w]: zeros between the samples, then the filter with gain 4."""
+    """Double the resolution of [b, c, h, w]: zeros between the samples, then the filter with gain 4."""
     b, c, h, w = x.shape
     spread = functional.pad(x.reshape(b, c, h, 1, w, 1), (0, 1, 0, 0, 0, 1)).reshape(b, c, 2 * h, 2 * w)
     return _fir_filtered(spread, (2, 1), 4.0)
 
 
 def downsampled(x: Tensor) -> Tensor:
-    """[b, c, 2h, 2w] → [b, c, h, w]: the filter, then every other sample."""
+    """Halve the resolution of [b, c, 2h, 2w]: the filter, then every other sample."""
     return _fir_filtered(x, (1, 1))[:, :, ::2, ::2]
 
 
 class _EqualLinear(nn.Module):
-    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in when they are used.
+    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in at use.
 
     Args:
         multiplier: of the learning rate of weights and bias (0.01 in the mapping network).
@@ -81,7 +81,7 @@ class _EqualLinear(nn.Module):
 
 
 class _EqualConv(nn.Module):
-    """A convolution with equalised learning rate; `down` to half the resolution, `gain` scales what comes out."""
+    """A convolution with equalised learning rate; `down` halves the resolution, `gain` scales the output."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _EqualConv(nn.Module):
 
 
 def _demodulation(weight: Tensor, style: Tensor) -> Tensor:
-    """float[b, o]: what brings each filter weight[o] · style[b] of shape [i, k, k] to unit norm (eq. 3)."""
+    """Return the factors float[b, o] that bring filters weight[o] · style[b] [i, k, k] to unit norm (eq. 3)."""
     with single_precision(style.device):
         squares = weight.square().sum(dim=(2, 3))
         return (style.square() @ squares.T + _DEMODULATION_EPSILON).rsqrt()
@@ -121,7 +121,7 @@ def _demodulation(weight: Tensor, style: Tensor) -> Tensor:
 def _modulated_conv(
     x: Tensor, weight: Tensor, style: Tensor, *, demodulate: bool = True, up: bool = False
 ) -> Tensor:
-    """Each image of x [b, i, h, w] under filters weight [o, i, k, k] scaled by its own style [b, i] (eqs. 1 to 3).
+    """Convolve each image of x [b, i, h, w] with filters weight [o, i, k, k] scaled by its style [b, i] (eqs. 1 to 3).
 
     Inputs are scaled by the style and outputs by the demodulation, which costs one convolution with a single set of
     filters. `up` doubles the resolution: a transposed convolution, then the binomial filter.
@@ -153,7 +153,7 @@ class _StyledConv(nn.Module):
         self.scale, self.up = 1 / sqrt(inputs * 9), up
 
     def forward(self, x: Tensor, w: Tensor, generator: torch.Generator | None) -> Tensor:
-        """x [b, i, h, w] and styles w [b, w_dim]; noise from the generator, or the fixed one."""
+        """Apply the layer to x [b, i, h, w] with styles w [b, w_dim] and noise from the generator, or the fixed one."""
         y = _modulated_conv(x, self.weight * self.scale, self.style(w), up=self.up)
         noise = self.noise
         if generator is not None:
@@ -178,7 +178,7 @@ class _ToImage(nn.Module):
 
 
 def _with_minibatch_std(x: Tensor, group: int) -> Tensor:
-    """[b, c, h, w] → [b, c + 1, h, w]: the mean standard deviation within groups of images, as one more map.
+    """Append a map to [b, c, h, w]: the mean standard deviation within groups of images.
 
     Groups have `group` images, or as many as divide b evenly.
     """
@@ -194,7 +194,7 @@ def _with_minibatch_std(x: Tensor, group: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GanShape:
-    """What decides the networks' shapes; feature maps at resolution r are channel_base / r, at most channel_max."""
+    """The shape of the networks; feature maps at resolution r are channel_base / r, at most channel_max."""
 
     resolution: int
     channels: int
@@ -212,7 +212,7 @@ class GanShape:
 
     @property
     def n_styles(self) -> int:
-        """One per convolution, and one for the last image layer, which the others share with the next convolution."""
+        """One per convolution, and one for the last image layer; others share that of the next convolution."""
         return 2 * len(self.blocks)
 
     def width(self, resolution: int) -> int:
@@ -220,12 +220,12 @@ class GanShape:
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """Rows of root mean square 1."""
+    """Return rows scaled to a root mean square of 1."""
     return x * (x.square().mean(dim=1, keepdim=True) + 1e-8).rsqrt()
 
 
 class _Mapping(nn.Module):
-    """(z, class) → w, whose moving mean is `w_mean`; without z it maps classes alone, for the discriminator."""
+    """The mapping (z, class) → w with a moving mean `w_mean`; without z, of classes, for the discriminator."""
 
     w_mean: Tensor
 
@@ -243,7 +243,7 @@ class _Mapping(nn.Module):
         self.register_buffer("w_mean", torch.zeros(w_dim))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
-        """w [b, w_dim] of z [b, z_dim] (z_dim may be 0) and labels int64[b]."""
+        """Return w [b, w_dim] of z [b, z_dim] (z_dim may be 0) and labels int64[b]."""
         classes = functional.one_hot(labels, self.n_classes).to(self.embed.weight.dtype)
         x = _normalised(self.embed(classes))
         if self.z_dim:
@@ -268,7 +268,7 @@ class _Synthesis(nn.Module):
             self.images.append(_ToImage(out, shape.channels, w_dim))
 
     def forward(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Images of roughly [−1, 1]; noise is drawn from the generator, or the fixed one without it."""
+        """Return images of roughly [−1, 1], with noise from the generator, or the fixed one without it."""
         x = self.constant.expand(len(w), -1, -1, -1)
         image: Tensor | None = None
         for k, (second, to_image) in enumerate(zip(self.second, self.images, strict=True)):
@@ -291,14 +291,14 @@ class Generator(nn.Module):
         self.synthesis = _Synthesis(shape)
 
     def styles(self, z: Tensor, labels: Tensor, truncation: float = 1.0) -> Tensor:
-        """w [b, n_styles, w_dim], drawn towards the mean w by 1 − truncation."""
+        """Return w [b, n_styles, w_dim], drawn towards the mean w by 1 − truncation."""
         w = self.mapping(z, labels)
         if truncation != 1.0:
             w = self.mapping.w_mean.lerp(w, truncation)
         return self.spread(w)
 
     def spread(self, w: Tensor) -> Tensor:
-        """[b, w_dim] → [b, n_styles, w_dim], the same everywhere."""
+        """Repeat w [b, w_dim] for all styles [b, n_styles, w_dim]."""
         return w[:, None, :].expand(-1, self.shape.n_styles, -1)
 
     def forward(

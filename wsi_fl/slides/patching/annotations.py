@@ -1,4 +1,4 @@
-"""What pathologists outlined on a slide, by what their groups mean, and its exact share of patches."""
+"""Pathologists' outlines on a slide, by the meaning of their groups, and their exact share of patches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wsi_fl.slides.patching.placing import Ground, Origin, place, transform
 from wsi_fl.types import WsiFlError
 
 Outlined: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
-"""What a group of outlines says of what it holds; nothing that counts where it is ignored."""
+"""The meaning of a group of outlines."""
 _Geometry: TypeAlias = Any
 
 _KNOWN: dict[str, Outlined] = {
@@ -27,21 +27,21 @@ _KNOWN: dict[str, Outlined] = {
     **dict.fromkeys(("none", "unsure", "ignore*"), "unsure"),
     "region*": "ignored",
 }
-"""What Camelyon16, Camelyon17, ASAP and QuPath call them; compared without regard to case."""
+"""Groups of Camelyon16, Camelyon17, ASAP and QuPath, in lower case."""
 _MAX_VERTICES = 128
 _MAX_DEPTH = 40
 _NO_GROUP = ("", "none")
 _NAMED = 5
-"""Unknown groups that a message names; it counts the others."""
+"""Unknown groups that a message names; others are counted."""
 _NAME_CHARS = 40
-"""The longest name that a message repeats from a file."""
+"""Length of a file's names in messages."""
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """The outlines of one slide as shapely (Multi)Polygons in level-0 pixels: tumour, its holes taken out, and what
-    nobody said what it holds; how many outlines each group has, as spelled in the file ("" for none); how many things
-    of the file are no outlined areas, by kind; and what people should know of the file, a line each."""
+    """The outlines of one slide as shapely (Multi)Polygons in level-0 pixels: tumour without its holes, and areas of
+    unknown content; the number of outlines of each group, as spelled in the file ("" for none); the number of objects
+    that are no outlined areas, by kind; and notes on the file, a line each."""
 
     tumor: _Geometry
     unsure: _Geometry
@@ -58,20 +58,20 @@ def read_annotations(
 ) -> Annotations:
     """Return the outlines of an ASAP XML or GeoJSON file.
 
-    Holes are painted last, as Camelyon17 asks: they are taken out of all tumour. An outline without a group
-    (ASAP's `None`, QuPath without classification or name) is tumour in a file that names no group at all; in a
-    file that does, nobody has said what it is, and it counts as unsure. Outlines that cross themselves are
-    repaired so that everything they go around is inside; what has no area is left out.
+    Holes come last, as Camelyon17 prescribes: they are subtracted from all tumour. An outline without a group (ASAP's
+    `None`, QuPath without classification or name) is tumour in a file without groups, and unsure in other files.
+    Outlines that cross themselves are repaired so that everything they surround is inside; those without area are
+    left out.
 
     Args:
-        named: what groups outline, by name without regard to case, beside those of Camelyon16, Camelyon17, ASAP and
-            QuPath. A class that QuPath derives ("Tumor: Positive") is its base ("Tumor"), unless it is named.
-        ground: the slide, on which the outlines are moved to where they belong; without it they stay as they are.
-        origin: from which corner of it they count.
+        named: meaning of groups by name, in any case, besides those of Camelyon16, Camelyon17, ASAP and QuPath. A
+            derived class of QuPath ("Tumor: Positive") is its base ("Tumor"), unless it is named.
+        ground: the slide on which the outlines are placed; without it they stay as they are.
+        origin: the corner of the slide from which they count.
 
     Raises:
-        WsiFlError: when the file is missing or malformed, in another unit than level-0 pixels of the slide, or holds a
-            group that nobody knows.
+        WsiFlError: when the file is missing or malformed, in another unit than level-0 pixels of the slide, or has an
+            unknown group.
     """
     outlines = outlines_of(path)
     groups = Counter(group for group, _ in outlines.areas)
@@ -94,7 +94,7 @@ def read_annotations(
 
 
 def _meaning_of(path: Path, groups: Mapping[str, int], named: Mapping[str, Outlined]) -> dict[str, Outlined]:
-    """What each group of a file outlines."""
+    """Return the meaning of each group of a file."""
     roles = _KNOWN | {_key(group): role for group, role in named.items()}
     if all(_key(group) in _NO_GROUP for group in groups):
         roles |= dict.fromkeys(_NO_GROUP, "tumor")
@@ -105,8 +105,9 @@ def _meaning_of(path: Path, groups: Mapping[str, int], named: Mapping[str, Outli
         names = [shorten(name, _NAME_CHARS) for name in unknown]
         more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
         raise WsiFlError(
-            f"{path}: unknown annotation groups {', '.join([*names[:_NAMED], *more])}; known are {', '.join(roles)}; "
-            f'say in tile.groups what each outlines: {{"{names[0]}" = "tumor"}}, or "hole", "unsure", "ignored"'
+            f"{path}: unknown annotation groups {', '.join([*names[:_NAMED], *more])}; "
+            f"known are {', '.join(roles)}; "
+            f'set in tile.groups what each outlines: {{"{names[0]}" = "tumor"}}, or "hole", "unsure", "ignored"'
         )
     return {group: roles[key] for group, key in keys.items()}
 
@@ -116,9 +117,9 @@ def _key(group: str) -> str:
 
 
 def share_inside(area: Any, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[np.float32]:
-    """Return the exact share float32[n] of squares that lies in a shapely (Multi)Polygon; below 1e-9 is rounding.
+    """Return the exact share float32[n] of squares inside a shapely (Multi)Polygon; below 1e-9 is rounding.
 
-    Corners [n, 2] and side of the squares are in level-0 pixels, as the area is.
+    Corners [n, 2] and side of the squares, and the area, are in level-0 pixels.
     """
     tree = shapely.STRtree(_pieces(area))
     left, top = xy_l0[:, 0].astype(np.float64), xy_l0[:, 1].astype(np.float64)
@@ -132,7 +133,7 @@ def share_inside(area: Any, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray
 
 
 def _pieces(geometry: _Geometry) -> list[_Geometry]:
-    """Polygons of at most _MAX_VERTICES vertices that make up the geometry: halved until they are small."""
+    """Split a geometry into polygons of at most _MAX_VERTICES vertices, by halves."""
     done: list[_Geometry] = []
     waiting = [(part, 0) for part in polygons_of(geometry)]
     while waiting:

@@ -1,7 +1,7 @@
-"""One scan under several names: found by what marks its content, kept in one split, and told.
+"""Copies of a scan under several names: detection by digests of the content, one split for all, and reports.
 
-Archives hold such copies, also after another export. Where they are of several patients, a model is tested on what it
-was trained on, and privacy per patient counts one person several times.
+Archives hold copies, also from other exports. With copies under several patients, a model is tested on its training
+set, and privacy per patient counts one person several times.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from wsi_fl.types import SetAside, SlideRecord, natural
 
 _NAMED = 6
-"""Slides of one scan that a line names; it counts the rest."""
+"""Slides of one scan that a line names; others are counted."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A slide of a site, and digests of its content: slides that share a mark are one scan.
+    """A slide of a site, and digests of its content: slides with a common mark are one scan.
 
     Attributes:
-        marks: none where nothing is known of the content.
+        marks: empty where the content is unknown.
     """
 
     site: str
@@ -31,7 +31,7 @@ class Scan:
 
 
 def copies_of(scans: Iterable[Scan]) -> list[list[Scan]]:
-    """Return the slides that are one scan, in groups of two or more, in order.
+    """Return the groups of two or more slides of one scan, in order.
 
     Example:
         >>> a, b, c = (Scan("S", name, name, "train", frozenset({mark})) for name, mark in ("ax", "by", "cx"))
@@ -47,7 +47,7 @@ def copies_of(scans: Iterable[Scan]) -> list[list[Scan]]:
 
 
 def _roots(keys: Iterable[Iterable[str]], n: int) -> list[int]:
-    """Return for each of n things the first of those that it hangs together with by a key."""
+    """Return for each of n items the first item of its component; items with a common key are connected."""
     root, first = list(range(n)), dict[str, int]()
 
     def find(number: int) -> int:
@@ -63,7 +63,7 @@ def _roots(keys: Iterable[Iterable[str]], n: int) -> list[int]:
 
 
 def persons_of(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]) -> dict[str, str]:
-    """Return patient → the first, by name, of the patients that share a scan with them; most are their own."""
+    """Return patient → the first, by name, of the patients who share a scan with them."""
     patients = sorted({record.patient for record in records})
     keys: dict[str, set[str]] = {patient: set() for patient in patients}
     for record in records:
@@ -75,9 +75,9 @@ def persons_of(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str
 def drop_leaks(
     records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]
 ) -> tuple[list[SlideRecord], list[SetAside]]:
-    """Return the records with a split each, and those that a table puts beside the same scan in another split.
+    """Return the records without leaks, and the leaks: copies of a scan in other splits.
 
-    Of a scan in several splits, what is trained on stays, else what comes first.
+    Of a scan in several splits, the training split stays, else the first.
     """
     leaks: dict[str, str] = {}
     for group in copies_of(scans_of(records, marks)):
@@ -89,7 +89,7 @@ def drop_leaks(
 
 
 def scans_of(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]) -> list[Scan]:
-    """Return the slides of a site with the marks that are known, by slide."""
+    """Return the slides of a site with their known marks."""
     return [
         Scan(
             record.site,
@@ -103,12 +103,12 @@ def scans_of(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]
 
 
 def describe_copies(scans: Iterable[Scan]) -> list[str]:
-    """Return a line for each scan that is there several times: its names, and what follows."""
+    """Return a line for each scan with copies: its names, and the consequence."""
     return [_line(group) for group in copies_of(scans)]
 
 
 def describe_shared(scans: Iterable[Scan]) -> list[str]:
-    """Return a line for each scan that several sites have."""
+    """Return a line for each scan at several sites."""
     groups = copies_of(scans)
     return [_line(group) for group in groups if len({scan.site for scan in group}) > 1]
 

@@ -14,10 +14,10 @@ _SNAP_PX = 0.01
 
 
 def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
-    """Side of a patch in level-0 pixels.
+    """Return the side of a patch in level-0 pixels.
 
-    Files store µm per pixel rounded; a side that misses a whole number by less than a hundredth of a pixel is
-    that number, so that patches which only touch an outline share no area with it.
+    Files store rounded µm per pixel: a side within a hundredth of a pixel of a whole number is that number, so that
+    patches which only touch an outline share no area with it.
 
     Example:
         >>> size_in_l0(GridSpec(96, 0.972, 96), slide_mpp=0.9719999), size_in_l0(GridSpec(96, 0.5, 96), 0.23)
@@ -28,7 +28,7 @@ def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
 
 
 def grid_positions(size_l0: tuple[int, int], spec: GridSpec, slide_mpp: float) -> NDArray[np.int64]:
-    """Top-left corners (x, y) int64[n, 2] of all patches, row by row.
+    """Return the top-left corners (x, y) int64[n, 2] of all patches, row by row.
 
     Per axis there are ceil((extent − size) / step) + 1 patches, so the last row and column are never lost: the
     last patch may reach beyond the edge, where the reader pads with white. Positions are rounded one by one,

@@ -1,7 +1,7 @@
-"""Yottixel's mosaic: a few patches that stand for a slide (Kalra et al., Medical Image Analysis 2020).
+"""Yottixel's mosaic: a few patches as a sample of a slide (Kalra et al., Medical Image Analysis 2020).
 
-Patches full of tissue are grouped by their mean colour, each group is spread over the slide, and the patch nearest each
-place is kept.
+Patches full of tissue are clustered by mean colour, each cluster is clustered by position, and the patch nearest each
+centre is selected.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 _STARTS = 4
-"""Times k-means begins anew; the best is taken."""
+"""Starts of k-means; the best is taken."""
 _PATCH_IN_THUMBNAIL_PX = 16
 _LEAST_OF_BEST = 0.5
 _ONE_AT_A_TIME = threading.Lock()
-"""The limit on threads is the process's."""
+"""The limit on threads holds for the whole process."""
 
 
 @dataclass(frozen=True)
 class MosaicParams:
-    """What a mosaic is made of."""
+    """Parameters of a mosaic."""
 
     min_tissue: float = 0.7
     clusters: int = 9
-    """Groups of patches alike in colour."""
+    """Number of colour clusters."""
     fraction: float = 0.05
-    """Share of each group that is kept."""
+    """Share of each cluster that is selected."""
     seed: int = 0
     tissue: TissueParams = field(default_factory=TissueParams)
 
 
 @dataclass(frozen=True)
 class Mosaic:
-    """The m patches that stand for n candidates."""
+    """The m patches selected from n candidates."""
 
     rows: NDArray[np.int64]
     """[m] of the candidates, ascending."""
     cluster: NDArray[np.int64]
-    """[n] colour group of every candidate, from 0, dark to light."""
+    """[n] colour cluster of every candidate, from 0, dark to light."""
     weight: NDArray[np.float32]
-    """[m] share of all candidates that a kept patch stands for; they add up to 1."""
+    """[m] share of the candidates that a patch represents; the sum is 1."""
 
 
 @dataclass(frozen=True)
 class MosaicPlan:
-    """The mosaic of one slide, before any of its pixels but a thumbnail's were read."""
+    """The mosaic of one slide, planned on its thumbnail."""
 
     seen: SlideSurvey
     xy_l0: NDArray[np.int64]
     """[n, 2] corners (x, y) of the candidates, row by row."""
     mosaic: Mosaic
     note: str
-    """What people should know of it, or ""."""
+    """A note for users, or ""."""
 
     @property
     def kept_l0(self) -> NDArray[np.int64]:
@@ -76,9 +76,9 @@ class MosaicPlan:
 
 
 def plan_mosaic(record: SlideRecord, spec: GridSpec, params: MosaicParams, *, reader: Reader) -> MosaicPlan:
-    """Choose the mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
+    """Choose the mosaic of a slide from its thumbnail, with bounded memory.
 
-    The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
+    The mean colour of a patch is the same at every magnification, so the thumbnail's replaces that at 5×.
     """
     patch_px = _PATCH_IN_THUMBNAIL_PX
     seen = survey(record, spec, params.tissue, patch_px=patch_px, section="mosaic", reader=reader)
@@ -90,9 +90,9 @@ def plan_mosaic(record: SlideRecord, spec: GridSpec, params: MosaicParams, *, re
 
 
 def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
-    """Which of the patches with these shares of tissue float32[n] may stand for the slide: (rows, note).
+    """Return (rows, note) of the patches with enough tissue, by their shares of tissue float32[n].
 
-    Where none has enough, the best few (one at least, each with half the best one's tissue or more) and a note.
+    If none has enough: the best few (at least one, each with half the best one's tissue or more) and a note.
     """
     rows = np.flatnonzero(tissue >= max(min_tissue, 1e-6))
     if len(rows):
@@ -109,7 +109,7 @@ def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tup
 
 
 def _mean_colour(seen: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Mean red, green and blue float64[n, 3] (0 to 255) of patches, as far as they lie on the slide."""
+    """Return the mean red, green and blue float64[n, 3] (0 to 255) of the parts of patches on the slide."""
     everywhere = np.ones(seen.thumbnail.shape[:2], bool)
     inside = tissue_fraction(everywhere, xy_l0, seen.side_l0, seen.downsample)
     corner, side = xy_l0 / seen.downsample, seen.side_l0 / seen.downsample
@@ -120,7 +120,7 @@ def _mean_colour(seen: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.floa
 def choose(
     colour: NDArray[np.float64], xy: NDArray[np.int64], clusters: int, fraction: float, seed: int
 ) -> Mosaic:
-    """The mosaic of n ≥ 1 candidates with these mean colours [n, 3] and places [n, 2], whatever the threads."""
+    """Return the mosaic of n ≥ 1 candidates with mean colours [n, 3] and positions [n, 2], independent of threads."""
     with _ONE_AT_A_TIME, threadpool_limits(1):  # sums over threads depend on their order
         cluster = _colour_clusters(colour, clusters, seed)
         rows: list[int] = []
@@ -135,9 +135,9 @@ def choose(
 
 
 def _colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
-    """Group int64[n] of each colour [n, 3], numbered from dark to light; no more groups than there are colours."""
+    """Return the cluster int64[n] of each colour [n, 3], from dark to light; at most as many as distinct colours."""
     n_clusters = min(clusters, len(np.unique(colour, axis=0)))
-    from sklearn.cluster import KMeans  # seconds, which other commands need not wait for
+    from sklearn.cluster import KMeans  # takes seconds, and only mosaics need it
 
     means = KMeans(n_clusters, n_init=_STARTS, random_state=seed).fit(colour)
     order = np.argsort(means.cluster_centers_.sum(axis=1), kind="stable")
@@ -145,7 +145,7 @@ def _colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> N
 
 
 def _spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> Iterator[tuple[int, int]]:
-    """(row, how many places it stands for) of at most n_kept places spread over all [n, 2]."""
+    """Yield (row, number of positions it represents) of at most n_kept positions spread over all [n, 2]."""
     from sklearn.cluster import KMeans
 
     means = KMeans(n_kept, n_init=_STARTS, random_state=seed).fit(xy.astype(np.float64))

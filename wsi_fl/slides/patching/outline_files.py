@@ -1,4 +1,4 @@
-"""Files of outlines: ASAP XML and QuPath GeoJSON, told apart by content; what in them is an area, and what is not.
+"""Files of outlines, ASAP XML and QuPath GeoJSON by content: their areas, and counts of other objects.
 
 Sources: ASAP's `annotation/XmlRepository.cpp` and `Annotation.cpp`; QuPath's `QuPathTypeAdapters`, which reads the
 spellings of all its versions.
@@ -23,12 +23,12 @@ from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError
 
 Corner = Literal["bounds", "slide"]
-"""From where a file counts: the corner of the scanned area, as QuPath does, or that of the slide, as OpenSlide does."""
+"""The origin of coordinates: the corner of the scanned area, as in QuPath, or that of the slide, as in OpenSlide."""
 _Geometry: TypeAlias = Any
 _Ring: TypeAlias = NDArray[np.float64]
 
 _REASON_CHARS = 200
-"""The longest reason that a message repeats from a file."""
+"""Length of a file's text in messages."""
 _PLURAL = {"TMA core": "TMA cores", "object without a shape": "objects without a shape"} | {
     "outline without area": "outlines without area"
 }
@@ -40,28 +40,28 @@ _ANALYSIS_KINDS = {
     **dict.fromkeys(("tma_core", "tmaCore", "TMACoreObject"), "TMA core"),
     **dict.fromkeys(("root", "PathRootObject"), _ROOT),
 }
-"""QuPath's objects that an analysis made, not a person, in the spellings of its versions."""
+"""QuPath's objects made by an analysis, not by a person, in the spellings of its versions."""
 _ANNOTATION_KINDS = {"annotation", "PathAnnotationObject"}
 _ASAP_AREAS = ("polygon", "rectangle", "spline", "")
 _ASAP_POINTS = ("dot", "pointset")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _MOST_CROSSINGS = 100_000
-"""How often an outline may cross itself; repairing it takes time and memory for each crossing."""
+"""Most self-crossings of an outline; repairing takes time and memory for each."""
 _PROBES = 256
-"""Sides of an outline that are looked at to estimate how often it crosses itself."""
+"""Sampled sides of an outline for the estimate of its self-crossings."""
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 _T = TypeVar("_T", dict[str, Any], list[Any])
 
 
 @dataclass
 class Outlines:
-    """What a file outlines, in the file's own coordinates.
+    """The outlines of a file, in the file's coordinates.
 
     Attributes:
         path: of the file.
         areas: (group as spelled, shapely Polygon) of every outline with area; the group is "" for none.
-        omissions: kind → how many things of the file are no outlined areas.
-        corner: from where such files count, where nobody says otherwise.
+        omissions: kind → number of objects of the file that are no outlined areas.
+        corner: the usual origin of such files.
     """
 
     path: Path
@@ -70,13 +70,13 @@ class Outlines:
     corner: Corner = "slide"
 
     def add(self, group: str, polygons: Sequence[_Geometry]) -> None:
-        """Take an outline as its valid polygons; without any it is left out."""
+        """Add an outline as its valid polygons, or count it as one without area."""
         self.areas += [(group, polygon) for polygon in polygons]
         self.omissions["outline without area"] += not polygons
 
     @property
     def remark(self) -> str:
-        """What people should know of the file, as "left out as no outlined areas: 12 cells"; "" if nothing."""
+        """A note on the file, as "left out as no outlined areas: 12 cells", or ""."""
         parts = [f"{n} {_plural(kind, n)}" for kind, n in sorted(self.omissions.items()) if n]
         if not parts:
             return "" if self.areas else "holds no outline"
@@ -86,7 +86,7 @@ class Outlines:
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a text of a file in one line of at most so many characters."""
+    """Return a text of a file in one line, shortened."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
@@ -106,14 +106,14 @@ def _plural(kind: str, n: int) -> str:
 
 
 class _Wrong(ValueError):
-    """What is wrong with a file, in words for people."""
+    """An error in a file, in words for users."""
 
 
 def outlines_of(path: Path) -> Outlines:
-    """Return what a file outlines.
+    """Return the outlines of a file.
 
     Raises:
-        WsiFlError: when the file cannot be read, or is no such file.
+        WsiFlError: when the file cannot be read, or has another format.
     """
     try:
         data = ordinary(path).read_bytes()
@@ -142,7 +142,7 @@ def _is_xml(data: bytes) -> bool:
 
 
 def _repaired(shell: _Ring, holes: Sequence[_Ring] = ()) -> list[_Geometry]:
-    """Valid polygons of a ring [n, 2] and its holes; none when it has fewer than three points."""
+    """Return the valid polygons of a ring [n, 2] and its holes; [] for fewer than three points."""
     if any(not np.isfinite(ring).all() for ring in (shell, *holes)):
         raise _Wrong("a coordinate is not a finite number")
     if len(shell) < 3:
@@ -156,7 +156,7 @@ def _repaired(shell: _Ring, holes: Sequence[_Ring] = ()) -> list[_Geometry]:
 
 
 def _refuse_tangled(ring: _Ring) -> None:
-    """Refuse an outline that crosses itself so often that nobody can have drawn it, by a sample of its sides."""
+    """Refuse an outline with implausibly many self-crossings, by a sample of its sides."""
     n = len(ring)
     if n * (n - 1) // 2 <= _MOST_CROSSINGS:
         return
@@ -213,14 +213,14 @@ def _geojson(data: bytes, path: Path) -> Outlines:
 
 
 def _take_feature(feature: dict[str, Any], outlines: Outlines) -> None:
-    """Take what a feature and its children outline."""
+    """Add the outlines of a feature and its children."""
     if _of(feature, "type", "a feature") != "Feature":
         return _take_geometry(feature, "", outlines)
     properties = _a(dict, feature.get("properties") or {}, "properties")
     kind = _object_type(feature, properties)
     if kind is not None or "classification" in properties:
         outlines.corner = "bounds"
-    # QuPath leaves out the geometry of what has none
+    # QuPath leaves out the geometry of objects without one
     geometry = _of(feature, "geometry", "a feature") if kind is None else feature.get("geometry")
     if kind in _ANALYSIS_KINDS:
         outlines.omissions[_ANALYSIS_KINDS[kind]] += kind not in {"root", "PathRootObject"}
@@ -236,7 +236,7 @@ def _take_feature(feature: dict[str, Any], outlines: Outlines) -> None:
 
 
 def _object_type(feature: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """What QuPath calls the object of a feature, where its files say that; None of other tools' features."""
+    """Return QuPath's object type of a feature; None for features of other tools."""
     for key in ("objectType", "object_type"):
         if key in properties:
             return str(properties[key])
@@ -247,9 +247,9 @@ def _object_type(feature: Mapping[str, Any], properties: Mapping[str, Any]) -> s
 
 
 def _geojson_group(properties: Mapping[str, Any]) -> str:
-    """QuPath's classification, a derived class as "base: derived", else the object's name.
+    """Return QuPath's classification, a derived class as "base: derived", else the object's name.
 
-    Tables of shapes hold it as a text of JSON, or its name in a column of its own (LazySlide).
+    Tables of shapes (LazySlide) have it as JSON text, or its name in a column.
     """
     classification = properties.get("classification") or properties.get("classification_name") or ""
     if isinstance(classification, str) and classification.lstrip().startswith("{"):
@@ -261,7 +261,7 @@ def _geojson_group(properties: Mapping[str, Any]) -> str:
 
 
 def _class_names(classification: Mapping[str, Any]) -> list[str]:
-    """The names of a class of QuPath, the base first: in `name`, in `names`, or by `parentClass`."""
+    """Return the names of a class of QuPath, the base first: from `name`, `names` or `parentClass`."""
     parent = classification.get("parentClass")
     names = _a(list, classification.get("names") or [], "names")
     given = classification.get("name")
@@ -292,7 +292,7 @@ def _take_geometry(given: Any, group: str, outlines: Outlines) -> None:
 
 
 def _ring(given: Any) -> _Ring:
-    """The points [n, 2] of a ring; a third number of a point is passed over."""
+    """Return the points [n, 2] of a ring; a third number of a point is ignored."""
     points = _a(list, given, "a ring")
     for point in points:
         if not isinstance(point, list) or len(point) < 2:
@@ -306,7 +306,7 @@ def _ring(given: Any) -> _Ring:
 
 
 def _a(kind: type[_T], value: Any, what: str) -> _T:
-    """The value, which must be of a kind of JSON."""
+    """Return the value if it is of a kind of JSON; else raise."""
     if not isinstance(value, kind):
         raise _Wrong(f"{what} is {_kind(value)}, not {_KINDS[kind]}")
     return value
@@ -319,5 +319,5 @@ def _of(value: Mapping[str, Any], key: str, what: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Return the kind of a JSON value, in words."""
     return _KINDS.get(type(value), "a number") if not isinstance(value, list) or value else "an empty list"

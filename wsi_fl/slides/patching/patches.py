@@ -1,4 +1,4 @@
-"""What to take from a slide, decided without reading its pixels but where faults want that."""
+"""The plan of a slide's patches, made from its thumbnail; only artifacts may need its pixels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _HEALTHY, _TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
 
 @dataclass(frozen=True)
 class PlanParams:
-    """What makes a patch worth keeping; shares of its area."""
+    """Criteria of patches; shares are of a patch's area."""
 
     min_tissue: float = 0.2
     min_tumor: float = 0.5
     tissue: TissueParams = field(default_factory=TissueParams)
     groups: Mapping[str, Outlined] = field(default_factory=dict)
     origin: Origin = None
-    """From which corner of the slide outlines count."""
+    """The corner of the slide from which outlines count."""
     quality: QualityParams = field(default_factory=QualityParams)
 
 
@@ -46,10 +46,10 @@ def _label_patches(
     positive: bool,
     params: PlanParams,
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """(keep bool[n], label int64[n]).
+    """Return (keep bool[n], label int64[n]).
 
     With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
-    no area with tumour *and* the slide is negative or exhaustively outlined; what lies between is dropped.
+    no area with tumour *and* the slide is negative or exhaustively outlined; others are dropped.
     Under weak supervision every patch with tissue takes its slide's label.
 
     Example:
@@ -69,7 +69,7 @@ def _label_patches(
 
 @dataclass(frozen=True)
 class SlidePlan(SlideFacts):
-    """The n patches of one slide and the picture they were found in."""
+    """The n patches of one slide and its thumbnail."""
 
     xy_l0: NDArray[np.int64]
     """[n, 2] top-left corners (x, y), row by row."""
@@ -77,19 +77,19 @@ class SlidePlan(SlideFacts):
     tumor_fraction: NDArray[np.float32]
     """[n], NaN on weakly labelled slides."""
     picture: bytes
-    """The thumbnail as JPEG: plans of a whole site are held at once."""
+    """The thumbnail as JPEG: all plans of a site are in memory."""
     tissue_bits: NDArray[np.uint8]
     tissue_shape: tuple[int, int]
     outlines_l0: list[NDArray[np.float64]]
     """Rings [m, 2] of the tumour's polygons."""
     aside_xy_l0: NDArray[np.int64]
-    """[k, 2] corners of the patches that were set aside for their quality."""
+    """[k, 2] corners of the patches excluded for their quality."""
     aside_reason: NDArray[np.str_]
-    """[k] kinds of `quality`."""
+    """[k] artifacts."""
     tissue_by: str
-    """How tissue was told from background."""
+    """Method of tissue segmentation."""
     tissue_gain: float
-    """Area of tissue for each of that by saturation."""
+    """Area of tissue over that by saturation."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -104,10 +104,10 @@ class SlidePlan(SlideFacts):
 
 
 class AllSetAside(WsiFlError):
-    """A slide of which each of k patches has a fault: its reasons [k], and what a `SlidePlan` says of its tissue."""
+    """All k patches of a slide have artifacts: the reasons [k], and method and gain as in `SlidePlan`."""
 
     def __init__(self, slide: str, reasons: NDArray[np.str_], tissue_by: str, tissue_gain: float) -> None:
-        said = f"all {len(reasons)} are set aside ({said_of(reasons)})"
+        said = f"all {len(reasons)} are excluded ({said_of(reasons)})"
         super().__init__(f"{slide}: no patch to keep: {said}; see tile.qc")
         self.reasons, self.tissue_by, self.tissue_gain = reasons, tissue_by, tissue_gain
 
@@ -120,15 +120,15 @@ def plan_slide(
     reader: Reader = "auto",
     segmenter: Segmenter | None = None,
 ) -> SlidePlan:
-    """Find tissue, lay the grid and label it; reads a thumbnail and the annotation, for some faults patches too.
+    """Find tissue, lay the grid and label it, from a thumbnail and the annotation; some artifacts need patches too.
 
     Args:
-        segmenter: tells the faults that it knows, of those that are looked for.
+        segmenter: finds artifacts of its classes instead of the measures of `quality`.
 
     Raises:
         WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
             without tissue, contradicting its annotation, or without a patch to keep.
-        AllSetAside: when all patches have faults.
+        AllSetAside: when all patches have artifacts.
     """
     params = params or PlanParams()
     seen = survey(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
@@ -156,7 +156,7 @@ def plan_slide(
     if annotations is not None and record.positive and not (label[keep] == _TUMOR).any():
         notes.append(_why_no_tumour(keep.sum(), tumor, fault[label[aside] == _TUMOR], params))
     picture, mask = seen.thumbnail, seen.found.mask
-    if (factor := ceil(max(mask.shape) / PICTURE_PX)) > 1:  # plans of a whole site are held at once
+    if (factor := ceil(max(mask.shape) / PICTURE_PX)) > 1:  # all plans of a site are in memory
         picture = np.array(Image.fromarray(picture).reduce(factor))
         mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
@@ -180,7 +180,7 @@ def plan_slide(
 
 
 def _annotations_of(seen: SlideSurvey, params: PlanParams) -> Annotations | None:
-    """The slide's outlines, checked against its label; None where labels are weak or nothing is outlined."""
+    """Return the slide's outlines, checked against its label; None if labels are weak or there are no outlines."""
     record = seen.record
     if record.annotation is None and record.supervision in {"annotated", "partial"}:
         raise WsiFlError(
@@ -202,10 +202,13 @@ def _annotations_of(seen: SlideSurvey, params: PlanParams) -> Annotations | None
 
 
 def _why_no_tumour(n: int, tumor: NDArray[np.float32], fault: NDArray[np.str_], params: PlanParams) -> str:
-    """Why none of the n patches of a slide with outlined tumour is tumour, though some with a fault may have been."""
-    why = f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, and {params.min_tumor:.0%} is needed"
+    """Explain why none of the n patches of a slide with outlined tumour is tumour."""
+    why = (
+        f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, "
+        f"and {params.min_tumor:.0%} is needed"
+    )
     if len(fault):
-        why = f"{len(fault)} that are tumour were set aside ({said_of(fault)})"
+        why = f"{len(fault)} that are tumour were excluded ({said_of(fault)})"
     return f"labelled tumour and outlined, but none of its {n} patches is tumour: {why}"
 
 

@@ -1,9 +1,9 @@
-"""Where what a file outlines lies on a slide: from which corner it counts, in which unit, and how it fits the tissue.
+"""Placement of a file's outlines on a slide: the corner from which they count, their unit, and their fit to the tissue.
 
-A scanner may leave the slide around what it scanned empty (MRXS, SCN, Argos, TIFF with unwritten tiles). OpenSlide and
-ASAP count from the corner of the whole slide. QuPath shows the scanned area alone and counts from its corner, but not
-with `--no-crop` or by Bio-Formats, nor, of plain TIFF, with an OpenSlide before 4.0.1; no file says which. So a file
-is taken as its format is usually meant, and compared with the tissue.
+A slide may be empty around the scanned area (MRXS, SCN, Argos, TIFF with unwritten tiles). OpenSlide and ASAP count
+from the corner of the whole slide. QuPath shows only the scanned area and counts from its corner, but not with
+`--no-crop` or by Bio-Formats, nor, for plain TIFF, with an OpenSlide before 4.0.1; files do not state it. So the usual
+corner of a format is assumed, and compared with the tissue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wsi_fl.slides.patching.outline_files import Corner, Outlines, polygons_of
 from wsi_fl.types import WsiFlError
 
 Origin: TypeAlias = Corner | None
-"""From which corner outlines count; None as their format does, unless the tissue says otherwise."""
+"""The corner from which outlines count; None for that of their format, unless it contradicts the tissue."""
 _Mask = NDArray[np.bool_]
 _Points = NDArray[np.float64]
 _Geometry: TypeAlias = Any
@@ -29,15 +29,15 @@ _Geometry: TypeAlias = Any
 _CORNERS: dict[Corner, str] = {"bounds": "scanned area", "slide": "whole slide"}
 _OTHER: dict[Corner, Corner] = {"bounds": "slide", "slide": "bounds"}
 _GOOD_FIT = 0.5
-"""Share of what is outlined that lies on tissue where the place is right; the rest is fat, lumen and broad strokes."""
+"""Share of correctly placed outlines on tissue; fat, lumen and broad strokes are beside it."""
 _NOTABLE_DIFFERENCE = 0.2
-"""A difference of such shares that is worth a word."""
+"""Difference of such shares from which a note is made."""
 _SURE_FIT, _SURE_RATIO = 0.75, 3
-"""A reading of a file in another unit is named where such a share would lie on tissue, and so many times as much."""
+"""Another unit is named where it puts such a share on tissue, and so many times as much."""
 _FOREIGN_FIT, _LOST_FIT = 0.1, 0.25
-"""Shares on tissue below which another unit is believed, and below which a file seems to be of another slide."""
+"""Shares on tissue below which another unit is assumed, and below which a file seems to be of another slide."""
 _CORNER_SHARE = 0.005
-"""Of the slide's sides: all that lies so near its corner is in a larger unit than pixels."""
+"""Share of the slide's sides: outlines that near its corner are in a larger unit than pixels."""
 _OUTSIDE_SHARE = 0.05
 _MAGNIFICATIONS = {
     "of half the magnification": 2.0,
@@ -49,7 +49,7 @@ _SCALE_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Ground:
-    """A slide, and a thumbnail of it, on which outlines are to lie.
+    """The geometry of a slide and its thumbnail, for the placement of outlines.
 
     Attributes:
         size_l0: (width, height) in level-0 pixels.
@@ -58,7 +58,7 @@ class Ground:
         downsample: level-0 pixels per pixel of the thumbnail.
         shape: (height, width) of the thumbnail.
         levels: level-0 pixels per pixel of each level.
-        tissue: bool[height, width] over the thumbnail; None where it is not known.
+        tissue: bool[height, width] over the thumbnail; None if unknown.
     """
 
     size_l0: tuple[int, int]
@@ -71,7 +71,7 @@ class Ground:
 
     @property
     def is_cropped(self) -> bool:
-        """Whether the scanned area begins elsewhere than the slide."""
+        """Whether the corners of the scanned area and of the slide differ."""
         return self.bounds_l0[:2] != (0, 0)
 
     def corner(self, name: Corner) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Ground:
         return self.bounds_l0[:2] if name == "bounds" else (0, 0)
 
     def share(self, area: _Geometry) -> float:
-        """Return the share of an area, in level-0 pixels, that lies on tissue, or where scanned if none is known."""
+        """Return the share of an area, in level-0 pixels, on tissue, or in the scanned area if tissue is unknown."""
         inside = shapely.intersection(area, shapely.box(0, 0, *self.size_l0))
         mask = mask_of(inside, self.shape, self.downsample)
         if (tissue := self.tissue) is None:
@@ -88,10 +88,10 @@ class Ground:
 
 
 def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask:
-    """Return a mask bool[height, width] of an area in level-0 pixels, of which a pixel of the mask has `downsample`."""
+    """Return a mask bool[height, width] of an area in level-0 pixels, with `downsample` of them per pixel."""
     canvas = Image.new("1", (shape[1], shape[0]))
     draw = ImageDraw.Draw(canvas)
-    # The largest ring first: a hole is drawn before the island that lies in it.
+    # The largest ring first: a hole is drawn before an island in it.
     by_size = sorted(polygons_of(area), key=lambda part: -shapely.Polygon(part.exterior).area)
     for polygon in by_size:
         for ring, fill in [(polygon.exterior, 1), *((hole, 0) for hole in polygon.interiors)]:
@@ -100,7 +100,7 @@ def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask
 
 
 def transform(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
-    """Return an area, or an array of areas, of which each point x is now at x @ matrix + offset."""
+    """Return an area, or an array of areas, with each point x moved to x @ matrix + offset."""
     change = np.eye(2) if matrix is None else matrix
     return shapely.transform(area, lambda xy: xy @ change + offset)
 
@@ -108,10 +108,10 @@ def transform(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Point
 def place(
     outlines: Outlines, ground: Ground, origin: Origin = None, target: _Geometry = None
 ) -> tuple[tuple[int, int], list[str]]:
-    """Return the level-0 pixel from which a file counts, and what people should know of the place of its outlines.
+    """Return the level-0 pixel from which a file counts, and notes on the placement of its outlines.
 
     Args:
-        target: the area, in the file's coordinates, that should lie on tissue; by default all of it.
+        target: the area, in the file's coordinates, that should lie on tissue; by default all outlines.
 
     Raises:
         WsiFlError: when the file is in another unit than level-0 pixels.
@@ -129,12 +129,12 @@ def place(
 def better_corner(
     shares: dict[Corner, float], default: Corner, origin: Origin, what: str
 ) -> tuple[Corner, list[str]]:
-    """Return the corner from which a file counts, and in a line what speaks against it.
+    """Return the corner from which a file counts, and a line of doubt about it, if any.
 
     Args:
-        shares: of what the file says, that which would lie on tissue.
+        shares: share on tissue by corner.
         default: the corner of its format.
-        what: the file says, for the line.
+        what: subject of the line, such as "its tissue".
     """
     choice: Corner = origin or default
     alternative = _OTHER[choice]
@@ -170,7 +170,7 @@ def _corner_of(
 def _misfit(
     outlines: Outlines, target: _Geometry, ground: Ground, corner: tuple[int, int], *, is_settled: bool
 ) -> list[str]:
-    """What speaks against the place of what a file outlines; raises where it is in another unit and not settled."""
+    """Return doubts about the placement of a file's outlines; raise if its unit is wrong and its origin not settled."""
     area = transform(target, corner)
     inside = shapely.intersection(area, shapely.box(0, 0, *ground.size_l0)).area / area.area
     notes = []
@@ -197,7 +197,7 @@ def _misfit(
 
 
 def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
-    """Other ways in which coordinates could be meant: in words, and the matrix [2, 2] and offset [2] that undo it."""
+    """Yield other conventions of coordinates: (description, matrix [2, 2], offset [2]) for their conversion."""
     nothing, height = np.zeros(2), ground.bounds_l0[3] - ground.bounds_l0[1]
     levels = {f"in pixels of level {k}": scale for k, scale in enumerate(ground.levels) if k}
     scales = {"in µm": 1 / ground.mpp} | levels

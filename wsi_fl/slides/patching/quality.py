@@ -1,7 +1,7 @@
-"""What is wrong with a patch: pen, black, a fold, a bubble, blur. Classical measures, none learned.
+"""Artifacts of patches: pen, black, folds, bubbles, blur. Classical measures, none learned.
 
 Pen, black, folds and bubbles are areas of the thumbnail; blur is measured on the patch at 2 µm per pixel. The defaults
-were chosen on real tissue that was inked, folded and blurred (docs/quality.md).
+were chosen on real tissue with ink, folds and blur (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from wsi_fl.types import GridSpec
 
 _Kind = Literal["pen", "black", "fold", "bubble", "blur"]
 KINDS: tuple[_Kind, ...] = get_args(_Kind)
-"""In the order in which a patch is blamed: the first that it has too much of is its reason."""
+"""In order of precedence: the first artifact above its limit is a patch's reason."""
 
 _BLUR_MPP = 2.0
 """µm per pixel at which sharpness is measured: nuclei are three to five pixels wide there."""
 _BLOCK_PX = 16
-"""Side of the parts of a patch that are sharp or not."""
+"""Side of the parts of a patch in which sharpness is measured."""
 _MIN_SHARPNESS = 0.35
-"""Least energy of fine detail for each of coarse detail; parts of a patch with less are blurred."""
+"""Least energy of fine detail over that of coarse detail; parts of a patch with less are blurred."""
 _LEAST_FINE = 4.0
-"""Energy of fine detail, in squared grey levels, below which only noise is left."""
+"""Energy of fine detail, in squared grey levels, of noise."""
 _TISSUE_OF_GLASS = 0.93
-"""A part is looked at where it is darker than this share of the glass."""
+"""Brightness over that of glass below which a part is tissue."""
 _SMOOTH_UM = 4.0
 _MIN_SPOT_UM2 = 2_000.0
 _FOLD_SMOOTH_UM = 16.0
@@ -47,14 +47,14 @@ _FOLD_FACTOR = 1.6
 _RIM_CHROMA, _RIM_BRIGHTEST, _RIM_DARKEST = 22 / 255, 190 / 255, 25 / 255
 _RIM_CLOSE_UM, _RIM_SMOOTH_UM = 24.0, 2.0
 _ROUND = 0.7
-"""Least share of its circle that a bubble covers."""
+"""Least share of its circle covered by a bubble."""
 
 
 @dataclass(frozen=True)
 class QualityParams:
-    """For what patches are set aside, and how much of it one may have; nothing is measured for other kinds.
+    """The artifacts for which patches are excluded, and the largest share of a patch for each.
 
-    `segmenter` is the SHA-256 of the segmenter's file, "" without one: what another found is not its finding.
+    `segmenter` is the SHA-256 of the segmenter's file, "" without one.
     """
 
     kinds: tuple[_Kind, ...] = ()
@@ -67,8 +67,8 @@ class QualityParams:
 
 
 class Segmenter(Protocol):
-    """What tells faults pixel by pixel, in place of the measures here, on patches of so many µm per pixel. Those of its
-    classes that are called as kinds here are faults."""
+    """A model that segments artifacts on patches of `mpp` µm per pixel, in place of the measures here. Its classes with
+    the name of a kind are artifacts."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -77,14 +77,14 @@ class Segmenter(Protocol):
     def mpp(self) -> float: ...
 
     def shares(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return which share float32[b, n_classes] of each of the patches uint8[b, h, w, 3] has which class."""
+        """Return the share float32[b, n_classes] of each class in each of the patches uint8[b, h, w, 3]."""
         ...
 
 
 def faults(
     seen: SlideSurvey, rows: NDArray[np.int64], params: QualityParams, segmenter: Segmenter | None
 ) -> NDArray[np.str_]:
-    """Return for each of these rows of the grid what it is set aside for, "" where it is good."""
+    """Return the artifact for which each of these rows of the grid is excluded, "" for good ones."""
     known = segmenter.classes if segmenter is not None else ()
     found: dict[_Kind, NDArray[np.float32]] = {}
     measured = partial(_measured, seen, rows)
@@ -112,9 +112,9 @@ def _measured(
     mpp: float,
     measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
 ) -> NDArray[np.float32]:
-    """What a measure gives for each patch, read at `mpp` or as fine as the slide is.
+    """Return a measure of each patch, read at `mpp` or as fine as the slide is.
 
-    It is 0 for those that cannot be read, which are told when they are tiled.
+    It is 0 for unreadable ones, which tiling reports.
     """
     mpp = max(mpp, seen.mpp)
     side_px = max(1, round(seen.side_l0 * seen.mpp / mpp))
@@ -128,7 +128,7 @@ def _measured(
 
 
 def said_of(reasons: NDArray[np.str_]) -> str:
-    """Return how many patches have which reason, in words.
+    """Return the number of patches by reason, in words.
 
     Example:
         >>> said_of(np.array(["blur", "pen", "blur"]))
@@ -140,10 +140,10 @@ def said_of(reasons: NDArray[np.str_]) -> str:
 def _area(
     kind: _Kind, seen: SlideSurvey, um_per_px: float, planes: Callable[[], Colours]
 ) -> NDArray[np.bool_]:
-    """Where the thumbnail [h, w] shows pen, black, a fold or a bubble.
+    """Return where the thumbnail [h, w] shows pen, black, a fold or a bubble.
 
-    Folds are told from the usual density of tissue. Where it was not found by saturation, its stain may have the colour
-    of ink.
+    Folds exceed the usual density of tissue. Where tissue was not found by saturation, its stain may have the colour of
+    ink.
     """
     least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
     if kind == "fold":
@@ -154,18 +154,18 @@ def _area(
         return without_small(planes().black, least_px)
     ordinary = seen.found.method == "saturation"
     ink = planes().ink if ordinary else ink_beside_any_stain(seen.thumbnail, planes(), um_per_px)
-    return dilated(without_small(ink, least_px), 1.0)  # the pixel around is mixed of ink and tissue
+    return dilated(without_small(ink, least_px), 1.0)  # pixels at the edge mix ink and tissue
 
 
 def _blurred_share(patches: NDArray[np.uint8], glass: float) -> NDArray[np.float32]:
-    """Which share float32[b] of the tissue in patches uint8[b, h, w, 3] at 2 µm per pixel is out of focus.
+    """Return the share float32[b] of out-of-focus tissue in patches uint8[b, h, w, 3] at 2 µm per pixel.
 
-    Each part of a patch is judged by the energy of a Laplacian on its pixels over that of a Laplacian on means of 2 × 2
-    pixels. The ratio does not depend on how strong the stain is: sharp tissue has 0.5 to 2, tissue blurred by a
+    The measure of a part of a patch is the energy of a Laplacian on its pixels over that of a Laplacian on means of
+    2 × 2 pixels. It does not depend on the strength of the stain: sharp tissue has 0.5 to 2, tissue blurred by a
     Gaussian of 2 µm 0.13 to 0.28.
 
     Args:
-        glass: brightness of the slide's background, from 0 to 255; parts as bright as that are not tissue.
+        glass: brightness of the slide's background, from 0 to 255; parts that bright are not tissue.
 
     Example:
         >>> noise = np.random.default_rng(0).integers(90, 190, (1, 64, 64, 1), np.uint8).repeat(3, 3)
@@ -184,7 +184,7 @@ def _blurred_share(patches: NDArray[np.uint8], glass: float) -> NDArray[np.float
 
 
 def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Each pixel of [b, h, w] less the mean of its four neighbours; at the edge it is its own neighbour."""
+    """Return each pixel of [b, h, w] less the mean of its four neighbours; edge pixels are repeated."""
     wide = np.pad(grey, ((0, 0), (1, 1), (1, 1)), mode="edge")
     out = wide[:, :-2, 1:-1] + wide[:, 2:, 1:-1]
     out += wide[:, 1:-1, :-2]
@@ -195,9 +195,9 @@ def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _block_means(grey: NDArray[np.float32], side: int) -> NDArray[np.float32]:
-    """The means of [b, h, w] over squares of this side; what is left over at the edge is left out.
+    """Return the means of [b, h, w] over squares of this side; remainders at the edge are left out.
 
-    By halves, which is several times faster than a sum over axes.
+    By halves, several times faster than a sum over axes.
     """
     rows, columns = (extent // side * side for extent in grey.shape[1:])
     out, n = grey[:, :rows, :columns], side
@@ -211,7 +211,7 @@ def _block_means(grey: NDArray[np.float32], side: int) -> NDArray[np.float32]:
 
 
 def _folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Tissue that absorbs much more than the slide's usual tissue does, as where it lies double."""
+    """Return where tissue absorbs much more than the slide's median, as where it lies double."""
     from scipy.ndimage import gaussian_filter
 
     density = gaussian_filter(optical_density(thumbnail), _FOLD_SMOOTH_UM / um_per_px)
@@ -222,7 +222,7 @@ def _folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bo
 
 
 def _bubbles(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
-    """What lies within grey rims that close to circles: neither stain nor ink is grey."""
+    """Return the areas within closed circular grey rims: neither stain nor ink is grey."""
     from scipy.ndimage import binary_fill_holes
     from skimage.measure import label, regionprops
 

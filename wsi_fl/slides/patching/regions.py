@@ -1,4 +1,4 @@
-"""Regions of masks, grown, closed and without small ones; means of masks over squares."""
+"""Morphology of masks, and means of images over squares."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 def dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
     """Return the dilation of a mask bool[h, w] with a disc.
 
-    As a stack of runs of pixels, which is many times faster than by distances.
+    By runs of pixels, many times faster than by distances.
     """
     reach, (height, width) = int(radius_px), mask.shape
     room = np.pad(mask, reach)
-    run = room[:, reach : reach + width].copy()  # of so many pixels to each side
+    run = room[:, reach : reach + width].copy()  # k pixels to each side
     out = np.zeros_like(mask)
     for k in range(reach + 1):
         if k:
@@ -28,7 +28,7 @@ def dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
 
 
 def without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
-    """Return a mask bool[h, w] without its connected objects of fewer than min_px pixels."""
+    """Return a mask bool[h, w] without connected objects of fewer than min_px pixels."""
     if not mask.any():
         return mask
     from skimage.measure import label
@@ -40,14 +40,14 @@ def without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
 
 
 def closed(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
-    """Return the closing of a mask bool[h, w] with a disc, which bridges gaps of less than its diameter."""
+    """Return the closing of a mask bool[h, w] with a disc: gaps below its diameter are bridged."""
     return ~dilated(~dilated(mask, radius_px), radius_px)
 
 
 def area_mean(
     image: NDArray[np.bool_] | NDArray[np.uint8], corner: NDArray[np.float64], side: float
 ) -> NDArray[np.float64]:
-    """Mean float64[n] of an image [h, w] of at most 4096² pixels over squares; beyond its edge it counts as zero.
+    """Return the means float64[n] of an image [h, w] of at most 4096² pixels over squares; beyond its edge it is zero.
 
     Exact also where squares cut pixels: the integral image is bilinear within a pixel. Corners (x, y) [n, 2] and side
     of the squares are in pixels of the image.
@@ -58,7 +58,7 @@ def area_mean(
     np.cumsum(np.ascontiguousarray(across.T), axis=1, out=integral[1:, 1:])
 
     def below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum above and left of each point."""
+        """Return the sum above and left of each point."""
         x, y = np.clip(x, 0, width), np.clip(y, 0, height)
         column = np.minimum(x.astype(np.int64), width - 1)
         row = np.minimum(y.astype(np.int64), height - 1)

@@ -13,8 +13,7 @@ from wsi_fl.slides.patching.copies import persons_of
 from wsi_fl.types import SlideRecord, UsageError
 
 SEED = 0
-"""Of the random choices among slides and patches. Whoever wants other test patients names them in a table, or trains
-in folds."""
+"""Seed of random choices among slides and patches. Other test patients are named in a table, or come with folds."""
 
 
 def assign_splits(
@@ -24,10 +23,10 @@ def assign_splits(
     seed: int = SEED,
     marks: Mapping[str, frozenset[str]] | None = None,
 ) -> list[SlideRecord]:
-    """The records with a split each; all slides of a patient share it, and so do patients who share a scan.
+    """Return the records with a split each, one for all slides of a patient and for patients who share a scan.
 
-    Where the archive prescribes splits it must do so for every slide. Otherwise about `test_fraction` of the
-    patients, stratified by whether they have a positive slide, are held out: at least one when there are two.
+    Splits prescribed by the archive must cover every slide. Otherwise about `test_fraction` of the patients,
+    stratified by whether they have a positive slide, are held out: at least one of two.
 
     Args:
         marks: slide → digests of its content, see `copies`.
@@ -57,7 +56,7 @@ def assign_splits(
 
 
 def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
-    """Patients of the test split: each stratum's share, the rounding carried on to the next."""
+    """Choose the patients of the test split: each stratum's share, with rounding carried on to the next."""
     n_test = min(max(round(fraction * len(positive)), 1), len(positive) - 1) if fraction > 0 else 0
     chosen: set[str] = set()
     passed = 0
@@ -80,14 +79,13 @@ def sample_rows(
 ) -> NDArray[np.bool_]:
     """Choose the patches bool[n] to keep: at most `max_per_slide` of each slide, then equally many of each label.
 
-    Each slide draws alone, from the seed and its name. So without `balance` nothing that is decided about a slide
-    depends on another slide, and what ε promises holds from the slides on. Balancing draws from the labels with too
-    many, evenly at random over the site: a slide more or less then changes which patches of others are kept, and the
-    promise of ε begins at the store that is made, not at the slides. With a label missing altogether there is
-    nothing to balance and all are kept.
+    Each slide has its own random draw, from the seed and its name. So without `balance` no slide's patches depend on
+    another slide, and the guarantee of ε holds from the slides on. Balancing drops patches of the larger labels,
+    uniformly over the site: a slide more or less then changes the selection in others, and the guarantee of ε holds
+    from the finished store on, not from the slides. With only one label all are kept.
 
     Args:
-        label, slide: int64[n], the label of each patch, and the place of its slide in `names`.
+        label, slide: int64[n], the label of each patch, and the index of its slide in `names`.
     """
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:

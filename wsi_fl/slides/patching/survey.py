@@ -1,4 +1,4 @@
-"""A slide seen in its thumbnail: the grid over it, and the tissue that is found here or that others outlined."""
+"""Survey of a slide by its thumbnail: the grid over it, and its tissue, segmented here or read from a mask."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MOST_THUMBNAIL_PX = 2048
 _MOST_MASK_PX = 1 << 26
 _SHAPE_TOLERANCE = 0.05
 _TURNED = "plain picture"
-"""The one kind of slide that is turned as it asks."""
+"""Vendor of the only slides that are turned by their orientation tag."""
 
 
 @dataclass(frozen=True)
 class SlideFacts:
-    """A slide, and how patches of a grid and a thumbnail lie on it."""
+    """Facts of a slide, and the positions of a grid and a thumbnail on it."""
 
     record: SlideRecord
     spec: GridSpec
@@ -41,14 +41,14 @@ class SlideFacts:
     """µm per level-0 pixel."""
     size_l0: tuple[int, int]
     bounds_l0: tuple[int, int, int, int]
-    """(left, top, right, bottom) of the area that was scanned."""
+    """(left, top, right, bottom) of the scanned area."""
     quickhash: str
     in_tiles: bool
-    """Whether patches are whole native tiles of the slide, but for those over its edge."""
+    """Whether patches are whole native tiles of the slide, except those over its edge."""
     downsample: float
     """Level-0 pixels per thumbnail pixel."""
     notes: tuple[str, ...]
-    """What people should know of the slide, its mask and its outlines, a line each."""
+    """Notes on the slide, its mask and its outlines, a line each."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +56,32 @@ class SlideSurvey(SlideFacts):
     """The grid over a slide and the tissue in it."""
 
     reader: Reader
-    """As what the slide was opened."""
+    """The reader of the slide."""
     thumbnail: NDArray[np.uint8]
     """[h, w, 3]"""
     found: Found
     side_l0: float
-    """Of a patch, in level-0 pixels."""
+    """Side of a patch in level-0 pixels."""
     xy_l0: NDArray[np.int64]
     """[n, 2] corners (x, y) of all patches of the grid, row by row."""
     tissue: NDArray[np.float32]
-    """[n] share of each patch that is tissue."""
+    """[n] share of tissue of each patch."""
     ground: Ground
 
 
 def survey(
     record: SlideRecord, spec: GridSpec, tissue: TissueParams, *, patch_px: int, section: str, reader: Reader
 ) -> SlideSurvey:
-    """Look for tissue in a slide's thumbnail, in which a patch should have `patch_px` a side; its pixels are not read.
+    """Find the tissue of a slide in its thumbnail, with patches of about `patch_px` a side.
 
     Raises:
-        WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser by over 10 % than the `spec` in a
-            `section` of the configuration, without tissue.
+        WsiFlError: for an unusable slide: unreadable, without mpp, coarser by over 10 % than the `spec` in a `section`
+            of the configuration, without tissue.
     """
     with Slide(record.path, record.mpp_override, reader) as slide:
         mpp, size_l0, bounds_l0 = slide.mpp, slide.size_l0, slide.bounds_l0
         quickhash, levels = slide.quickhash, slide.level_downsamples
-        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):  # nobody invents detail that the slide does not have
+        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):  # no detail is made up
             raise WsiFlError(
                 f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
                 f"set {section}.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
@@ -110,7 +110,7 @@ def survey(
 
 
 def ground_of(slide: Slide, tissue: TissueParams) -> Ground:
-    """Return a slide as outlines lie on it, with its tissue where its scanned area begins elsewhere than the slide."""
+    """Return the geometry of a slide for outlines, with its tissue if the scanned area has another corner."""
     downsample = max(1.0, max(slide.size_l0) / PICTURE_PX)
     width, height = (ceil(extent / downsample) for extent in slide.size_l0)
     facts = slide.size_l0, slide.bounds_l0, slide.mpp
@@ -127,7 +127,7 @@ def _turn_of(path: Path) -> list[str]:
     if orientation == 1:
         return []
     return [
-        f"asks to be turned (TIFF orientation {orientation}); it is read as it lies, as OpenSlide shows it"
+        f"has TIFF orientation {orientation}, which is ignored; it is read unrotated, as OpenSlide shows it"
     ]
 
 
@@ -141,7 +141,7 @@ def _tissue_or_none(
 
 
 def mask_digest(folder: Path, slide: str) -> str:
-    """Return the SHA-256 of the mask of a slide that others made."""
+    """Return the SHA-256 of the mask file of a slide."""
     return hashlib.sha256(_mask_file(folder, slide).read_bytes()).hexdigest()
 
 
@@ -155,13 +155,13 @@ def _mask_file(folder: Path, slide: str) -> Path:
 
 
 def _read_mask(path: Path, ground: Ground, origin: Origin = None) -> tuple[NDArray[np.bool_], list[str]]:
-    """Return a mask bool[h, w] over a slide's thumbnail, as QuPath, TRIDENT and people make them, and notes on it.
+    """Return a mask bool[h, w] over a slide's thumbnail, from QuPath, TRIDENT or by hand, and notes on it.
 
-    Outlines of a GeoJSON file, of whatever class, are in level-0 pixels; a PNG covers the whole slide or its scanned
+    Outlines of a GeoJSON file, of any class, are in level-0 pixels; a PNG covers the whole slide or its scanned
     area at any scale. Opaque pixels are tissue; without an alpha channel, pixels brighter than half the maximum.
 
     Raises:
-        WsiFlError: when the file is damaged, too large, in another unit, or holds no tissue.
+        WsiFlError: when the file is damaged, too large, in another unit, or without tissue.
     """
     if path.suffix == ".png":
         mask, notes = _of_png(path, ground, origin)
@@ -207,7 +207,7 @@ def _of_png(path: Path, ground: Ground, origin: Origin) -> tuple[NDArray[np.bool
 
 
 def _picture_of(path: Path) -> Image.Image:
-    """A PNG's alpha channel, or its brightness where it has none."""
+    """Return a PNG's alpha channel, or its brightness if it has none."""
     try:
         with PngImageFile(path) as image:
             if image.width * image.height > _MOST_MASK_PX:

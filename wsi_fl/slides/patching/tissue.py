@@ -1,4 +1,4 @@
-"""Where a slide holds tissue, seen in the colours of its thumbnail."""
+"""Tissue segmentation by the colours of a thumbnail."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _Plane = NDArray[np.float32]
 _Picture = NDArray[np.uint8]
 
 _BOUNDS = {"saturation": (0.05, 0.07), "density": (0.02, 0.05), "texture": (0.004, 0.015)}
-"""Otsu's threshold is never below the first: on an empty slide it would split noise. Nor above the second: on a slide
-full of tissue, or with a clean background, it would split pale from dark. Density is optical density above that of the
-glass, texture its standard deviation around a place."""
+"""Bounds of Otsu's threshold: lower, on an empty slide it would split noise; higher, on a slide full of tissue or with
+a clean background, pale from dark. Density is optical density above that of the glass, texture its local standard
+deviation."""
 _SMOOTH_UM = 4.0
 """Standard deviation of the Gaussian that removes sensor and JPEG noise first."""
 _CLOSE_UM = 16.0
 """Radius of the closing that bridges gaps between cells."""
 _MIN_OBJECT_UM2 = 5_000.0
-"""Smaller specks are dropped; also smaller spots of ink or black are not taken for ink or padding."""
+"""Least area of tissue, and of spots of ink and of black padding."""
 _MAX_HOLE_UM2 = 5_000.0
-"""Smaller holes are filled: vessels, glands, fat cells."""
+"""Largest filled hole: vessels, glands, fat cells."""
 _MIN_AREA_PX = 4
 """Objects and holes below this many thumbnail pixels are noise at any resolution."""
 _STRIP_PX = 1 << 16
-"""Pixels of the thumbnail looked at together."""
+"""Pixels of the thumbnail in one step."""
 _DIM_GLASS = 200 / 255
-"""Glass is at least as bright as this."""
+"""Least brightness of glass."""
 _TEXTURE_UM = 32.0
 _SMOOTH, _SMOOTH_AT = 0.07, 2.0
-"""Standard deviation of brightness below which what has the colour of ink is ink, and the µm per pixel at which that
-holds: through it, tissue of H&E shows 0.05, and blue counterstain has 0.09 or more."""
+"""Standard deviation of brightness below which pixels of the colour of ink are ink, and its µm per pixel: H&E tissue
+shows 0.05 through ink, and blue counterstain has 0.09 or more."""
 _EVEN = 0.03
-"""The same among the pixels of that colour alone: black ink has 0.02 in the thinnest line, dark tissue 0.03 or more."""
+"""The same among pixels of that colour only: black ink has 0.02 in the thinnest line, dark tissue 0.03 or more."""
 _MISSED = 0.05
-"""Share of the area by density beyond which saturation is not believed."""
+"""Share of the area by density that saturation may miss."""
 _JUDGED_PX = 384
 
 _TRUNCATE = 3
@@ -56,31 +56,31 @@ _BLACK = 25 / 255
 _DARK, _GREY_CHROMA = 100 / 255, 20 / 255
 _VIVID_CHROMA, _VIVID_SATURATION = 0.4, 0.6
 _LOGARITHM = np.log10((np.arange(256, dtype=np.float32) + 1) / 256)
-"""Of the light that comes through, by the value of a channel."""
+"""Logarithm of transmitted light, by the value of a channel."""
 
 
 class NoTissueError(WsiFlError):
-    """A thumbnail without tissue; the message holds what was measured."""
+    """A thumbnail has no tissue; the message has the measurements."""
 
 
 @dataclass(frozen=True)
 class TissueParams:
-    """How tissue is told from background."""
+    """Parameters of tissue segmentation."""
 
     method: Method = "auto"
-    """How it is told where there are no masks. `saturation` is for ordinary stains, `density` for pale ones and
-    immunohistochemistry, `texture` for tissue that hardly absorbs light. `auto` takes density where saturation would
-    miss much of what absorbs light."""
+    """The method without masks: `saturation` for ordinary stains, `density` for pale ones and immunohistochemistry,
+    `texture` for tissue that hardly absorbs light. `auto` takes density where saturation would miss much of the
+    absorbing area."""
     masks: str = ""
-    """Folder of masks that others made; "" to find tissue here."""
+    """Folder of masks from other tools; "" for none."""
     origin: Origin = None
-    """From which corner of the slide the masks count."""
+    """The corner of the slide from which masks count."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Tissue bool[h, w], by which of the three methods or "masks" it was found, and its area for each of that by
-    saturation: infinity where saturation finds nothing, nan where it was not asked."""
+    """Tissue bool[h, w], its method (one of three, or "masks"), and its area over that by saturation: infinity if
+    saturation finds nothing, nan for masks."""
 
     mask: _Mask
     method: str
@@ -89,8 +89,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Colours:
-    """The planes [h, w] of a smoothed picture, each from 0 to 1: its channels, the largest of them, and how far the
-    smallest is below it. What they say of each place is bool[h, w]."""
+    """The planes [h, w] of a smoothed picture, from 0 to 1: its channels, their maximum, and maximum less minimum.
+    Derived masks are bool[h, w]."""
 
     red: _Plane
     green: _Plane
@@ -105,19 +105,19 @@ class Colours:
 
     @property
     def black(self) -> _Mask:
-        """Where nothing was scanned."""
+        """Unscanned areas."""
         return np.asarray(self.high < _BLACK, bool)
 
     @property
     def ink(self) -> _Mask:
-        """Where the colour is one that H&E never has: green, cyan, blue, red and black ink."""
+        """Colours that H&E never has: green, cyan, blue, red and black ink."""
         greener_than_red = (self.green - self.red > 0.03) & (self.chroma > _INK_CHROMA)
         grey = (self.high < _DARK) & (self.chroma < _GREY_CHROMA) & ~self.black
         return np.asarray(greener_than_red | self._pure_red_or_blue | grey, bool)
 
     @property
     def vivid(self) -> _Mask:
-        """Where the colour is one that no stain has, blue haematoxylin and brown DAB among them."""
+        """Colours that no stain has, not even blue haematoxylin and brown DAB."""
         saturated = (self.saturation > _VIVID_SATURATION) & (self.chroma > _INK_CHROMA)
         strong = (self.chroma > _VIVID_CHROMA) | saturated
         cold = (self.red < self.green) & (self.red < self.blue) & strong
@@ -131,13 +131,13 @@ class Colours:
 
 
 def _pure(one: _Plane, second: _Plane, third: _Plane) -> _Mask:
-    """Where one channel stands alone: both others are low and alike."""
+    """Return where one channel dominates: both others are low and similar."""
     alone = one - np.maximum(second, third) > 0.65 * one
     return np.asarray(alone & (np.abs(second - third) < 0.2 * one), bool)
 
 
 def colours(picture: _Picture, sigma_px: float) -> Colours:
-    """Return the planes of a picture uint8[h, w, 3], smoothed where sigma_px is half a pixel or more."""
+    """Return the planes of a picture uint8[h, w, 3], smoothed if sigma_px is half a pixel or more."""
     from scipy.ndimage import gaussian_filter1d
 
     planes = np.moveaxis(picture, -1, 0).astype(np.float32)
@@ -157,9 +157,9 @@ def optical_density(picture: _Picture) -> _Plane:
 
 
 def _along_both(smoothed: Callable[[_Plane], _Plane], planes: _Plane) -> _Plane:
-    """Planes [..., h, w] after a filter of the last axis was applied to their columns, then to their rows.
+    """Apply a filter of the last axis to the columns of planes [..., h, w], then to their rows.
 
-    The filter always finds its lines in one piece of memory, where it takes a third of the time.
+    The filtered axis is contiguous in memory, which takes a third of the time.
     """
     for _ in range(2):
         planes = smoothed(np.ascontiguousarray(planes.swapaxes(-1, -2)))
@@ -178,15 +178,15 @@ def find_tissue(
 ) -> Found:
     """Find the tissue in a thumbnail uint8[h, w, 3].
 
-    By saturation, tissue is what is more saturated than the background. Black padding and marker ink are background:
-    ink is greener than red, pure red or dark grey, which haematoxylin and eosin, both absorbing green most, never
-    are. By density, tissue is what absorbs more light than the glass and is not smooth; only vivid colours are ink.
+    By saturation, tissue is more saturated than the background. Black padding and marker ink are background: ink is
+    greener than red, pure red or dark grey; haematoxylin and eosin, which absorb green most, never are. By density,
+    tissue absorbs more light than the glass and is not smooth; only vivid colours are ink.
 
     Args:
-        downsample_mpp: µm per thumbnail pixel; None, where it is not known, leaves out smoothing and closing.
+        downsample_mpp: µm per thumbnail pixel; None for unknown, without smoothing and closing.
 
     Raises:
-        NoTissueError: when nothing is left.
+        NoTissueError: when there is no tissue.
     """
     params, um_per_px = params or TissueParams(), downsample_mpp or inf
     method = "density" if params.method == "auto" else params.method
@@ -228,16 +228,16 @@ def _by(method: str, thumbnail: _Picture, um_per_px: float) -> _Mask:
         top = float(seen.max(initial=0))
         of = "optical density" if method == "density" else method
         raise NoTissueError(
-            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink; the rest reaches {of} {top:.3f} "
-            f"at a threshold of {threshold:.3f}, and no spot above it is large enough"
+            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink; the rest reaches "
+            f"{of} {top:.3f} at a threshold of {threshold:.3f}, and no spot above it is large enough"
         )
     return mask
 
 
 def _saturation(thumbnail: _Picture, sigma_px: float, um_per_px: float) -> tuple[_Plane, _Mask]:
-    """HSV saturation [h, w] of the smoothed thumbnail, and what is ink or black.
+    """Return the HSV saturation [h, w] of the smoothed thumbnail, and where it is ink or black.
 
-    In strips that fit the cache, which takes a third of the time of whole pictures.
+    In strips that fit the cache, in a third of the time for whole pictures.
     """
     height, width, _ = thumbnail.shape
     saturation, foreign = np.empty((height, width), np.float32), np.empty((height, width), bool)
@@ -253,8 +253,8 @@ def _saturation(thumbnail: _Picture, sigma_px: float, um_per_px: float) -> tuple
 
 
 def _density(thumbnail: _Picture, sigma_px: float, um_per_px: float) -> tuple[_Plane, _Mask]:
-    """Optical density [h, w] above that of the glass, −log10(I / I_glass), the mean of three channels (Beer–Lambert);
-    and what is black or vivid ink."""
+    """Return the optical density [h, w] above that of the glass, −log10(I / I_glass), the mean of three channels
+    (Beer–Lambert), and where it is black or ink."""
     seen = colours(thumbnail, sigma_px)
     ink = ink_beside_any_stain(thumbnail, seen, um_per_px)
     excluded = _excluded(seen.black | ink, sigma_px, um_per_px)
@@ -267,10 +267,10 @@ def _density(thumbnail: _Picture, sigma_px: float, um_per_px: float) -> tuple[_P
 
 
 def ink_beside_any_stain(thumbnail: _Picture, seen: Colours, um_per_px: float) -> _Mask:
-    """Return where a thumbnail uint8[h, w, 3] with these smoothed colours has ink, whatever its tissue is stained with.
+    """Return where a thumbnail uint8[h, w, 3] with these smoothed colours has ink, for any stain.
 
-    Blue counterstain has colours of ink. So ink is only what is vivid, or has such a colour and is smooth: with what is
-    around it, or by itself as a thin line is.
+    Blue counterstain has colours of ink. So ink must be vivid, or have such a colour and be smooth: together with its
+    surroundings, or by itself, as a thin line.
     """
     ink = seen.ink
     if ink.any():
@@ -283,7 +283,7 @@ def ink_beside_any_stain(thumbnail: _Picture, seen: Colours, um_per_px: float) -
 
 
 def _texture(values: _Plane, um_per_px: float, within: _Mask | None = None) -> _Plane:
-    """The standard deviation of values [h, w] around each place: of those in a mask, where one is given."""
+    """Return the local standard deviation of values [h, w], or of those in a mask."""
     from scipy.ndimage import uniform_filter1d
 
     side = max(3, round(_TEXTURE_UM / um_per_px))
@@ -295,7 +295,7 @@ def _texture(values: _Plane, um_per_px: float, within: _Mask | None = None) -> _
 
 
 def _without_smooth(mask: _Mask, rough: _Mask) -> _Mask:
-    """The mask without connected objects that are mostly smooth: shadows, glue, the edge of a coverslip."""
+    """Return the mask without mostly smooth connected objects: shadows, glue, the edge of a coverslip."""
     from skimage.measure import label
 
     objects = label(mask, connectivity=1)
@@ -307,13 +307,13 @@ def _without_smooth(mask: _Mask, rough: _Mask) -> _Mask:
 
 def _excluded(foreign: _Mask, sigma_px: float, um_per_px: float) -> _Mask:
     excluded = without_small(foreign, max(_MIN_AREA_PX, _MIN_OBJECT_UM2 / um_per_px**2))
-    if excluded.any():  # smoothing mixed its rim with what is beside it
+    if excluded.any():  # smoothing mixed its rim with its surroundings
         excluded = dilated(excluded, 1 + 2 * sigma_px)
     return excluded
 
 
 def _cleaned(mask: _Mask, excluded: _Mask, um_per_px: float) -> _Mask:
-    """The mask closed, without small holes and small objects, and without what is excluded."""
+    """Return the mask closed, without small holes, small objects and excluded areas."""
     mask = mask & ~excluded
     if um_per_px <= _CLOSE_UM:
         mask = closed(mask, _CLOSE_UM / um_per_px) & ~excluded
@@ -322,7 +322,7 @@ def _cleaned(mask: _Mask, excluded: _Mask, um_per_px: float) -> _Mask:
 
 
 def tissue_fraction(mask: _Mask, xy_l0: NDArray[np.int64], size_l0: float, downsample: float) -> _Plane:
-    """Share float32[n] of each square's area that is tissue, exact also where squares cut pixels of the mask [h, w].
+    """Return the share float32[n] of tissue in each square, exact also where squares cut pixels of the mask [h, w].
 
     Args:
         xy_l0, size_l0: top-left corners [n, 2] and side of the squares in level-0 pixels; beyond the mask is no tissue.

@@ -1,4 +1,4 @@
-"""What the pictures of slides share: type, round lengths, a scale bar, PNG."""
+"""Elements of pictures of slides: type, colours, a scale bar, PNG."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Color = tuple[int, int, int]
 INK, PAPER = (30, 30, 30), (255, 255, 255)
 _LUMINANCE = np.array([0.299, 0.587, 0.114])
 _DARKEST, _PALEST = 40, 190
-"""Luminance between which a line shows on paper, and is not taken for ink."""
+"""Bounds of the luminance of lines, between ink and paper."""
 
 
 @cache
 def distinct_colors(first: tuple[Color, ...], n: int) -> tuple[Color, ...]:
-    """Return n colours: the first ones, then each as far as can be from all before it.
+    """Return n colours: the first ones, then each as far as possible from all earlier ones.
 
     Example:
         >>> distinct_colors(((0, 114, 178),), 3)
@@ -40,10 +40,10 @@ def distinct_colors(first: tuple[Color, ...], n: int) -> tuple[Color, ...]:
 
 
 def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int, float]]:
-    """Return (row, place in it) of things side by side, each in the next row where its own has no room left for it.
+    """Return (row, position in it) of items side by side, continued in the next row where they do not fit.
 
     Args:
-        room: pixels of each row; of all further rows as many as of the last.
+        room: pixels of each row; the last value holds for all further rows.
 
     Example:
         >>> wrap_rows([40, 40, 90, 10], [100, 50])
@@ -60,7 +60,7 @@ def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int,
 
 @cache
 def font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """Matplotlib's DejaVu Sans: Pillow's own font has no µ."""
+    """Load Matplotlib's DejaVu Sans: Pillow's font has no µ."""
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
     from matplotlib import get_data_path
 
@@ -68,7 +68,7 @@ def font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.FreeTypeFont) -> str:
-    """The text, or as much of its beginning and end as fits into `room` pixels."""
+    """Return the text, or as much of its beginning and end as fits into `room` pixels."""
     keep = len(text)
     shown = text
     while keep > 4 and draw.textlength(shown, face) > room:
@@ -78,7 +78,7 @@ def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.Fr
 
 
 def _round_length(most: float) -> float:
-    """The longest of 1, 2 and 5 times a power of ten that is no longer than `most`.
+    """Return the longest of 1, 2 and 5 times a power of ten up to `most`.
 
     Example:
         >>> _round_length(740), _round_length(2.5)
@@ -91,7 +91,7 @@ def _round_length(most: float) -> float:
 def draw_scale_bar(
     draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, most_px: float
 ) -> float:
-    """A bar of a round length of at most `most_px` that ends at `end`, its length above it; returns its pixels."""
+    """Draw a bar of a round length of at most `most_px` up to `end`, with its length above it; return its pixels."""
     length_um = _round_length(um_per_px * most_px)
     length_px = length_um / um_per_px
     x, y = end
@@ -102,21 +102,21 @@ def draw_scale_bar(
 
 
 def draw_title(draw: ImageDraw.ImageDraw, y: int, slide: str, said: str, width: int) -> None:
-    """A line across a page: the slide's name on the left, as much as there is room for, and what is said of it."""
+    """Draw a title line: the slide's name on the left, shortened to fit, and a caption on the right."""
     draw.text((width - 12, y), said, INK, font(), anchor="rm")
     name = fitted(draw, slide, width - 36 - draw.textlength(said, font()), font())
     draw.text((12, y), name, INK, font(), anchor="lm", stroke_width=0.4)
 
 
 def enlarged(picture: Image.Image, long_side_px: int) -> tuple[Image.Image, float]:
-    """The picture with so long a side, and the zoom that makes it so."""
+    """Return the picture enlarged to a longer side of that length, and the zoom."""
     zoom = long_side_px / max(picture.size)
     width, height = (max(1, round(side * zoom)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC), zoom
 
 
 def png(picture: Image.Image) -> bytes:
-    """The picture as PNG."""
+    """Return the picture as PNG."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", compress_level=3)
     return buffer.getvalue()

@@ -1,8 +1,8 @@
-"""A prediction: where on the slide the model sees tumour, and how sure it is, as a picture and as QuPath's GeoJSON.
+"""A model's predictions on a slide, patch by patch, as a heatmap and as QuPath's GeoJSON.
 
-The structure of the latter is the one QuPath 0.4 and later write and read (`QuPathTypeAdapters` in QuPath's source,
+The structure of the latter is that of QuPath 0.4 and later (`QuPathTypeAdapters` in QuPath's source,
 "Exporting annotations" in its manual): coordinates are level-0 pixels from the corner of the scanned area, `objectType`
-says what an object is, `classification` has a name and a colour [red, green, blue], `measurements` is an object of
+is the kind of an object, `classification` has a name and a colour [red, green, blue], `measurements` is an object of
 numbers.
 """
 
@@ -37,17 +37,17 @@ from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec
 
 TOP_K = 20
-"""Patches whose mean is a slide's score: enough that one odd patch does not decide, few enough for a small lesion."""
+"""Patches in a slide's mean score: enough against a single odd patch, few enough for a small lesion."""
 _NAMESPACE = uuid.UUID("0f0d4e0e-4e6b-5d0e-9a43-6f1a1e2f7c55")
-"""Ids are made from names, so that a prediction made again brings the same objects."""
+"""Ids are made from names, so that a repeated prediction has the same objects."""
 
 
 @dataclass(frozen=True)
 class Heat:
-    """What a model says of the n patches of one slide.
+    """A model's predictions for the n patches of one slide.
 
-    With two classes every patch has the probability of the second ("tumor"). With more, every patch has its most
-    probable class and that probability, and each class has regions of its own.
+    With two classes every patch shows the probability of the second ("tumor"). With more, every patch shows its most
+    probable class and that probability, and each class has its regions.
     """
 
     boxes_l0: NDArray[np.int64]
@@ -56,12 +56,12 @@ class Heat:
     probabilities: NDArray[np.float64]
     """[n, classes]"""
     threshold: float = 0.5
-    """Patches of this probability or more are outlined: of two classes it is the more likely one. The probabilities
-    themselves are in patches.csv, for whoever has a better operating point."""
+    """Least probability of outlined patches; of two classes 0.5 is the more likely one. For other operating points the
+    probabilities are in patches.csv."""
 
     @cached_property
     def kind(self) -> NDArray[np.int64]:
-        """[n] the class whose probability a patch shows, as a position in `classes`."""
+        """[n] class shown for each patch, as an index of `classes`."""
         if len(self.classes) == 2:
             return np.ones(len(self.probabilities), np.int64)
         return np.asarray(self.probabilities.argmax(axis=1), np.int64)
@@ -73,12 +73,12 @@ class Heat:
 
     @property
     def above(self) -> NDArray[np.bool_]:
-        """[n] which patches reach the threshold."""
+        """[n] whether patches reach the threshold."""
         return self.probability >= self.threshold
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The classes that have regions, as positions in `classes`."""
+        """The classes with regions, as indices of `classes`."""
         return (1,) if len(self.classes) == 2 else tuple(range(len(self.classes)))
 
     @cached_property
@@ -90,8 +90,8 @@ class Heat:
 
 @dataclass(frozen=True)
 class _Region:
-    """The n patches of one class (by position) above the threshold that share edges, and their probabilities' mean and
-    maximum."""
+    """A connected region of n patches of one class (by index) above the threshold, and the mean and maximum of their
+    probabilities."""
 
     kind: int
     polygon: Any
@@ -104,7 +104,7 @@ class _Region:
 def patch_boxes(
     xy_l0: NDArray[np.int64], spec: GridSpec, slide_mpp: float, size_l0: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Boxes int64[n, 4] (left, top, right, bottom) of grid positions, cut off at the slide's edge.
+    """Return the boxes int64[n, 4] (left, top, right, bottom) of grid positions, clipped at the slide's edge.
 
     Where the grid's step is a fraction of a pixel, a patch ends exactly where its neighbour begins, so that
     unions of patches have no slivers.
@@ -121,9 +121,9 @@ def patch_boxes(
 
 
 def score(heat: Heat, kind: int, top_k: int = TOP_K) -> dict[str, float]:
-    """One class over the slide: highest probability, mean of the top_k highest, fraction of all patches above.
+    """Return a slide's scores of a class: highest probability, mean of the top_k highest, fraction above the threshold.
 
-    Of more than two classes, only the patches in which the class is the most probable count.
+    Of more than two classes, only patches in which the class is the most probable count.
     """
     mine = heat.kind == kind
     p = np.sort(heat.probability[mine])[::-1]
@@ -135,7 +135,7 @@ def score(heat: Heat, kind: int, top_k: int = TOP_K) -> dict[str, float]:
 
 
 def leading(heat: Heat) -> int:
-    """The class a slide's score speaks of: the second of two, else the one that most patches belong to."""
+    """Return the class for a slide's score: the second of two, else that of most patches."""
     if len(heat.classes) == 2:
         return 1
     return int(np.bincount(heat.kind[heat.above], minlength=len(heat.classes)).argmax())
@@ -164,7 +164,7 @@ _TITLE_PX, _LEGEND_PX, _MARGIN_PX = 74, 84, 16
 _MUTED = (95, 95, 95)
 _BAR_PX = (300, 18)
 _ROW_PX, _LINE_PX = 24, 36
-"""Of the legend of outlines: how tall a row is, and how wide the line before a name."""
+"""Height of a row in the legend of outlines, and width of the line before a name."""
 _TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BENEATH = 222
 """The grey of faded tissue, under the colour bar as under the patches."""
@@ -172,7 +172,7 @@ _BENEATH = 222
 
 @dataclass(frozen=True)
 class Caption:
-    """What the picture says in words: each is one line; `legend` says what colour means, if not a probability."""
+    """The text of a heatmap, a line each; `legend` is the meaning of colour, by default a probability."""
 
     slide: str
     origin: str
@@ -189,16 +189,16 @@ def draw_heatmap(
     colors: Sequence[Color],
     caption: Caption,
 ) -> bytes:
-    """PNG of the thumbnail under the probabilities, with outlines, colour bar and scale bar.
+    """Return a PNG of the thumbnail under the probabilities, with outlines, colour bar and scale bar.
 
     Args:
         thumbnail: uint8[h, w, 3] of the whole slide, with `downsample` level-0 pixels per pixel.
         mpp: µm per level-0 pixel.
-        colors: of each class, for outlines where there are more than two.
+        colors: of each class, for outlines of more than two.
     """
     grey, zoom = enlarged(Image.fromarray(thumbnail).convert("L"), _LONG_SIDE_PX)
     size, to_picture = grey.size, zoom / downsample
-    # Grey and light, so that colour means probability and nothing else.
+    # Grey and light, so that only probability has colour.
     picture = _tinted(Image.blend(grey, Image.new("L", size, 255), 0.25).convert("RGB"), heat, to_picture)
     _draw_regions(picture, heat, colors, to_picture)
     width = max(size[0], _LEAST_WIDTH_PX)
@@ -224,7 +224,7 @@ def draw_heatmap(
 
 
 def _colours(p: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(colour [..., 3] of 0 to 255, opacity [...]): viridis, faint where cold, so that only what is hot stands out."""
+    """Return (colour [..., 3] of 0 to 255, opacity [...]): viridis, faint at low probability."""
     from matplotlib import colormaps
 
     rgb = colormaps["viridis"](p)[..., :3] * 255
@@ -232,7 +232,7 @@ def _colours(p: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 
 def _tinted(picture: Image.Image, heat: Heat, to_picture: float) -> Image.Image:
-    """The picture under the patches' colours; where patches overlap, under that of their mean."""
+    """Return the picture under the patches' colours; overlapping patches take that of their mean."""
     pixels = np.asarray(picture, np.float64)
     total, count = np.zeros((2, *pixels.shape[:2]), np.float32)
     boxes = np.round(heat.boxes_l0 * to_picture).astype(np.int64)
@@ -248,7 +248,7 @@ def _tinted(picture: Image.Image, heat: Heat, to_picture: float) -> Image.Image:
 
 
 def _draw_regions(picture: Image.Image, heat: Heat, colors: Sequence[Color], to_picture: float) -> None:
-    """Every edge of a region, dark on a light rim so that it shows on any ground."""
+    """Draw the edges of regions, dark on a light rim for any background."""
     draw = ImageDraw.Draw(picture)
     for width in (7, 3):
         for region in heat.regions:
@@ -263,7 +263,7 @@ def _line_colour(heat: Heat, kind: int, colors: Sequence[Color]) -> Color:
 
 
 def _outline_places(heat: Heat, width: int) -> list[tuple[int, float, str]]:
-    """Where each class that has outlines stands in the legend: (row, left, what is written there).
+    """Return (row, left, text) of the legend for each class with outlines.
 
     The first row ends where the scale bar begins.
     """
@@ -282,7 +282,7 @@ def _outline_places(heat: Heat, width: int) -> list[tuple[int, float, str]]:
 
 
 def _draw_legend(page: Image.Image, top: int, heat: Heat, said: str, *, um_per_px: float) -> None:
-    """Colour bar with numbers, and a scale bar."""
+    """Draw a colour bar with numbers, and a scale bar."""
     draw = ImageDraw.Draw(page)
     of_two = len(heat.classes) == 2
     what = f"{heat.classes[1]} probability" if of_two else "probability of the likeliest class"
@@ -295,7 +295,7 @@ def _draw_legend(page: Image.Image, top: int, heat: Heat, said: str, *, um_per_p
 
 
 def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> None:
-    """The colours from 0 to 1 as they look on tissue, with numbers and a mark at the threshold."""
+    """Draw the colours from 0 to 1 as on tissue, with numbers and a mark at the threshold."""
     draw, (width, height), (left, top) = ImageDraw.Draw(page), _BAR_PX, corner
     rgb, opacity = _colours(np.linspace(0, 1, width))
     row = _BENEATH + (rgb - _BENEATH) * opacity[:, None]
@@ -329,7 +329,7 @@ def write_geojson(
 def _features(
     heat: Heat, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
 ) -> Iterator[dict[str, Any]]:
-    """The regions, largest first, then the patches."""
+    """Yield the features of regions, largest first, then of patches."""
     titles = _titles(heat.classes)
     seen: dict[int, int] = {}
     corner = np.array(corner_l0)
@@ -374,6 +374,6 @@ def _features(
 
 
 def _titles(classes: Sequence[str]) -> list[str]:
-    """Return what classes are called in QuPath, which spells its own with a capital (Tumor); no two alike."""
+    """Return the distinct names of classes in QuPath, which begin with a capital (Tumor)."""
     titles = [name[:1].upper() + name[1:] for name in classes]
     return titles if len(set(titles)) == len(titles) else list(classes)

@@ -1,4 +1,4 @@
-"""The pictures that show at a glance what was taken from a slide, and why: patches by label, and mosaics."""
+"""Quality-control thumbnails of slides: patches by label, and mosaics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wsi_fl.types import CLASSES, UNLABELLED
 
 _LONG_SIDE_PX, _LEAST_WIDTH_PX = 1024, 680
 _BAND_PX, _MARGIN_PX = 46, 12
-# Okabe and Ito's colours, told apart with every kind of colour vision.
+# Okabe and Ito's colours, distinct for every kind of colour vision.
 _FILL = {"healthy": (0, 114, 178), "tumor": (230, 159, 0)}
 _TISSUE, _ANNOTATION, _ASIDE = (0, 158, 115), (0, 0, 0), (213, 94, 0)
 _FILL_ALPHA = 90
@@ -38,7 +38,7 @@ _CELL_PX, _LEAST_CELL_PX, _GAP_PX, _FRAME_PX = 112, 56, 6, 4
 _MOST_SHOWN = 96
 _LEGEND_ROW_PX = 26
 _CANDIDATE_ALPHA = 70
-# Okabe and Ito's, then more; `distinct_colors` has those of further groups.
+# Okabe and Ito's, then more; `distinct_colors` adds those of further clusters.
 _GROUPS = (
     (0, 114, 178),
     (230, 159, 0),
@@ -57,14 +57,14 @@ _Patches = Sequence[tuple[int, NDArray[np.uint8]]]
 
 
 def draw_overview(plan: SlidePlan, chosen: _Rows) -> bytes:
-    """PNG of the thumbnail with tissue, tumour outlines and the chosen patches of a plan by label.
+    """Return a PNG of the thumbnail with tissue, tumour outlines and the chosen patches of a plan by label.
 
     Args:
-        chosen: rows of the plan, as positions or as a mask over its patches.
+        chosen: rows of the plan, as indices or as a mask over its patches.
     """
     image = Image.fromarray(plan.thumbnail)
     grey = Image.blend(image, image.convert("L").convert("RGB"), 0.5)
-    faded = Image.blend(grey, Image.new("RGB", image.size, PAPER), 0.25)  # so that colours carry the meaning
+    faded = Image.blend(grey, Image.new("RGB", image.size, PAPER), 0.25)  # so that only annotations stand out
     picture, zoom = enlarged(faded, _LONG_SIDE_PX)
     to_picture = zoom / plan.downsample
     _draw_patches(picture, plan, chosen, to_picture)
@@ -84,12 +84,12 @@ def draw_overview(plan: SlidePlan, chosen: _Rows) -> bytes:
     said = f"{', '.join(counts)} · {plan.spec.size_px} px at {plan.spec.mpp:g} µm"
     draw_title(ImageDraw.Draw(page), _BAND_PX // 2, plan.record.slide, said, page.width)
     _draw_legend(page, plan, classes, um_per_px=plan.mpp / to_picture)
-    # 256 colours, which a faded thumbnail and a legend do with: a quarter of the bytes and of the time.
+    # 256 colours suffice for a faded thumbnail and a legend: a quarter of the bytes and of the time.
     return png(page.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
 
 
 def _draw_patches(picture: Image.Image, plan: SlidePlan, chosen: _Rows, scale: float) -> None:
-    """Translucent boxes, outlined where there is room for it; crossed ones where patches were set aside."""
+    """Draw patches as translucent boxes, outlined if large enough, and excluded patches as crossed boxes."""
     side = plan.spec.size_px * plan.spec.mpp / plan.mpp * scale
     layer = Image.new("RGBA", picture.size)
     draw = ImageDraw.Draw(layer)
@@ -111,7 +111,7 @@ def _box(corner: NDArray[np.float64], side: float) -> tuple[float, float, float,
 
 
 def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
-    """The outline of the tissue, two pixels wide."""
+    """Draw the outline of the tissue, two pixels wide."""
     image = Image.fromarray(mask.astype(np.uint8) * 255).resize(picture.size, Image.Resampling.BILINEAR)
     inside = np.asarray(image) > 127
     edge = np.zeros(inside.shape, bool)
@@ -129,7 +129,7 @@ def _draw_legend(page: Image.Image, plan: SlidePlan, classes: Sequence[str], um_
     boxes = zip(classes, _FILL.values(), strict=False)
     entries = [*((name, colour, "box") for name, colour in boxes), ("tissue", _TISSUE, "line")]
     if len(plan.aside_reason):
-        entries.append((f"set aside: {said_of(plan.aside_reason)}", _ASIDE, "line"))
+        entries.append((f"excluded: {said_of(plan.aside_reason)}", _ASIDE, "line"))
     if plan.outlines_l0:
         entries.append(("tumor outline", _ANNOTATION, "line"))
     for name, colour, kind in entries:
@@ -145,10 +145,10 @@ def _draw_legend(page: Image.Image, plan: SlidePlan, classes: Sequence[str], um_
 
 
 def draw_mosaic(plan: MosaicPlan, patches: _Patches) -> bytes:
-    """PNG of the slide with its candidates tinted and its mosaic framed by colour group, and a sheet of the mosaic.
+    """Return a PNG of the slide with candidates tinted and mosaic framed by colour cluster, and a sheet of the mosaic.
 
     Args:
-        patches: (row of the mosaic, pixels uint8[h, w, 3] of any size) of those that could be read.
+        patches: (row of the mosaic, pixels uint8[h, w, 3] of any size) of the readable ones.
     """
     slide, um_per_px = _slide(plan)
     group, weight = plan.kept_cluster, plan.mosaic.weight
@@ -179,7 +179,7 @@ def draw_mosaic(plan: MosaicPlan, patches: _Patches) -> bytes:
 
 
 def small_copy(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A patch small enough to be kept until the picture is drawn."""
+    """Return a small copy of a patch, to be kept until the picture is drawn."""
     image = Image.fromarray(pixels)
     image = image.reduce(max(1, min(image.size) // (2 * _CELL_PX)))
     return np.array(image.resize((_CELL_PX, _CELL_PX), Image.Resampling.LANCZOS))
@@ -190,7 +190,7 @@ def _group_colour(cluster: int) -> tuple[int, int, int]:
 
 
 def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
-    """The thumbnail with the candidates tinted and the kept patches framed as they are, and its µm per pixel."""
+    """Return the thumbnail with candidates tinted and selected patches framed, and its µm per pixel."""
     image, zoom = enlarged(Image.fromarray(plan.seen.thumbnail), _MOSAIC_LONG_SIDE_PX)
     scale, spec = zoom / plan.seen.downsample, plan.seen.spec
     side = spec.size_px * spec.mpp / plan.seen.mpp * scale
@@ -214,7 +214,7 @@ def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
 
 
 def _sheet(plan: MosaicPlan, shown: _Patches, height: int) -> Image.Image:
-    """The patches in columns as tall as the slide's picture, each framed by its group's colour."""
+    """Return the patches in columns as tall as the slide's picture, framed in the colour of their cluster."""
 
     def columns(cell: int) -> int:
         return max(1, ceil(len(shown) / max(1, height // (cell + _GAP_PX))))
@@ -239,7 +239,7 @@ def _sheet(plan: MosaicPlan, shown: _Patches, height: int) -> Image.Image:
 
 
 def _mosaic_legend(plan: MosaicPlan, width: int) -> Image.Image:
-    """Every colour group with how many of its candidates are kept, in as many lines as it takes; then the note."""
+    """Return a legend of the colour clusters, with numbers of selected patches and candidates, and the note."""
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     n_groups = int(plan.mosaic.cluster.max(initial=-1)) + 1
     texts = [

@@ -1,7 +1,7 @@
-"""Places where a file holds no pixels, and whether it should: what one level lacks, another may show.
+"""Damage detection: regions without pixels in one level of a slide and with tissue in another.
 
-Scanners leave out what they did not scan, in all levels alike. A level that holds nothing where another shows tissue
-is damaged.
+Scanners leave out unscanned areas in all levels alike. A level without pixels where another level shows tissue is
+damaged.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from wsi_fl.types import WsiFlError
 
 _Mask = NDArray[np.bool_]
 _ReadRegion = Callable[[tuple[int, int], int, tuple[int, int]], Image.Image]
-"""(level-0 corner, level, (width, height) in its pixels) → RGBA; WsiFlError where it is damaged."""
+"""(level-0 corner, level, (width, height) in its pixels) → RGBA; WsiFlError for a damaged region."""
 
 _SAMPLES = 256
-"""Along each side of a region; more are not looked at."""
+"""Of pixels along each side of a region."""
 _LEAST = 16
-"""Samples that must differ."""
+"""Differing samples from which a region counts as damaged."""
 _APART, _FAR_APART, _CHROMA = 32, 80, 16
-"""Grey levels from the background: of what has some colour, and of what is grey, as glass is."""
+"""Grey levels from the background: of coloured and of grey pixels (glass is grey), and least chroma of the former."""
 _PLACES, _PLACE_PX = 64, 4
-"""Where finer levels are looked at, and how many of their pixels along a side."""
+"""Places compared with the next finer level, and their side in its pixels."""
 
 
 class Place(NamedTuple):
-    """Where a region lies.
+    """The position of a region in a slide, and its background.
 
     Attributes:
         corner_l0: its corner in level-0 pixels.
         level: the number of its level.
         downsamples: level-0 pixels per pixel of every level.
-        background: what stands for pixels that the file does not hold.
-        is_filled: whether they have that colour themselves, instead of being transparent.
+        background: colour of pixels that are not in the file.
+        is_filled: whether these pixels have that colour instead of being transparent.
     """
 
     corner_l0: tuple[int, int]
@@ -50,11 +50,11 @@ class Place(NamedTuple):
 def holes_in(
     region: Image.Image, fill: tuple[int, int, int] | None, inside_px: tuple[int, int, int, int]
 ) -> _Mask | None:
-    """Return bool[h, w] of the pixels of an RGBA region that the file may not hold; None where it holds about all.
+    """Return bool[h, w] of the pixels of an RGBA region that may be missing from the file; None if about all are there.
 
     Args:
-        fill: the colour of what the file does not hold, where it is not transparent.
-        inside_px: (left, top, right, bottom) of the slide in pixels of the region, which may lie beyond it.
+        fill: the colour of missing pixels; None if they are transparent.
+        inside_px: (left, top, right, bottom) of the slide in pixels of the region, which may reach beyond the slide.
     """
     left, top, right, bottom = (max(0, v) for v in inside_px)
     if fill is None:
@@ -72,7 +72,7 @@ def holes_in(
 def is_lost(holes: _Mask, place: Place, read: _ReadRegion) -> bool:
     """Return whether other levels show something in the holes of a level's region.
 
-    Coarser levels are compared as a whole, the next finer one at some places alone.
+    Coarser levels are compared as a whole, the next finer one at a sample of places.
 
     Args:
         holes: bool[h, w] in pixels of the level.
@@ -98,7 +98,7 @@ def is_lost(holes: _Mask, place: Place, read: _ReadRegion) -> bool:
 
 
 def _is_shown_finer(holes: _Mask, step: int, place: Place, read: _ReadRegion) -> bool:
-    """Return whether the next finer level shows something at some places that are spread over the holes."""
+    """Return whether the next finer level shows something at places spread over the holes."""
     rows, columns = np.nonzero(_inner(holes, 2 / step))
     if not len(rows):
         return False
@@ -119,7 +119,7 @@ def _is_shown_finer(holes: _Mask, step: int, place: Place, read: _ReadRegion) ->
 
 
 def _shows(pixels: NDArray[np.uint8], background: tuple[int, int, int]) -> _Mask:
-    """Where RGBA pixels [h, w, 4] are there and differ from the background by more than empty glass may."""
+    """Return bool[h, w] of opaque RGBA pixels [h, w, 4] that differ from the background by more than empty glass."""
     colours = pixels[..., :3].astype(np.int16)
     apart = np.abs(colours - np.array(background, np.int16)).max(axis=-1)
     chroma = colours.max(axis=-1) - colours.min(axis=-1)
@@ -128,7 +128,7 @@ def _shows(pixels: NDArray[np.uint8], background: tuple[int, int, int]) -> _Mask
 
 
 def _inner(holes: _Mask, margin: float) -> _Mask:
-    """The holes without a margin of so many samples, whose pixels are mixed with those beside them."""
+    """Return the holes without a margin of so many samples, where resampling mixed pixels."""
     from scipy.ndimage import binary_erosion
 
     n = int(np.ceil(margin))

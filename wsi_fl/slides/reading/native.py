@@ -1,6 +1,6 @@
-"""A slide's own JPEG tiles, read by offset and decoded strictly: several times faster than OpenSlide's compositing.
+"""JPEG tiles of a slide, read by offset and decoded strictly: several times faster than OpenSlide's compositing.
 
-OpenSlide stays the authority: `trusted` hands out only levels that were found to give its pixels.
+OpenSlide stays the authority: `trusted` gives only levels whose tiles decode to OpenSlide's pixels.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Box = tuple[int, int, int, int]
 """x, y, width, height in pixels of a level."""
 
 _KEPT_ROWS, _KEPT_BYTES = 6, 192 << 20
-"""Decoded tiles that are kept for boxes to come, as of resampled patches: 512 px touch four rows of 240-px tiles, and
-threads may work in two rows of patches."""
+"""Limits of the cache of decoded tiles, for resampled patches: 512 px touch four rows of 240-px tiles, and threads may
+work in two rows of patches."""
 _STRADDLING_ROWS = 3
-"""Of these, so many lie under two rows of patches that do not overlap."""
+"""Cached rows of tiles under two rows of patches that do not overlap."""
 _GAP_BYTES, _TOGETHER_BYTES = 4096, 1 << 20
-"""Between tiles that are read from the file together, and of all of them."""
+"""Greatest gap between tiles of one read, and size of one read."""
 _JPEG, _RGB, _YCBCR = 7, 2, 6
 """Numbers of TIFF."""
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
-"""What it finds odd in a file is no user's business: OpenSlide judges the file."""
+"""Its warnings do not concern users: OpenSlide judges the file."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class TiledImage:
     """One directory of a TIFF. Tiles are numbered row by row."""
 
     size_px: tuple[int, int]
-    """(width, height) of the picture; tiles of the last column and row may hang over."""
+    """(width, height) of the picture; tiles of the last column and row may reach beyond it."""
     tile_px: tuple[int, int]
     """(width, height)"""
     offset: NDArray[np.int64]
-    """[n] where each tile's bytes begin in the file."""
+    """[n] first byte of each tile in the file."""
     n_bytes: NDArray[np.int64]
-    """[n]; 0 where the file leaves a tile out."""
+    """[n]; 0 for a missing tile."""
     tables: bytes
-    """JPEG tables that all tiles share, or b""."""
+    """JPEG tables of all tiles, or b""."""
     rgb: bool
-    """Whether the tiles' components are red, green and blue instead of YCbCr."""
+    """Whether tiles are RGB instead of YCbCr."""
 
     @cached_property
     def n_columns(self) -> int:
@@ -68,9 +68,9 @@ class TiledImage:
 
 
 def tiled_images(path: Path) -> list[TiledImage]:
-    """The directories whose tiles are 8-bit colour JPEG, in the file's order; none where the file is no such TIFF.
+    """Return the directories with tiles of 8-bit colour JPEG, in the file's order; [] for other files.
 
-    Labels, macros and thumbnails in strips are left out, and so is whatever cannot be parsed.
+    Labels, macros and thumbnails in strips are left out, and so are directories that cannot be parsed.
     """
     from tifffile import TiffFile
 
@@ -90,13 +90,13 @@ def tiled_images(path: Path) -> list[TiledImage]:
                 for page in pages_of(tif)
                 if is_readable(page)
             ]
-    except Exception:  # whatever a parser stumbles over in a damaged or foreign file: OpenSlide judges it
+    except Exception:  # a damaged or foreign file: OpenSlide judges it
         return []
     return [image for image in found if len(image.offset) == image.n_columns * image.n_rows]
 
 
 def is_readable(page: TiffPage) -> bool:
-    """Return whether a directory's tiles are 8-bit colour JPEG."""
+    """Return whether a directory has tiles of 8-bit colour JPEG."""
     return (
         page.is_tiled
         and min(page.imagewidth, page.imagelength, page.tilewidth, page.tilelength) > 0
@@ -110,8 +110,10 @@ def is_readable(page: TiffPage) -> bool:
 
 
 class NativeLevel:
-    """One level of an open slide file, whose descriptor stays the caller's; `background` lies beyond the edge. All
-    methods may be called from several threads."""
+    """One level of an open slide file, with a background colour beyond its edge; thread-safe.
+
+    The caller closes the file.
+    """
 
     def __init__(self, file: int, image: TiledImage, background: tuple[int, int, int]) -> None:
         self.image = image
@@ -128,7 +130,7 @@ class NativeLevel:
         """Whether the file has all tiles."""
 
     def holds(self, box: Box) -> bool:
-        """Whether the file has every tile that the box touches."""
+        """Return whether the file has all tiles under the box."""
         if self.complete:
             return True
         table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
@@ -139,10 +141,10 @@ class NativeLevel:
         return bool(table[rows, columns].all())
 
     def read(self, box: Box, out: NDArray[np.uint8], *, overlapping: bool = True) -> None:
-        """Fill `out` [height, width, 3] with the box, the background's colour beyond the edge.
+        """Fill `out` [height, width, 3] with the box, and with the background beyond the edge.
 
         Args:
-            overlapping: whether other boxes will want the same pixels; if not, only tiles that straddle are kept.
+            overlapping: whether other boxes need the same pixels; if not, only tiles across the box's edge are cached.
 
         Raises:
             WsiFlError: when a tile in the box is damaged.
@@ -171,11 +173,11 @@ class NativeLevel:
         return x >= 0 and y >= 0 and x + width <= level_width and y + height <= level_height
 
     def forget(self) -> None:
-        """Let go of the tiles that were kept."""
+        """Empty the cache."""
         self._kept = _Recent()
 
     def stream(self, box: Box) -> bytes | None:
-        """The self-contained JPEG stream of the one whole tile that is the box; None where there is no such tile.
+        """Return the self-contained JPEG stream of the tile that is the box; None where there is no such tile.
 
         Raises:
             WsiFlError: when the tile is damaged.
@@ -196,9 +198,9 @@ class NativeLevel:
         return bytes(stream)
 
     def streams(self, numbers: NDArray[np.int64]) -> Iterator[jpeg.Stream]:
-        """Self-contained streams of tiles [n] in that order; an empty one where the file does not give it.
+        """Yield the self-contained streams of tiles [n] in that order; an empty one where the file lacks a tile.
 
-        Those that lie together in the file are read from it together: fewer and longer reads.
+        Neighbours in the file are read at once: fewer and longer reads.
         """
         begin = self.image.offset[numbers]
         begins, ends = begin.tolist(), (begin + self.image.n_bytes[numbers]).tolist()
@@ -212,7 +214,7 @@ class NativeLevel:
         except WsiFlError:
             if len(begins) == 1:
                 yield b""
-            else:  # it may be the fault of one
+            else:  # only one of them may be damaged
                 for begin, end in zip(begins, ends, strict=True):
                     yield from self._read_together([begin], [end])
             return
@@ -227,7 +229,7 @@ class NativeLevel:
             yield stream
 
     def room(self) -> NDArray[np.uint8]:
-        """Memory for one tile, the same at each of this thread's calls."""
+        """Return memory for one tile, the same for all calls of a thread."""
         room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
         if room is None:
             room = self._scratch.tile = np.empty(self.tile_shape, np.uint8)
@@ -248,7 +250,7 @@ class NativeLevel:
         return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
 
     def _bytes(self, begin: int, end: int) -> bytes:
-        """What the file has there, which may be less."""
+        """Read bytes of the file, fewer at its end."""
         if end - begin > self._most_bytes:
             raise WsiFlError(f"it would take {end - begin} bytes")
         try:
@@ -262,19 +264,19 @@ class NativeLevel:
 
 
 class _Piece(NamedTuple):
-    """What one column (or row) of tiles gives to a box."""
+    """The part of a box in one column (or row) of tiles."""
 
     number: int
     of: slice
-    """Of the tile's pixels."""
+    """Pixels of the tile."""
     to: slice
-    """Of the box's."""
+    """Pixels of the box."""
     whole: bool
-    """Whether the box takes all that the tile has of the picture."""
+    """Whether the box has all pixels of the tile within the picture."""
 
 
 def pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
-    """Along one axis: a box from `start` over tiles of a picture `whole` pixels long.
+    """Split one axis of a box from `start` at the tiles of a picture `whole` pixels long.
 
     Example:
         >>> [(piece.number, piece.of, piece.to) for piece in pieces(6, 4, 8, 100)]
@@ -293,7 +295,7 @@ def pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
 
 
 def _together(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
-    """Which of the tiles that lie there in the file are read together: neighbours, in order and near each other."""
+    """Yield the tiles for each read: neighbours in the file, in order and near each other."""
     first = 0
     for k in range(1, len(begins) + 1):
         near = k < len(begins) and ends[k - 1] <= begins[k] <= ends[k - 1] + _GAP_BYTES
@@ -303,14 +305,14 @@ def _together(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
 
 
 class _Recent:
-    """The results of the last keys, made once each also when several threads want one at the same time."""
+    """A thread-safe cache of the last results by key; each is made once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._results: OrderedDict[int, Future[NDArray[np.uint8]]] = OrderedDict()
 
     def get(self, key: int, make: Callable[[int], NDArray[np.uint8]], most: int) -> NDArray[np.uint8]:
-        """What `make` returned for the key; its error is kept as well, and at most so many results."""
+        """Return the cached result of a key, or make it; errors are cached too, and `most` results are kept."""
         with self._lock:
             known = self._results.get(key)
             result = self._results[key] = known or Future()
@@ -320,7 +322,7 @@ class _Recent:
         if known is None:
             try:
                 result.set_result(make(key))
-            except BaseException as error:  # whatever it is, nobody waits for the result any longer
+            except BaseException as error:  # other threads must not wait for the result any longer
                 result.set_exception(error)
                 if not isinstance(error, Exception):
                     raise

@@ -1,4 +1,4 @@
-"""Pictures that are made of parts, of which some cannot be read; and pictures resampled."""
+"""Pictures composed of readable and unreadable parts; resampling."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_FAILURES, _MOST_MISSING = 400, 0.5
 
 
 class Unpainted(NamedTuple):
-    """What could not be painted of a picture.
+    """The missing parts of a picture.
 
     Attributes:
-        areas: its parts.
-        error: why the last of them could not; None where all could.
-        hopeless: whether so much failed that the rest was not tried.
+        areas: the parts that could not be read.
+        error: the error of the last of them; None where there are none.
+        hopeless: whether so much failed that the remaining parts were skipped.
     """
 
     areas: list[Area]
@@ -33,9 +33,9 @@ class Unpainted(NamedTuple):
 def paint(
     shape: tuple[int, int], areas: Sequence[Area], painter: Callable[[Area], None], step: int
 ) -> Unpainted:
-    """Call `painter` for strips, of so many rows, of the areas of a picture [rows, columns].
+    """Call `painter` for strips of `step` rows of the areas of a picture [rows, columns].
 
-    Where it raises WsiFlError it is called for halves of halves.
+    After a WsiFlError it is called for halves, and for halves of these.
     """
     smallest_px = max(8, max(shape) // 64)
     missing: list[Area] = []
@@ -67,7 +67,7 @@ def paint(
 
 
 def continue_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8]:
-    """Return a picture [rows, columns, 3] whose pixels in some areas are the nearest ones outside them."""
+    """Return a picture [rows, columns, 3] with some areas filled by the nearest pixels outside them."""
     if not areas:
         return out
     from scipy.ndimage import distance_transform_edt
@@ -82,7 +82,7 @@ def continue_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDAr
 def resample(
     region: Image.Image, size: tuple[int, int], reduction: float, box: tuple[float, float, float, float]
 ) -> Image.Image:
-    """The box of a region as a picture of that size, averaged by area where it shrinks."""
+    """Return the box of a region as a picture of that size, averaged by area where it shrinks."""
     left, top, right, bottom = (round(v) for v in box)
     whole = all(v == round(v) for v in (reduction, *box))
     if whole and right - left == size[0] * reduction:

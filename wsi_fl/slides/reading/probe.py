@@ -1,8 +1,7 @@
-"""Opening a slide first where it does no harm: a damaged one can end the process that reads it.
+"""A child process for the first opening of each slide: a damaged file can abort the process that reads it.
 
-OpenSlide aborts where a file says that a tile has 2⁴⁰ bytes, and nobody can catch that. So a child process with little
-memory opens each slide before anybody else does. One child serves many slides; it is started again when a slide has
-ended it.
+OpenSlide aborts for a file that states a tile of 2⁴⁰ bytes, and no handler catches that. So a child process with little
+memory opens each slide first. One child serves many slides; it is restarted when a slide has ended it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from wsi_fl.slides.reading.reader import Reader
 
 _SECONDS, _BYTES = 60, 2 << 30
-"""What opening a slide may take."""
+"""Limits for opening a slide."""
 _READY = "ready\n"
 _DAMAGED = "the file is damaged"
 _ENDLESS = (
@@ -40,10 +39,11 @@ _MOST_TILE_PX = 1 << 28
 
 
 def check_opens_safely(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
-    """Open a slide in the child process, and read a little of each level, unless this process has done so before.
+    """Open a slide in the child process and read a little of each level, once per process and slide.
 
-    What is merely wrong with a slide is for `Slide` to say. WsiFlError says that opening it ends the child, takes too
-    long or too much memory, that the file lies about its tiles, or that no child can be started.
+    Raises:
+        WsiFlError: when opening it ends the child, takes too long or too much memory, when the file states impossible
+            tiles, or no child can be started. `Slide` raises all other errors.
     """
     try:
         status = path.stat()
@@ -60,23 +60,23 @@ def check_opens_safely(path: Path, mpp_override: float | None = None, reader: Re
 
 
 def start_ahead() -> None:
-    """Start the child before a slide is there: it takes half a second, while this process still reads its modules."""
-    with _LOCK, suppress(OSError):  # whoever asks it is told
+    """Start the child before the first slide: it takes half a second, while this process still imports its modules."""
+    with _LOCK, suppress(OSError):  # `check_opens_safely` reports it
         _CHILD.start()
 
 
 class _Child:
-    """The process that opens slides; nothing runs until the first is asked for."""
+    """The child process for opening slides; it starts with the first slide."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._owner, self._ready = 0, False
 
     def asked(self, path: Path, mpp_override: float | None, reader: str) -> str:
-        """Return what is wrong with a slide; "" where nothing is."""
+        """Return the reason why a slide must not be opened; "" if there is none."""
         question = json.dumps([str(path.absolute()), mpp_override, reader]) + "\n"
         found = self._answer(question)
-        if found == -signal.SIGKILL:  # from outside: the slide need not be the reason
+        if found == -signal.SIGKILL:  # from outside: perhaps not because of the slide
             found = self._answer(question)
         if isinstance(found, str):
             return found
@@ -88,7 +88,7 @@ class _Child:
         return f"opening it ended the reader ({_named(found)}); {_DAMAGED}"
 
     def _answer(self, question: str) -> str | int:
-        """Return what the child says, or the exit status with which it ended over it."""
+        """Return the reply of the child, or its exit status if it ended."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         answer = ""
@@ -97,13 +97,13 @@ class _Child:
                 process.stdin.write(question)
                 process.stdin.flush()
                 answer = process.stdout.readline()
-        except BaseException:  # Ctrl-C: nobody may take this answer for that to the next question
+        except BaseException:  # Ctrl-C: this reply must not be read as that to the next request
             self.close()
             raise
         return str(json.loads(answer)) if answer.endswith("\n") else self._ended()
 
     def start(self) -> subprocess.Popen[str]:
-        """Start the child, unless it runs, and do not wait until it is ready."""
+        """Start the child unless it runs, without waiting until it is ready."""
         if self._owner != os.getpid():  # a forked process has a child of its own
             self._process = None
         if self._process is not None and self._process.poll() is not None:
@@ -121,7 +121,7 @@ class _Child:
         return process
 
     def _ended(self) -> int:
-        """Wait for the end of the child, and forget it; return its exit status."""
+        """Wait for the end of the child and return its exit status."""
         assert self._process is not None
         process, self._process = self._process, None
         for pipe in (process.stdin, process.stdout):
@@ -138,7 +138,7 @@ class _Child:
 
 
 def _started() -> subprocess.Popen[str]:
-    """Start a child, which imports nothing from the current folder: a study may hold files of any name."""
+    """Start a child that imports nothing from the current folder: a study may hold files of any name."""
     foreign = {Path.cwd()} - {Path(__file__).resolve().parents[3]}
     folders = [name for name in sys.path if name and Path(name).resolve() not in foreign]
     return subprocess.Popen(
@@ -163,7 +163,7 @@ atexit.register(_CHILD.close)
 
 
 def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
-    """Open a slide and read the middle of each level, in the child; return what nobody else should try."""
+    """Open a slide in the child and read the middle of each level; return the reason against opening it, or ""."""
     from wsi_fl.slides.reading.reader import Slide
 
     try:
@@ -176,15 +176,15 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
                 slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
     except MemoryError:
         return f"opening it needs more than {_BYTES / 1e9:.0f} GB"
-    except Exception:  # it will be said by whoever uses the slide
+    except Exception:  # raised again where the slide is used
         return ""
     return ""
 
 
 def _lie(path: Path, *, natively: bool) -> str:
-    """Return what a TIFF says of its tiles that cannot be; "" where all can be.
+    """Return the impossible tile size that a TIFF states; "" if there is none.
 
-    Where JPEG tiles are read natively, each tile's length is looked at when it is read.
+    The length of JPEG tiles that are read natively is checked when they are read.
     """
     from tifffile import TiffFile
 
@@ -202,14 +202,14 @@ def _lie(path: Path, *, natively: bool) -> str:
     except Exception:  # no TIFF, or one that only OpenSlide understands
         return ""
     if most > n_bytes:
-        return f"it says that one of its tiles has {most} bytes, more than the file"
+        return f"it states a tile of {most} bytes, more than the file has"
     if tile_px > _MOST_TILE_PX:
-        return f"it says that its tiles have {tile_px} pixels"
+        return f"it states tiles of {tile_px} pixels"
     return ""
 
 
 def _is_one_row(path: Path) -> bool:
-    """Return whether a Ventana slide has an area of one row or column of tiles, as its XML says."""
+    """Return whether a Ventana slide has an area of one row or column of tiles, by its XML."""
     from tifffile import TiffFile
 
     from wsi_fl.slides.reading.formats.tiff import pages_of
@@ -224,7 +224,7 @@ def _is_one_row(path: Path) -> bool:
 
 
 def _main() -> None:
-    """Answer for a slide per line until the other side is gone; a slide that takes too long ends the process."""
+    """Check a slide per line of stdin until it is closed; a slide that takes too long ends the process."""
     import resource
 
     import wsi_fl.slides.reading.reader  # noqa: F401 before the first slide's time begins

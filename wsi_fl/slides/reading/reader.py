@@ -1,7 +1,7 @@
-"""Slides as arrays. The only module that knows OpenSlide; what OpenSlide does not read, `formats` does.
+"""Slides as arrays. The only module that imports OpenSlide; `formats` reads other formats.
 
-OpenSlide says what a slide is and is the authority on its pixels. Where a level's own JPEG tiles were found to
-decode to the same pixels, they are read by `native` instead, which takes a fraction of the time.
+OpenSlide is the authority on a slide's format and pixels. Where the JPEG tiles of a level decode to the same pixels,
+`native` reads them instead, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, one_line
 
 Reader = Literal["auto", "native", "openslide"]
-"""`native` decodes a slide's own tiles, `auto` does so where they give OpenSlide's pixels."""
+"""`native` decodes the tiles of a slide itself, `auto` does so where the result equals OpenSlide's pixels."""
 
 _STRIP_PX = 1 << 24
-"""Most level pixels held at once while a thumbnail is made."""
+"""Most level pixels in memory while a thumbnail is made."""
 _MOST_AT_ONCE_PX = 1 << 26
-"""And while any other area is."""
+"""Most level pixels in memory while another area is made."""
 _GENERIC = "generic-tiff"
-"""OpenSlide's name of a TIFF of no known scanner."""
+"""OpenSlide's name for a TIFF of an unknown scanner."""
 _LEFT_TO_OTHERS = ("Unsupported TIFF compression", "Cannot get required TIFF tag: 258")
-"""What OpenSlide says of codecs that it lacks, and of masks and pictures of one bit."""
+"""OpenSlide's errors for codecs that it lacks, and for masks and pictures of one bit."""
 _TOLERANCE = 0.01
 _MAX_DRIFT_PX = 0.5
-"""A patch whose far edge drifts by less than this is taken as it is instead of being resampled."""
+"""Drift of a patch's far edge below which it is not resampled."""
 _WHOLE = 1e-6
 _PLAUSIBLE_MPP = (0.05, 20.0)
-"""Others count as missing: a default of 72 dpi reads as 353 µm."""
+"""Values outside count as missing: a default of 72 dpi reads as 353 µm."""
 _MAX_ANISOTROPY = 0.05
 _UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
 
@@ -69,7 +69,7 @@ class Slide:
         size_l0: (width, height) in level-0 pixels.
         level_downsamples: level-0 pixels per pixel of each level, finest first.
         vendor: OpenSlide's name of the format.
-        quickhash: OpenSlide's quickhash-1, a digest of our own where OpenSlide does not read the slide, or "".
+        quickhash: OpenSlide's quickhash-1, a digest by `formats` where OpenSlide does not read the slide, or "".
 
     Raises:
         WsiFlError: when the file is missing, unreadable or of an unknown format.
@@ -127,18 +127,18 @@ class Slide:
 
     @property
     def reader(self) -> Literal["native", "openslide"]:
-        """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
+        """The reader of level 0; beside "native", OpenSlide reads areas that tiles do not give."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
 
     def read_no_tiles(self) -> None:
-        """From now on, have all read by OpenSlide, or by what stands in for it."""
+        """Read everything by OpenSlide, or its substitute in `formats`, from now on."""
         if self._native is not None:
             self._native.close()
             self._native = None
 
     @cached_property
     def mpp(self) -> float:
-        """Micrometres per level-0 pixel: the override, else what the slide states.
+        """Micrometres per level-0 pixel: the override, else the slide's own value.
 
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
@@ -147,7 +147,7 @@ class Slide:
 
     @property
     def bounds_l0(self) -> tuple[int, int, int, int]:
-        """(left, top, right, bottom) in level-0 pixels of what was scanned: all, where the slide does not say it."""
+        """(left, top, right, bottom) of the scanned area in level-0 pixels: the whole slide where it states none."""
         keys = (f"openslide.bounds-{key}" for key in ("x", "y", "width", "height"))
         stated = [_number(self._properties, key) for key in keys]
         left, top, width, height = (-1 if value is None else int(value) for value in stated)
@@ -156,10 +156,10 @@ class Slide:
         return (left, top, right, bottom) if inside else (0, 0, *self.size_l0)
 
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
-        """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
+        """Return (uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
 
-        Averaged by area from the coarsest level that is fine enough, strip by strip. Where a tile is damaged, the
-        surroundings are continued, so that patches there are looked at and their damage is named.
+        Averaged by area from the coarsest level that is fine enough, strip by strip. Damaged tiles are filled from
+        their surroundings, so that patches there are read and their damage is reported.
 
         Raises:
             WsiFlError: when much of it cannot be decoded.
@@ -194,17 +194,17 @@ class Slide:
         out: NDArray[np.uint8] | None = None,
         overlapping: bool = True,
     ) -> NDArray[np.uint8]:
-        """The patch uint8[size_px, size_px, 3] at `mpp` whose top-left corner is xy_l0.
+        """Return the patch uint8[size_px, size_px, 3] at `mpp` with its top-left corner at xy_l0.
 
-        From the coarsest level that is fine enough, reduced by area averaging where scales differ, the slide's own
-        pixels where they agree. What was not scanned or lies beyond the edge has the slide's background colour.
+        From the coarsest level that is fine enough: reduced by area averaging where scales differ, unchanged pixels
+        where they agree. Unscanned areas, and those beyond the edge, have the slide's background colour.
 
         Args:
-            out: where to write it, instead of into an array of its own.
-            overlapping: False promises that no other patch will want the same pixels, which saves memory.
+            out: array for the patch, instead of a new one.
+            overlapping: False if no other patch needs the same pixels, which saves memory.
 
         Raises:
-            WsiFlError: when the region cannot be decoded; reads of good regions work before and after all the same.
+            WsiFlError: when the region cannot be decoded; other regions can still be read.
         """
         out = np.empty((size_px, size_px, 3), np.uint8) if out is None else out
         self.area((float(xy_l0[0]), float(xy_l0[1])), mpp / self.mpp, out, overlapping=overlapping)
@@ -213,10 +213,10 @@ class Slide:
     def native_positions(
         self, xy_l0: NDArray[np.int64], size_px: int, mpp: float
     ) -> tuple[NativeLevel, NDArray[np.int64], NDArray[np.bool_]] | None:
-        """(the level whose own pixels patches are; where in it their corners [n, 2] lie: (x, y) [n, 2] in its pixels;
-        [n] whether that is so: not where the file leaves a tile out or patches lie between pixels).
+        """Return (the level that gives patches unchanged, their corners (x, y) [n, 2] in its pixels, whether tiles give
+        them [n]: not where the file lacks a tile or patches lie between pixels).
 
-        None where the slide's tiles are not read, or patches are resampled from them.
+        None where the slide's tiles are not read natively, or patches are resampled.
         """
         level = self._native_level(size_px, mpp)
         if level is None:
@@ -231,10 +231,10 @@ class Slide:
         return native, at, tiled
 
     def native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:
-        """The slide's own JPEG bytes of a patch, self-contained; None where it is not one whole native tile.
+        """Return the self-contained JPEG stream of a patch; None where it is not one whole native tile.
 
         Raises:
-            WsiFlError: when the tile is damaged and no finer level has its place.
+            WsiFlError: when the tile is damaged and no finer level replaces it.
         """
         level = self._native_level(size_px, mpp)
         if level is None:
@@ -251,7 +251,7 @@ class Slide:
             raise self._unreadable(corner, error) from None
 
     def has_tiles_of(self, spec: GridSpec) -> bool:
-        """Whether patches of a grid are whole native tiles, but for those over the edge."""
+        """Return whether patches of a grid are whole native tiles, except those over the edge."""
         level = self._native_level(spec.size_px, spec.mpp)
         on_tiles = spec.stride_px % spec.size_px == 0
         return on_tiles and level is not None and level[1].image.tile_px == (spec.size_px, spec.size_px)
@@ -261,8 +261,8 @@ class Slide:
     ) -> None:
         """Fill out [height, width, 3] with the area at xy_l0, with `scale` level-0 pixels per output pixel.
 
-        Averaged by area, for which no µm need be known; `overlapping` as in `read`, whose errors it raises. What is
-        damaged in a level is made from a finer one.
+        Averaged by area, without need of µm; `overlapping` and errors as in `read`. Damaged areas of a level are made
+        from a finer one.
         """
         level = self._coarsest_for(scale)
         while True:
@@ -284,7 +284,7 @@ class Slide:
         *,
         overlapping: bool,
     ) -> None:
-        """Fill out as `area` does, from this level alone, in parts where that takes many of its pixels."""
+        """Fill out from this level alone, in parts where that takes many of its pixels."""
         size = (out.shape[1], out.shape[0])
         downsample = self.level_downsamples[level]
         if self._is_unchanged(level, scale, max(size)):
@@ -300,7 +300,7 @@ class Slide:
             for start, part in zip((xy_l0, (second[0], second[1])), parts, strict=True):
                 self._area(level, start, scale, part, overlapping=overlapping)
             return
-        # Whole level pixels around the wanted box, whose edges may be fractional.
+        # Whole level pixels around the box, whose edges may be fractional.
         corner = tuple(floor(floor(v / downsample + 1e-9) * downsample) for v in xy_l0)
         left, top = (max(0.0, (v - c) / downsample) for v, c in zip(xy_l0, corner, strict=True))
         box = (left, top, left + size[0] * reduction, top + size[1] * reduction)
@@ -311,9 +311,9 @@ class Slide:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found to be damaged though finer levels made up for it, a line each."""
+        """A line for each damaged level that finer levels replace."""
         return tuple(
-            f"its level {level} is damaged or lacks tiles; what it cannot give is made from finer levels"
+            f"its level {level} is damaged or lacks tiles; the affected areas are made from finer levels"
             for level in sorted(self._damaged)
         )
 
@@ -321,28 +321,28 @@ class Slide:
         self._damaged.add(level)
 
     def _coarsest_for(self, scale: float) -> int:
-        """The coarsest level that does not lose resolution at so many level-0 pixels per output pixel."""
+        """Return the coarsest level without loss of resolution at so many level-0 pixels per output pixel."""
         fine_enough = [k for k, d in enumerate(self.level_downsamples) if d <= scale * (1 + _TOLERANCE)]
         return fine_enough[-1] if fine_enough else 0
 
     def _is_unchanged(self, level: int, scale: float, size_px: int) -> bool:
-        """Whether so long a side takes the level's own pixels instead of resampled ones."""
+        """Return whether a side of that length takes the level's pixels without resampling."""
         return abs(scale / self.level_downsamples[level] - 1) * size_px < _MAX_DRIFT_PX
 
     def _nearest_corner(self, level: int, xy_l0: tuple[float, float]) -> tuple[int, int]:
-        """The corner in level-0 pixels nearest to one of the level's pixels: between them OpenSlide would blend."""
+        """Return the nearest level-0 corner on a pixel of the level: between pixels OpenSlide would blend."""
         downsample = self.level_downsamples[level]
         x, y = (round(round(v / downsample) * downsample) for v in xy_l0)
         return x, y
 
     def _position(self, level: int, corner: tuple[int, int]) -> tuple[int, int] | None:
-        """A level-0 corner in pixels of the level; None where it falls between them."""
+        """Return a level-0 corner in pixels of the level; None where it falls between them."""
         x, y = (v / self.level_downsamples[level] for v in corner)
         column, row = round(x), round(y)
         return (column, row) if max(abs(x - column), abs(y - row)) < _WHOLE else None
 
     def _native_level(self, size_px: int, mpp: float) -> tuple[int, NativeLevel] | None:
-        """The level that gives patches unchanged, and its tiles; None where there is none or OpenSlide reads it."""
+        """Return the level that gives patches unchanged, and its tiles; None if there is none or OpenSlide reads it."""
         scale = mpp / self.mpp
         number = self._coarsest_for(scale)
         if self._native is None or not self._is_unchanged(number, scale, size_px):
@@ -353,7 +353,7 @@ class Slide:
     def _pixels(
         self, corner: tuple[int, int], level: int, out: NDArray[np.uint8], *, overlapping: bool
     ) -> None:
-        """Fill out [height, width, 3] with the level's pixels at a level-0 corner, by the reader that can."""
+        """Fill out [height, width, 3] with the level's pixels at a level-0 corner, natively or by OpenSlide."""
         native = None if self._native is None else self._native.level(level)
         at = self._position(level, corner)
         if native is not None and at is not None:
@@ -367,15 +367,15 @@ class Slide:
         out[:] = self._composed(corner, level, (out.shape[1], out.shape[0]))
 
     def _reference(self, level: int, box: Box) -> NDArray[np.uint8] | None:
-        """OpenSlide's pixels of a box of a level; None where it has none exactly there."""
+        """Return OpenSlide's pixels of a box of a level; None where the box does not lie on its pixels."""
         downsample = self.level_downsamples[level]
         corner = (round(box[0] * downsample), round(box[1] * downsample))
         return self._composed(corner, level, box[2:]) if self._position(level, corner) == box[:2] else None
 
     def _composed(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
-        """OpenSlide's pixels [height, width, 3] at a level-0 corner, over the background.
+        """Return OpenSlide's pixels [height, width, 3] at a level-0 corner, over the background.
 
-        What the file does not hold has its colour, unless other levels show something there: that is damage.
+        Pixels that are not in the file have its colour; where other levels show something, they are damage.
         """
         region = self._region(corner, level, size)
         if len(self.level_downsamples) > 1 and self._lacks_pixels(region, corner, level):
@@ -384,7 +384,7 @@ class Slide:
         return rgb(region, self._background)
 
     def _lacks_pixels(self, region: Image.Image, corner: tuple[int, int], level: int) -> bool:
-        """Whether a region of a level has holes in which other levels show something."""
+        """Return whether a region of a level has holes in which other levels show something."""
         left, top = (round(v / self.level_downsamples[level]) for v in corner)
         width, height = self._handle.level_dimensions[level]
         fill = self._handle.fill
@@ -393,26 +393,26 @@ class Slide:
         return holes is not None and is_lost(holes, place, self._region)
 
     def _region(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
-        """The handle's RGBA pixels at a level-0 corner. An error kills the handle, not the slide."""
+        """Return the handle's RGBA pixels at a level-0 corner; after an OpenSlide error the handle is replaced."""
         handle = self._handle
         try:
             return handle.read_region(corner, level, size)
         except SourceError as error:
             raise self._unreadable(corner, error) from None
         except openslide.OpenSlideError:
-            # The handle may have died of another thread's region: a handle of its own judges this one.
+            # Another thread's region may have killed the handle: a fresh one judges this region.
             with self._lock, closing(self._reopened()) as own:
                 try:
                     return own.read_region(corner, level, size)
                 except openslide.OpenSlideError as error:
                     raise self._unreadable(corner, error) from None
                 finally:
-                    # Nobody closes the dead handle: others may be in it, and it goes with its last user.
+                    # The dead handle is not closed: other threads may use it, and it is freed with the last of them.
                     if self._handle is handle:
                         self._handle = self._reopened()
 
     def _reopened(self) -> OwnLevels:
-        """Another handle of the same levels."""
+        """Open another handle of the same levels."""
         try:
             return OwnLevels(openslide.OpenSlide(str(self._file)), self._handle.numbers)
         except openslide.OpenSlideError as error:
@@ -424,7 +424,7 @@ class Slide:
 
 
 def _open(path: Path) -> OwnLevels:
-    """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misreads it."""
+    """Open a slide by OpenSlide, or by `formats` where OpenSlide does not read or misreads it."""
     if not path.exists():
         raise WsiFlError(f"{path}: no such slide")
     if not (path.is_file() or path.is_dir()):
@@ -455,7 +455,7 @@ def _open(path: Path) -> OwnLevels:
 
 
 def _require_another_reader(path: Path, error: openslide.OpenSlideError) -> None:
-    """Say what is wrong with a slide, unless it is one that OpenSlide knows not to read, and others may."""
+    """Raise OpenSlide's error, unless the slide is of a format that OpenSlide does not support and others may."""
     reason = str(error)
     if "only one SOP instance in concatenation" in reason:
         raise WsiFlError(
@@ -471,7 +471,7 @@ def _vendor(source: Source) -> str:
 
 
 def _stated_mpp(properties: Mapping[str, str], name: str) -> float:
-    """The µm per level-0 pixel of a slide: OpenSlide's, else that of the TIFF resolution tags."""
+    """Return the µm per level-0 pixel of a slide: OpenSlide's, else that of the TIFF resolution tags."""
     low, high = _PLAUSIBLE_MPP
 
     def stated(axis: str) -> float | None:
@@ -487,7 +487,7 @@ def _stated_mpp(properties: Mapping[str, str], name: str) -> float:
         value = _number(properties, "openslide.mpp-x")
         said = "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
         raise WsiFlError(
-            f"{name}: the slide does not say its µm per pixel{said}; "
+            f"{name}: the slide does not state its µm per pixel{said}; "
             f"give it in the column mpp of the site's table, or for all its slides with mpp_override = 0.5 in "
             f"sites/<site>.toml"
         )

@@ -1,4 +1,4 @@
-"""The patches of one slide, by threads; each native tile is decoded once and gives each patch its part."""
+"""Multithreaded reading of the patches of one slide; each native tile is decoded once for all its patches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _Rows = NDArray[np.int64]
 
 
 class _Cuts(NamedTuple):
-    """What is decoded and copied, strip after strip."""
+    """The plan of decoding and copying, strip by strip."""
 
     jobs: _Rows
-    """[j, 4] strip, tile, first part, end of parts; by strip and tile."""
+    """[j, 4] strip, tile, first part, end of parts; sorted by strip and tile."""
     parts: _Rows
     """[p, 7] patch; first and end row, first and end column in the tile; row and column in the patch."""
 
     def of(self, strip: int) -> _Cuts:
-        """Those of one strip, whose first part has number 0."""
+        """Return the plan of one strip; its first part has number 0."""
         begin, end = np.searchsorted(self.jobs[:, 0], (strip, strip + 1))
         jobs = self.jobs[begin:end].copy()
         first, last = (int(jobs[0, 2]), int(jobs[-1, 3])) if len(jobs) else (0, 0)
@@ -39,10 +39,10 @@ class _Cuts(NamedTuple):
 
 
 def _cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _Cuts:
-    """The plan for patches at [n, 2] in the image's pixels, whose numbers [n] ascend; number // step is a strip.
+    """Return the plan for patches at [n, 2] in the image's pixels, ascending numbers [n]; number // step is a strip.
 
-    A tile is decoded by the first strip that wants it and gives to all strips up to `reach` further on; of those
-    beyond, again the first decodes it.
+    A tile is decoded in the first strip that needs it, for all strips up to `reach` further on; the first of later
+    strips decodes it again.
     """
     across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0])
     down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1])
@@ -71,8 +71,8 @@ def _cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int,
 
 
 def _along(start: _Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[_Rows, _Rows, _Rows]:
-    """Along one axis: (pieces [m, 4] as tile, its first and end pixel, pixel of the patch; for patches that start there
-    [n] the first of its pieces, and how many it has)."""
+    """Split patches along one axis: (pieces [m, 4] as tile, its first and end pixel, pixel of the patch; first piece of
+    each patch [n]; number of its pieces [n])."""
     known, of = np.unique(start, return_inverse=True)
     found = [
         [(piece.number, piece.of.start, piece.of.stop, piece.to.start) for piece in some]
@@ -84,29 +84,29 @@ def _along(start: _Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[_R
 
 
 def _changes(*columns: _Rows) -> NDArray[np.bool_]:
-    """Where a row differs from the one before; the first does."""
+    """Return where a row differs from its predecessor; the first does."""
     changes = np.ones(len(columns[0]), bool)
     changes[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return changes
 
 
 def _last_true(begins: NDArray[np.bool_]) -> _Rows:
-    """Of each place, the last one at or before it that is true."""
+    """Return for each position the last true position up to it."""
     return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
 
 
 _REACH_BYTES = 1 << 28
-"""How far ahead a tile gives, in pixels of the patches between; patches still further on decode it again. The next row
-of the grid should lie within."""
+"""Bytes of patches up to which a tile is decoded ahead; later patches decode it again. The next row of the grid should
+lie within."""
 _MEMORY = BufferPool(most=8)
-"""Of strips that were written."""
+"""Memory of strips, for reuse."""
 
 
 class _Sweep:
     """Reads patches with corners [n, 2] from an open slide, in strips of `step` patches.
 
-    Threads call `fill` once for each strip, about in order. A strip can be taken once its own call and all before it
-    have returned. `first` is the row of the first patch among all that are read.
+    Threads call `fill` once for each strip, about in order. A strip can be taken when its call and all earlier
+    ones have returned. `first` is the row of the first patch among all patches of the slide.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class _Sweep:
         return self._n
 
     def fill(self, number: int) -> int:
-        """Decode the tiles under a strip that none before it decodes, and return its number.
+        """Decode the tiles under a strip that no earlier strip decodes, and return its number.
 
-        What has no tiles is read from the slide.
+        Patches without tiles are read from the slide.
         """
         strip = self._strips[number]
         self._read(strip, np.flatnonzero(~strip.tiled).tolist())
@@ -143,9 +143,9 @@ class _Sweep:
         return number
 
     def take(self, number: int, aside: dict[int, str] | None) -> tuple[int, NDArray[np.uint8]]:
-        """(row of the first patch, the good ones' pixels uint8[b, size_px, size_px, 3]); the strip is gone then.
+        """Remove a strip and return (row of the first patch, pixels uint8[b, size_px, size_px, 3] of readable patches).
 
-        The bad ones are added to `aside`, row → reason. Without it the first raises WsiFlError.
+        Unreadable ones are added to `aside`, row → reason. Without it the first raises WsiFlError.
         """
         strip = self._strips.pop(number)
         self._read(strip, sorted(strip.doubtful))
@@ -193,7 +193,7 @@ class _Sweep:
                     patch[row : row + bottom - top, column : column + right - left] = part
 
     def _pixels(self, strip: _Strip) -> NDArray[np.uint8]:
-        """The strip's array, made when it is first wanted; patches over the edge have the background's colour."""
+        """Return the strip's array, made at the first call; patches over the edge have the background's colour."""
         with self._allocating:
             if strip.pixels is None:
                 size = self._spec.size_px
@@ -205,25 +205,25 @@ class _Sweep:
 
 @dataclass
 class _Strip:
-    """Successive patches on their way into one array."""
+    """Successive patches of one array."""
 
     corners: _Rows
     tiled: NDArray[np.bool_]
-    """Whether tiles make them."""
+    """Whether they are composed of tiles."""
     over: NDArray[np.bool_]
     """Whether they lie over the edge."""
     pixels: NDArray[np.uint8] | None = None
     doubtful: set[int] = field(default_factory=set)
-    """Over a tile that cannot be decoded."""
+    """Patches over a tile that cannot be decoded."""
     bad: dict[int, str] = field(default_factory=dict)
-    """Patch → why it cannot be read."""
+    """Patch → reason why it cannot be read."""
 
 
 _BATCH, _BATCH_BYTES = 32, 20 << 20
 _AHEAD, _AHEAD_BYTES = 1, 1 << 28
-"""Batches beyond those that threads are filling, and the most memory for all of them."""
+"""Batches beyond those in work, and memory limit for all of them."""
 _AT_ONCE = 1 << 14
-"""Patches whose reading is planned at once: plans of millions would not be small."""
+"""Patches of one plan: plans of millions would not be small."""
 
 
 def read_patches(
@@ -236,24 +236,24 @@ def read_patches(
     aside: dict[int, str] | None = None,
     notes: set[str] | None = None,
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
+    """Yield (row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
-    Threads share one slide (the decoders release the interpreter's lock) and run only so far ahead that memory stays
-    bounded. A native tile under several patches is decoded once; see `sweep`.
+    Threads share one slide (the decoders release the interpreter's lock); memory is bounded. A native tile under
+    several patches is decoded once.
 
     Args:
         xy_l0: the patches' corners [n, 2].
-        threads: how many decode.
-        aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
-            may become empty; a batch's entries are there when it is yielded.
-        notes: gets what of the slide is damaged though the rest makes up for it, after the last batch.
+        threads: number of decoding threads.
+        aside: filled with row → one-line reason of the patches that cannot be decoded, before their batch is
+            yielded. They are left out of the batch, which may become empty.
+        notes: filled with the slide's notes of replaced damage, after the last batch.
 
     Raises:
         WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
     threads = max(1, threads)
     ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
-    # Strips in hand span about two rows of the grid, whose tiles are kept where patches are resampled from them.
+    # Strips in work span about two rows of the grid, whose tiles are cached for resampled patches.
     in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // ahead) // (spec.size_px**2 * 3)
     in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
     step = max(1, min(_BATCH, in_memory, in_two_rows // ahead))

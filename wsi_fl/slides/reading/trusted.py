@@ -1,4 +1,4 @@
-"""Which levels of a slide may be read natively: those whose tiles give OpenSlide's pixels."""
+"""The levels of a slide whose tiles decode to OpenSlide's pixels, and so may be read natively."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from wsi_fl.slides.reading.native import Box, NativeLevel, TiledImage, tiled_ima
 from wsi_fl.types import WsiFlError
 
 _VENDORS = {"aperio", "generic-tiff", "philips"}
-"""Whose tiles lie side by side; others' overlap or belong to several scans."""
+"""Vendors with tiles side by side; those of others overlap or belong to several scans."""
 _WINDOW_PX = 128
 _MOST_DIFFERENT, _MOST_DIFFERENT_ON_AVERAGE = 2, 0.1
-"""Grey levels; what decoders may differ by in rounding."""
+"""Grey levels; decoders differ in rounding."""
 
 _Pixels = NDArray[np.uint8]
 
 
 class TrustedLevels:
-    """The levels of one slide; each is compared with OpenSlide when it is first wanted.
+    """The levels of one slide; each is compared with OpenSlide at its first use.
 
-    Sizes and properties are as OpenSlide lists them. `reference` gives OpenSlide's pixels of a box of a level, None
-    where it has none exactly there. A level that cannot be trusted is None, or a WsiFlError where it is `required`.
+    Sizes and properties are as OpenSlide lists them. `reference` returns OpenSlide's pixels of a box of a level, None
+    for a box that is not on its pixels. A level that differs is None, or a WsiFlError where it is `required`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TrustedLevels:
             raise
 
     def level(self, number: int) -> NativeLevel | None:
-        """The level, or None where OpenSlide has to read it."""
+        """Return a level; None if OpenSlide has to read it."""
         if number not in self._levels:
             with self._lock:
                 if number not in self._levels:
@@ -60,7 +60,7 @@ class TrustedLevels:
         return self._levels[number]
 
     def close(self) -> None:
-        """Also lets go of decoded tiles: whoever still knows the slide must not keep them alive."""
+        """Close the file and empty the caches of decoded tiles, which references to the slide would keep alive."""
         self._file.close()
         for level in self._levels.values():
             if level is not None:
@@ -86,17 +86,17 @@ class TrustedLevels:
 def _only(
     images: Sequence[TiledImage], level: int, size_px: tuple[int, int], properties: Mapping[str, str]
 ) -> TiledImage | None:
-    """The one directory of the size and tiling that OpenSlide says of a level, or None."""
+    """Return the only directory with OpenSlide's size and tiling of a level, or None."""
     stated = [properties.get(f"openslide.level[{level}].tile-{side}") for side in ("width", "height")]
     same = [one for one in images if one.size_px == size_px and [str(n) for n in one.tile_px] == stated]
     return same[0] if len(same) == 1 else None
 
 
 def _difference(level: NativeLevel, reference: Callable[[Box], _Pixels | None]) -> str | None:
-    """Why the level must not be read natively, or None.
+    """Return why a level must not be read natively, or None.
 
-    Compares windows at the first, the middle and the last tile, the latter beyond the edge. A window that one side
-    cannot decode says nothing (the tile may be damaged), so another is taken.
+    Compares windows at the first, the middle and the last tile, the latter across the edge. A window that either side
+    cannot decode (the tile may be damaged) is replaced by another.
     """
     n_compared = 0
     for boxes in _windows(level.image):
@@ -122,7 +122,7 @@ def _difference(level: NativeLevel, reference: Callable[[Box], _Pixels | None]) 
 
 
 def _windows(image: TiledImage) -> Iterator[list[Box]]:
-    """Three places to compare, each with a few to stand in."""
+    """Yield three windows to compare, each with substitutes."""
     (width, height), (tile_width, tile_height) = image.size_px, image.tile_px
     side = min(_WINDOW_PX, tile_width, tile_height)
     across, n = image.n_columns, image.n_columns * image.n_rows

@@ -1,6 +1,6 @@
-"""Slides that OpenSlide does not read: which format a file has, and who opens it.
+"""Slides that OpenSlide does not read: detection of their format by content, and opening.
 
-What a file is, its content says and not its name. A source looks like an OpenSlide handle, so `Slide` reads all alike.
+A source has the interface of an OpenSlide handle, so `Slide` reads all alike.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 _HEAD = 1 << 16
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _CZI = b"ZISRAWFILE"
-_Answer = TypeVar("_Answer")
+_Value = TypeVar("_Value")
 
 
 def open_source(path: Path) -> Source | None:
-    """Open a slide that OpenSlide does not know; None where nobody knows it.
+    """Open a slide of a format that OpenSlide does not know; None for an unknown format.
 
-    Readers of other packages, the entry points `wsi_fl.readers`, are asked before these: functions of the path and
-    its first 64 KiB that return None for what is not theirs.
+    Readers of other packages, the entry points `wsi_fl.readers`, come first: functions of the path and its first
+    64 KiB that return None for other formats.
     """
     from wsi_fl.plugins import entries
 
@@ -53,7 +53,7 @@ def open_source(path: Path) -> Source | None:
         return _guarded(path, of_zarr)
     if not path.is_file():
         return None
-    if is_dicom(path) and header_of(path) is None:  # which may begin as a TIFF too
+    if is_dicom(path) and header_of(path) is None:  # it may begin like a TIFF
         raise WsiFlError(f"{path.name}: a DICOM file, but no whole-slide image, or its header is damaged")
     with ordinary(path).open("rb") as file:
         head = file.read(_HEAD)
@@ -73,7 +73,7 @@ def open_source(path: Path) -> Source | None:
 
 
 def _of_tiff(path: Path) -> Source:
-    """Open a plain TIFF, by its tiles or as a picture."""
+    """Open a plain TIFF by its tiles, or as a picture."""
     tiled = _asked(path, lambda tif: bool(main_picture(tif).is_tiled), False)
     return of_tiles(path) if tiled else of_picture(path, TiffImageFile)
 
@@ -99,12 +99,12 @@ def is_zarr(path: Path) -> bool:
 
 
 def is_ome(path: Path) -> bool:
-    """Return whether a TIFF says by OME-XML what it is."""
+    """Return whether a TIFF has OME-XML."""
     return _asked(path, lambda tif: bool(tif.is_ome), False)
 
 
 def is_misread_by_openslide(path: Path) -> bool:
-    """Return whether OpenSlide reads a TIFF of no scanner, but reads another picture or less than there is."""
+    """Return whether OpenSlide reads another picture of a scanner-less TIFF than the main one, or less of it."""
 
     def misread(tif: TiffFile) -> bool:
         if tif.is_ome:
@@ -116,14 +116,13 @@ def is_misread_by_openslide(path: Path) -> bool:
 
 
 def levels_of_openslide(path: Path, source: Source, *, generic: bool) -> list[int]:
-    """Return the numbers of a slide's own levels among those that OpenSlide, the source, lists.
+    """Return the numbers of the levels of a slide among those that OpenSlide, the source, lists.
 
     Args:
-        generic: whether the file is a TIFF of no known scanner.
+        generic: whether the file is a TIFF of an unknown scanner.
 
     Raises:
-        WsiFlError: when it is a TIFF of several pictures, or without colours of 8 bits, which OpenSlide does not
-            refuse.
+        WsiFlError: for a TIFF of several pictures or without 8-bit colours, which OpenSlide does not refuse.
     """
 
     sizes_px = source.level_dimensions
@@ -140,12 +139,12 @@ def levels_of_openslide(path: Path, source: Source, *, generic: bool) -> list[in
 
 
 def properties_of_ome(path: Path) -> dict[str, str]:
-    """Return the µm per pixel of an OME-TIFF as OpenSlide's properties, which OpenSlide does not find."""
+    """Return the µm per pixel of an OME-TIFF, which OpenSlide does not find, as properties of OpenSlide."""
     return _asked(path, lambda tif: mpp_properties(mpp_of_ome(tif)) if tif.is_ome else {}, {})
 
 
-def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answer) -> _Answer:
-    """Answer a question about a TIFF; what is none, or is damaged, gets the other answer."""
+def _asked(path: Path, question: Callable[[TiffFile], _Value], otherwise: _Value) -> _Value:
+    """Return the result of a query of a TIFF; the default for other and for damaged files."""
     with ordinary(path).open("rb") as file:
         if not file.read(4).startswith(_TIFF):
             return otherwise
@@ -156,7 +155,7 @@ def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answ
             return question(tif)
     except (MemoryError, WsiFlError):
         raise
-    except Exception:  # whatever a parser stumbles over in a damaged file
+    except Exception:  # a damaged file
         return otherwise
 
 
@@ -166,8 +165,8 @@ def is_czi(path: Path) -> bool:
         return file.read(len(_CZI)) == _CZI
 
 
-def _guarded(path: Path, opened: Callable[[Path], _Answer]) -> _Answer:
-    """Open a source; what its library raises becomes one line, except a want of memory."""
+def _guarded(path: Path, opened: Callable[[Path], _Value]) -> _Value:
+    """Open a source; errors of its library become one line, except MemoryError."""
     try:
         return opened(path)
     except (WsiFlError, MemoryError):

@@ -1,6 +1,6 @@
-"""What the headers of DICOM files say, as far as it decides which of them are one slide, and whether it is read.
+"""Headers of DICOM files: which files are one slide, and whether OpenSlide reads it.
 
-OpenSlide reads the pixels. It takes all files of a series that lie beside the one it is given for levels of one slide.
+OpenSlide reads the pixels. It takes all files of a series in the folder for levels of one slide.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _CODECS = {
     "1.2.840.10008.1.2.4.203": "HTJ2K",
 }
 _LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}
-"""Value representations whose length has four bytes."""
+"""Value representations with a length of four bytes."""
 _UNDEFINED = 0xFFFFFFFF
 _ITEM, _END_OF_ITEM, _END_OF_SEQUENCE = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _AFTER = 0x52000000
-"""Where what is said of single frames begins."""
+"""First tag about single frames."""
 _SPACING, _SHARED = 0x00280030, 1 << 16
-"""Pixel spacing, and within how many bytes after that it stands among what is said of all frames."""
+"""Tag of the pixel spacing, and bytes in which it is sought among the attributes of all frames."""
 _INFLATED = 1 << 22
 _MOST_LOOKED_AT = 256
-"""Files of a folder; some hold a hundred thousand pictures."""
+"""Files of a folder that are checked; some folders hold a hundred thousand pictures."""
 _TEXT = {
     "syntax": 0x00020010,
     "kind": 0x00080008,
@@ -80,19 +80,19 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Header:
-    """What one file says of itself.
+    """The header of one file.
 
     Attributes:
         syntax: UID of the transfer syntax.
         kind: third value of the image type: VOLUME, LABEL, OVERVIEW or THUMBNAIL.
         series, pyramid: UIDs; "" where the file gives none.
-        concatenation: UID of the whole of which the file is a part, or "".
-        colours: the photometric interpretation, of so many `samples` of so many `bits`.
-        planar: whether colours are planes of their own.
+        concatenation: UID of the concatenation of which the file is a part, or "".
+        colours: the photometric interpretation of `samples` samples of `bits` bits.
+        planar: whether each colour is a plane.
         spacing: millimetres between rows; 0 where the file gives none.
         tile_width, tile_height: of each frame, in pixels.
         width, height: of the whole picture, in pixels.
-        paths, planes: how many optical paths and focal planes it has.
+        paths, planes: numbers of optical paths and focal planes.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class Header:
 
 
 def is_dicom(path: Path) -> bool:
-    """Return whether a file begins as DICOM files do."""
+    """Return whether a file begins as a DICOM file."""
     if not path.is_file():
         return False
     try:
@@ -126,12 +126,12 @@ def is_dicom(path: Path) -> bool:
 
 
 def is_dicom_folder(path: Path) -> bool:
-    """Return whether DICOM files lie in a folder, among the first by name."""
+    """Return whether a folder has DICOM files among its first by name."""
     return path.is_dir() and any(map(is_dicom, _files(path)[:_MOST_LOOKED_AT]))
 
 
 def place_of(path: Path) -> Path:
-    """Return where the slide of a file lies, links followed: of a DICOM file its folder."""
+    """Return the path of the slide of a file, links followed: for a DICOM file its folder."""
     file = path.resolve()
     return file.parent if is_dicom(file) else file
 
@@ -140,7 +140,7 @@ def member_of(folder: Path) -> Path:
     """Return one file of the only DICOM slide in a folder.
 
     Raises:
-        WsiFlError: when there is none, or several; both are named.
+        WsiFlError: when there is none, or several.
     """
     headers = _headers(_files(folder))
     series: dict[str, str] = {}
@@ -158,11 +158,11 @@ def member_of(folder: Path) -> Path:
 
 
 def require_one_slide(path: Path) -> None:
-    """Refuse a DICOM file whose series, of which other files lie beside it, OpenSlide does not read, or misreads.
+    """Refuse a DICOM file of a series that OpenSlide does not read, or misreads.
 
     Raises:
-        WsiFlError: for a codec that is not read, several optical paths, focal planes or pyramids, or other pixels
-            than 8-bit colours.
+        WsiFlError: for an unsupported codec, several optical paths, focal planes or pyramids, or other pixels than
+            8-bit colours.
     """
     header = header_of(path)
     if header is None:
@@ -180,7 +180,7 @@ def require_one_slide(path: Path) -> None:
 
 
 def _strangers(volumes: Sequence[Header]) -> list[Header]:
-    """Return two pictures of a series that are no levels of one slide; [] where all are."""
+    """Return two pictures of a series that are not levels of one slide; [] if all are."""
     sizes = [(volume.width, volume.height) for volume in volumes]
     levels = own_levels(sizes)
     fitting = {sizes[k] for k in levels}
@@ -192,14 +192,14 @@ def _strangers(volumes: Sequence[Header]) -> list[Header]:
 
 
 def _is_padded(level: Header, whole: Header) -> bool:
-    """Return whether a picture is a reduced copy of another whose last tiles are filled up, as its spacing says too."""
+    """Return whether a picture is a reduced copy of another with padded tiles, also by its spacing."""
     sizes = (whole.width, whole.height), (level.width, level.height)
     ratios = padding_ratios(*sizes, (level.tile_width, level.tile_height))
     return whole.spacing > 0 and any(isclose(level.spacing / whole.spacing, n, rel_tol=0.02) for n in ratios)
 
 
 def _of_one_size(volumes: Sequence[Header]) -> list[Header]:
-    """Return two pictures of one size that are no parts of one concatenation; [] where there are none."""
+    """Return two pictures of one size that are not parts of one concatenation; [] if there are none."""
     first: dict[tuple[int, int], Header] = {}
     for header in volumes:
         before = first.setdefault((header.width, header.height), header)
@@ -215,7 +215,7 @@ def _require_read(header: Header) -> None:
     if header.syntax not in _READ:
         codec = _CODECS.get(header.syntax, "transfer syntax")
         raise WsiFlError(
-            f"{name}: its pixels are packed by a codec that is not read, {codec} ({header.syntax}); rewrite its files "
+            f"{name}: its pixels are packed by an unsupported codec, {codec} ({header.syntax}); rewrite its files "
             "uncompressed (explicit VR little endian), in JPEG or in JPEG 2000"
         )
     for n, what in ((header.paths, "optical paths"), (header.planes, "focal planes")):
@@ -233,13 +233,13 @@ def _require_read(header: Header) -> None:
         )
     if header.syntax != _EXPLICIT and (held := contradiction(header.path, header.colours)):
         raise WsiFlError(
-            f"{name}: its header says {header.colours}, its first frame says that it holds {held}; its colours would "
+            f"{name}: its header states {header.colours}, but its first frame holds {held}; its colours would "
             "be wrong, so convert the slide to DICOM anew, by a later version of the converter"
         )
 
 
 def header_of(path: Path) -> Header | None:
-    """Return the header of a whole-slide image; None where a file is none, or is damaged."""
+    """Return the header of a whole-slide image; None for other and for damaged files."""
     if not is_dicom(path):
         return None
     try:
@@ -285,7 +285,7 @@ def _number(value: bytes | None, form: str, usual: int) -> int:
 
 
 def _values(data: mmap.mmap) -> dict[int, bytes]:
-    """Return the values of the tags that `Header` needs: of the file's head, which is explicit, and of the data set."""
+    """Return the values of the tags of `Header`: from the file's head, which is explicit, and from the data set."""
     wanted = {*_TEXT.values(), *(tag for tag, _, _ in _NUMBERS.values())}
     start = _PREAMBLE + 4
     values, at = {}, start
@@ -311,10 +311,10 @@ def _values(data: mmap.mmap) -> dict[int, bytes]:
 def _elements(
     data: bytes | mmap.mmap, at: int, *, explicit: bool, until: int
 ) -> Iterator[tuple[int, Sequence[int], int]]:
-    """Yield (tag, value, where the next begins) of the elements before the tag `until`; sequences have no value.
+    """Yield (tag, value, start of the next) of the elements before the tag `until`; sequences have no value.
 
     Raises:
-        ValueError: when the data end before.
+        ValueError: when the data end earlier.
     """
     while at + 8 <= len(data):
         tag, length, begin = _element(data, at, explicit=explicit)
@@ -330,7 +330,7 @@ def _elements(
 
 
 def _element(data: bytes | mmap.mmap, at: int, *, explicit: bool) -> tuple[int, int, int]:
-    """(tag, length of the value, where it begins)"""
+    """Return (tag, length of the value, its start)."""
     group, number = struct.unpack_from("<HH", data, at)
     tag = group << 16 | number
     if not explicit or group == 0xFFFE:
@@ -341,7 +341,7 @@ def _element(data: bytes | mmap.mmap, at: int, *, explicit: bool) -> tuple[int, 
 
 
 def _after_sequence(data: bytes | mmap.mmap, at: int, *, explicit: bool) -> int:
-    """Return where a sequence of undefined length ends that begins there."""
+    """Return the end of a sequence of undefined length."""
     while True:
         tag, length, at = _element(data, at, explicit=explicit)
         if tag == _END_OF_SEQUENCE:

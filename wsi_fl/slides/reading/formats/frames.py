@@ -1,6 +1,6 @@
-"""What the packed frames of a DICOM file say of their colours, which its header may contradict.
+"""Colour encoding of the packed frames of a DICOM file, which may contradict its header.
 
-Decoders go by the header. Where the first frame says otherwise, they show other colours, and nobody notices.
+Decoders go by the header. Where the first frame contradicts it, they silently show wrong colours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RGB, _YBR, _PLAIN = "RGB", "YCbCr", "colours that it did not transform"
 
 
 def contradiction(path: Path, colours: str) -> str:
-    """Return what the first packed frame of a DICOM file holds; "" where that may be what its header says.
+    """Return the colour encoding of the first packed frame of a DICOM file; "" where it agrees with the header.
 
     Args:
         colours: the photometric interpretation.
@@ -29,7 +29,7 @@ def contradiction(path: Path, colours: str) -> str:
         frame = _first_frame(data)
     try:
         held = _of_jpeg2000(frame) if frame.startswith(_CODESTREAM) else _of_jpeg(frame)
-    except (struct.error, IndexError):  # a damaged frame is told when it is read
+    except (struct.error, IndexError):  # a damaged frame is reported when it is read
         return ""
     fits = {
         _RGB: colours == "RGB",
@@ -40,7 +40,7 @@ def contradiction(path: Path, colours: str) -> str:
 
 
 def _first_frame(data: mmap.mmap) -> bytes:
-    """Return the head of the first frame, which follows the table of offsets; b"" where there is none."""
+    """Return the head of the first frame, after the table of offsets; b"" if there is none."""
     at = data.find(_ENCAPSULATED)
     if at < 0:
         return b""
@@ -53,7 +53,7 @@ def _first_frame(data: mmap.mmap) -> bytes:
 
 
 def _of_jpeg2000(frame: bytes) -> str:
-    """What JPEG 2000's coding style says: whether its components were transformed."""
+    """Return the encoding by JPEG 2000's coding style: whether its components were transformed."""
     for marker, segment in _segments(frame, 2):
         if marker == _START_OF_TILE:
             break
@@ -63,7 +63,7 @@ def _of_jpeg2000(frame: bytes) -> str:
 
 
 def _of_jpeg(frame: bytes) -> str:
-    """What the segments of JFIF and Adobe say, else the names of the components."""
+    """Return the encoding by the segments of JFIF and Adobe, else by the names of the components."""
     if not frame.startswith(b"\xff\xd8"):
         return ""
     for marker, segment in _segments(frame, 2):

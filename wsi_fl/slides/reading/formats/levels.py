@@ -1,4 +1,4 @@
-"""Which of the levels that a reader lists are a slide's own: the whole of the same picture, only smaller."""
+"""Selection of the levels of a slide among those that a reader lists: reduced copies of the whole picture."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from PIL import Image
 from wsi_fl.slides.reading.formats.source import Source
 
 _ROUNDING_PX, _APART = 1.0, 0.02
-"""A level's sides may be rounded by a pixel, and its two ratios differ by 2 %, as where tiles are filled up."""
+"""Tolerances: a level's sides may be rounded by a pixel, and its two ratios differ by 2 %, as in padded tiles."""
 _LARGEST_RATIO = 1 << 10
-"""Of a level whose tiles may be filled up; beyond, a level is one tile."""
+"""Largest reduction of a level with padded tiles; beyond, a level is one tile."""
 _OF_LEVEL = re.compile(r"openslide\.level\[(\d+)\](.*)")
 
 
 def own_levels(sizes_px: Sequence[tuple[int, int]], foreign: Collection[int] = ()) -> list[int]:
-    """Return the numbers of the levels that show the whole of the largest, finest first, of each size the first.
+    """Return the numbers of the levels that show the same as the largest, finest first, of each size the first.
 
-    A level whose width and height are reduced by different ratios shows something else.
+    A level with different reductions of width and height shows something else.
 
     Args:
         sizes_px: (width, height) of each level.
-        foreign: numbers of levels that are known to be something else, such as masks.
+        foreign: numbers of levels of something else, such as masks.
 
     Example:
         >>> own_levels([(4096, 3072), (2048, 2048), (1024, 768), (1024, 768), (341, 256)])
@@ -53,12 +53,11 @@ def _fits(whole: tuple[int, int], level: tuple[int, int]) -> bool:
 
 
 def padded_levels(source: Source) -> set[int]:
-    """Return the numbers of the levels of a source that are filled up to whole tiles.
+    """Return the numbers of the levels of a source that are padded to whole tiles.
 
-    The reduction of a level is the ratio of its size to that of the slide. Where tiles beyond the picture count into
-    the size, that ratio is wrong, and tissue found on the level would lie elsewhere. Where one level is filled up,
-    others are too whose size may be that of a picture or of tiles. Levels whose reduction OpenSlide knows otherwise,
-    as with some scanners, are none of these.
+    The reduction of a level is the ratio of its size to that of the slide. Where the size includes tiles beyond the
+    picture, that ratio is wrong, and tissue found on the level would lie elsewhere. If one level is padded, so are all
+    whose size fits both. Levels whose reduction OpenSlide knows otherwise, as with some scanners, are none of these.
     """
     sizes, downsamples = source.level_dimensions, source.level_downsamples
     tiles = getattr(source, "tiles_px", ()) or _tiles_of_openslide(source.properties, len(sizes))
@@ -74,7 +73,7 @@ def padded_levels(source: Source) -> set[int]:
 
 
 def is_padded(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, int]) -> bool:
-    """Return whether the size of a level is that of its tiles, and of no picture, all as (width, height).
+    """Return whether the size of a level fits its tiles but no picture, all as (width, height).
 
     Example:
         >>> is_padded((2304, 2304), (1280, 1280), (256, 256)), is_padded((2304, 2304), (576, 576), (64, 64))
@@ -84,14 +83,14 @@ def is_padded(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, i
 
 
 def _picture_ratios(whole: tuple[int, int], level: tuple[int, int]) -> set[int]:
-    """The whole numbers by which a level is reduced if its size is that of its picture."""
+    """Return the possible whole-number reductions of a level whose size is that of its picture."""
     axes = list(zip(whole, level, strict=True))
     nearest = {max(1, round(side / max(1, small))) for side, small in axes}
     return {n for n in nearest if all(abs(side / n - small) <= _ROUNDING_PX for side, small in axes)}
 
 
 def padding_ratios(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, int]) -> set[int]:
-    """Return the whole numbers by which a level is reduced if its size is that of all its tiles.
+    """Return the possible whole-number reductions of a level whose size is that of all its tiles.
 
     Example:
         >>> padding_ratios((2304, 2304), (1280, 1280), (256, 256)), padding_ratios((900, 900), (850, 850), (256, 256))
@@ -109,7 +108,7 @@ def padding_ratios(whole: tuple[int, int], level: tuple[int, int], tile: tuple[i
 
 
 def _tiles_of_openslide(properties: Mapping[str, str], n: int) -> list[tuple[int, int]]:
-    """(width, height) of the tiles of n levels by OpenSlide's properties; [] where it does not state all."""
+    """Return (width, height) of the tiles of n levels by OpenSlide's properties; [] if one is missing."""
     sides = [
         [properties.get(f"openslide.level[{k}].tile-{side}") for side in ("width", "height")]
         for k in range(n)
@@ -118,7 +117,7 @@ def _tiles_of_openslide(properties: Mapping[str, str], n: int) -> list[tuple[int
 
 
 class OwnLevels:
-    """A source with some of the levels of another, by their numbers there; the first is the slide.
+    """A source with selected levels of another, by their numbers there; the first is the slide.
 
     Attributes:
         source, numbers: as given.

@@ -21,12 +21,12 @@ from wsi_fl.slides.reading.formats.source import (
 from wsi_fl.types import WsiFlError
 
 _CHUNKS, _HEAD = 16, 1 << 16
-"""How many chunks tell two slides apart, and how many bytes of each."""
+"""Chunks in the digest of a slide, and bytes of each."""
 _READ = "OME-Zarr 0.4 to 0.6 are read"
 
 
 class _Image(NamedTuple):
-    """One multiscale image: its arrays, the largest first, the letters of their axes, and what NGFF says of it and of
+    """One multiscale image: its arrays, the largest first, the letters of their axes, and NGFF's metadata of it and of
     its group.
     """
 
@@ -37,13 +37,13 @@ class _Image(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Pixels of its largest array."""
+        """The number of pixels of its largest array."""
         sides = zip(self.axes, self.arrays[0].shape, strict=False)
         return int(np.prod([side for axis, side in sides if axis in "xy"], dtype=np.int64))
 
 
 def of_zarr(path: Path) -> Source:
-    """Open the largest multiscale image of an OME-Zarr, also where bioformats2raw put several into it."""
+    """Open the largest multiscale image of an OME-Zarr, which may have several (bioformats2raw)."""
     root = needed("zarr", "formats", path).open(str(path), mode="r")
     if not hasattr(root, "group_keys"):
         raise WsiFlError(f"{path.name}: a Zarr array alone; {_READ}, which are groups with multiscales")
@@ -65,7 +65,7 @@ def of_zarr(path: Path) -> Source:
 
 
 def _digest(path: Path, image: _Image) -> str:
-    """SHA-256 over what the Zarr says of itself, and the first bytes of some chunks of the coarsest level."""
+    """Return the SHA-256 of the Zarr's metadata and of the first bytes of some chunks of the coarsest level."""
     digest = hashlib.sha256()
     stated = {each for name in (".z*", "zarr.json") for each in path.rglob(name) if each.is_file()}
     coarsest = path / str(image.arrays[-1].path)
@@ -79,14 +79,14 @@ def _digest(path: Path, image: _Image) -> str:
 
 
 def _ngff(group: Any) -> Mapping[str, Any]:
-    """What NGFF says of a group: NGFF 0.5 says it under a name of its own."""
+    """Return the NGFF metadata of a group; since NGFF 0.5 they are under the key `ome`."""
     attributes = dict(group.attrs)
     stated: Mapping[str, Any] = attributes.get("ome", attributes)
     return stated
 
 
 def _images(path: Path, group: Any) -> Iterator[_Image]:
-    """Yield the multiscale images of a group, but no labels."""
+    """Yield the multiscale images of a group, without labels."""
     stated = _ngff(group)
     if "image-label" in stated:
         return
@@ -100,10 +100,10 @@ def _images(path: Path, group: Any) -> Iterator[_Image]:
 
 
 def _axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the axes of a multiscale image; since NGFF 0.6 they are those of the system that its datasets lie in.
+    """Return the axes of a multiscale image; since NGFF 0.6 they are those of its datasets' coordinate system.
 
     Raises:
-        WsiFlError: for versions that do not name them so.
+        WsiFlError: for versions with other axes.
     """
     axes = multiscale.get("axes")
     if systems := multiscale.get("coordinateSystems"):
@@ -119,14 +119,14 @@ def _axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]) -
 
 
 def _series(root: Any) -> list[str]:
-    """Return the groups that are images: those that the OME group lists, else those that are numbers."""
+    """Return the names of the groups of images: those in the list of the OME group, else all numbers."""
     listed = _ngff(root["OME"]).get("series") if "OME" in root else None
     names = listed or sorted((name for name in root.group_keys() if name.isdecimal()), key=int)
     return [str(name) for name in names if str(name) in root]
 
 
 def _require_rgb(path: Path, image: _Image) -> None:
-    """Refuse what is not three channels of 8 bits, or has channels that are said to be other colours."""
+    """Refuse other pixels than three channels of 8 bits, and channels labelled as other colours."""
     axes, shape = image.axes, image.arrays[0].shape
     channels = shape[axes.index("c")] if {"x", "y", "c"} <= set(axes) and len(axes) == len(shape) else 0
     if channels != 3 or any(str(array.dtype) != "uint8" for array in image.arrays):
@@ -145,14 +145,14 @@ def _require_rgb(path: Path, image: _Image) -> None:
 
 
 def _fill(array: Any) -> Rgb | None:
-    """Return the colour that chunks have which nobody wrote."""
+    """Return the colour of unwritten chunks."""
     return None if array.fill_value is None else (int(array.fill_value),) * 3
 
 
 def _mpp(image: _Image) -> Mpp:
-    """µm per pixel of the largest dataset: its own scale times that of all datasets."""
+    """Return the µm per pixel of the largest dataset: its scale times that of all datasets."""
     first, of_all = image.multiscale["datasets"][0], image.multiscale.get("coordinateTransformations") or ()
-    # since 0.6 they lead into other systems
+    # since 0.6 these lead into other coordinate systems
     later = () if "coordinateSystems" in image.multiscale else of_all
     scales = list(_scales((*(first.get("coordinateTransformations") or ()), *later)))
     units = {axis["name"]: um_of(axis.get("unit")) for axis in image.multiscale["axes"]}
@@ -167,7 +167,7 @@ def _mpp(image: _Image) -> Mpp:
 
 
 def _scales(transformations: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[float]]:
-    """Yield the scales among transformations and sequences of them."""
+    """Yield the scales among transformations and their sequences."""
     for each in transformations:
         if each["type"] == "sequence":
             yield from _scales(each["transformations"])

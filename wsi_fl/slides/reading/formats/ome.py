@@ -31,16 +31,16 @@ _UNIT_UM = {
     **dict.fromkeys(("\u03bcm", "um", "micrometer", "micrometre", "micron"), 1.0),
     **dict.fromkeys(("nm", "nanometer", "nanometre"), 1e-3),
 }
-"""By name in Unicode's compatible form, in which the micro sign is the Greek letter."""
+"""µm of units by name in Unicode's compatible form, in which the micro sign is the Greek letter."""
 _MOST_CHANNELS = 3
 _GREY = 1
 """Number of the tag PhotometricInterpretation."""
 _UNCOLOURED = "FFFFFF"
-"""What OME-XML says of a channel's colour where nobody has said anything."""
+"""A channel's colour in OME-XML by default."""
 
 
 def um_of(unit: str | None) -> float | None:
-    """Return the µm of a unit of length by its name; None for others.
+    """Return the µm of a unit of length by its name; None for other names.
 
     Example:
         >>> um_of("\u00b5m"), um_of("\u03bcm"), um_of("Micrometers"), um_of("pixel")
@@ -51,9 +51,9 @@ def um_of(unit: str | None) -> float | None:
 
 
 def of_ome_tiff(path: Path) -> Source:
-    """OME-TIFF: the largest series, with its pyramid in SubIFDs.
+    """Open the largest series of an OME-TIFF, with its pyramid in SubIFDs.
 
-    Its colours lie in each pixel, or are three channels, as planes of their own.
+    Its colours lie in each pixel, or are three channels, a plane each.
     """
     from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile
 
@@ -83,10 +83,10 @@ def of_ome_tiff(path: Path) -> Source:
 
 
 def is_misread(path: Path, tif: TiffFile) -> bool:
-    """Return whether a reader of the first directories alone, as OpenSlide, misreads an OME-TIFF.
+    """Return whether a reader of the first directories only, as OpenSlide, misreads an OME-TIFF.
 
-    That is so where its slide is not the first picture or has no 8-bit colours, and where its pyramid is in SubIFDs.
-    The latter is borne with where the extra that reads them is not installed.
+    True if its slide is not the first picture or has no 8-bit colours, or if its pyramid is in SubIFDs and the extra
+    for these is installed.
     """
     series = _largest(tif)
     if series.keyframe.index != 0 or not _is_rgb(series.keyframe):
@@ -98,7 +98,7 @@ def is_misread(path: Path, tif: TiffFile) -> bool:
 
 
 def mpp_of_ome(tif: TiffFile) -> Mpp:
-    """Return the µm per pixel that OME-XML states of the largest series."""
+    """Return the µm per pixel of the largest series by OME-XML."""
     pixels = _pixels(tif)
 
     def stated(axis: str) -> float | None:
@@ -112,7 +112,7 @@ def mpp_of_ome(tif: TiffFile) -> Mpp:
 
 
 def _pixels(tif: TiffFile) -> ElementTree.Element | None:
-    """What OME-XML says of the largest series."""
+    """Return the Pixels element of the largest series in OME-XML."""
     page = _largest(tif).keyframe
     size = str(page.imagewidth), str(page.imagelength)
     try:
@@ -128,7 +128,7 @@ def _tag(element: ElementTree.Element) -> str:
 
 
 def _channels(tif: TiffFile) -> tuple[list[str], list[str]]:
-    """(names, colours as hexadecimal digits) of the channels of the largest series; "" where nothing is said."""
+    """Return (names, colours as hexadecimal digits) of the channels of the largest series; "" where not given."""
     pixels = _pixels(tif)
     channels = [each for each in pixels if _tag(each) == "Channel"] if pixels is not None else []
     colours = [f"{int(each.get('Color') or -1) & 0xFFFFFFFF:08X}"[:6] for each in channels]
@@ -147,7 +147,7 @@ def _is_in_planes(tif: TiffFile, series: TiffPageSeries) -> bool:
 
 
 def _largest(tif: TiffFile) -> TiffPageSeries:
-    """The series with the largest picture: others are macros and labels."""
+    """Return the series with the largest picture: others are macros and labels."""
     return max(tif.series, key=lambda one: one.keyframe.imagewidth * one.keyframe.imagelength)
 
 
@@ -159,6 +159,6 @@ def _is_rgb(page: TiffPage) -> bool:
 
 
 def _zarr(path: Path) -> Any:
-    """Import Zarr, through which tiles are read, once the codecs of tiles are found too."""
+    """Import Zarr, which reads tiles, if the codecs of tiles are installed too."""
     needed("imagecodecs", "formats", path)
     return needed("zarr", "formats", path)

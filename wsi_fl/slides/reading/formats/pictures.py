@@ -1,4 +1,4 @@
-"""Plain pictures as slides: PNG, JPEG, and TIFF without a pyramid. They are held in memory whole."""
+"""Plain pictures as slides, read into memory: PNG, JPEG, and TIFF without a pyramid."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from wsi_fl.slides.reading.formats.tiff import main_picture, require_single
 from wsi_fl.types import WsiFlError
 
 _MOST_PX = 1 << 25
-"""Pixels of a plain picture: it takes 134 MB with its sub-resolutions, and twice that while it is opened."""
+"""Largest plain picture: 134 MB with its sub-resolutions, and twice as much while it is opened."""
 _LEAST_PX = 512
 _STRIP_PX = 1 << 22
-"""Pixels that are converted at once."""
+"""Pixels of one conversion."""
 _WHITE = (255, 255, 255)
 _COLOURS = {"RGB", "RGBA", "RGBX", "YCbCr", "CMYK", "P", "PA", "L", "LA"}
 _OTHERS = {"1": "black and white alone", "I": "grey of more than 8 bits", "F": "floating point"}
-"""What Pillow's modes mean, by their first letter."""
+"""Meaning of Pillow's other modes, by their first letter."""
 warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
-"""What it finds odd in a file is no user's business: pixels that it cannot read are an error."""
+"""Its warnings do not concern users: unreadable pixels are an error."""
 
 
 def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]:
-    """Return a picture as uint8[h, w, 3], turned as it says and white where it is transparent, and its µm per pixel."""
+    """Return a picture as uint8[h, w, 3], oriented upright and white where transparent, and its µm per pixel."""
     try:
         picture = kind(path)
-    except SyntaxError as error:  # Pillow's, of what it does not know
+    except SyntaxError as error:  # Pillow's, for unknown files
         raise WsiFlError(
             f"{path.name}: a picture that Pillow does not read ({error}); save it as PNG or as a tiled pyramid"
         ) from None
@@ -45,7 +45,7 @@ def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]
                 f"{path.name}: a plain picture of {width} × {height} pixels; up to {_MOST_PX // 10**6} million are "
                 "read, so make it a tiled pyramid (vips tiffsave --tile --pyramid)"
             )
-        deep = ";16" in str(picture.tile)  # of which Pillow would keep the upper half
+        deep = ";16" in str(picture.tile)  # Pillow would keep the upper half of the bits
         if deep or picture.mode not in _COLOURS:
             said = _OTHERS.get(picture.mode[0], f"{'16-bit ' * deep}{picture.mode}")
             raise WsiFlError(f"{path.name}: a slide has 8-bit colours; this picture is {said}")
@@ -60,7 +60,7 @@ def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]
 
 
 def _main_frame(path: Path) -> int:
-    """Return the number of the largest picture of a TIFF; WsiFlError where there are several of its size."""
+    """Return the number of the largest picture of a TIFF; WsiFlError if several have its size."""
     from tifffile import TiffFile
 
     try:
@@ -69,14 +69,14 @@ def _main_frame(path: Path) -> int:
             return int(main_picture(tif).index)
     except (MemoryError, WsiFlError):
         raise
-    except Exception:  # Pillow says what is wrong with it
+    except Exception:  # Pillow raises the error
         return 0
 
 
 def of_picture(path: Path, kind: type[ImageFile]) -> Source:
     """Open a picture by Pillow's class of its format, with sub-resolutions by halves.
 
-    `Image.open` would set a limit of its own.
+    `Image.open` would limit the size.
     """
     pixels, mpp = _decoded(path, kind)
     levels = [pixels]

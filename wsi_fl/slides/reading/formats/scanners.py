@@ -1,4 +1,4 @@
-"""Slides in the own formats of scanners: CZI by libCZI, iSyntax by libisyntax."""
+"""Slides in formats of scanners: CZI by libCZI, iSyntax by libisyntax."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from wsi_fl.types import WsiFlError
 
 _DEEP = "Bgr48"
 _COLOURS = {"Bgr24", _DEEP, "Gray8"}
-"""Pixels of CZI that are or become 8-bit colours without loss of what they mean."""
+"""Pixel types of CZI that convert to 8-bit colours."""
 
 
 def of_czi(path: Path) -> Source:
-    """Zeiss CZI: halves of the whole as far as the file has a pyramid; beyond it libCZI would leave pixels out."""
+    """Open a Zeiss CZI, with halves as far as the file has a pyramid; beyond it libCZI would leave pixels out."""
     czi = needed("pylibCZIrw.czi", "czi", path)
     with ExitStack() as stack:
         reader = stack.enter_context(czi.open_czi(str(path)))
@@ -64,7 +64,7 @@ def of_czi(path: Path) -> Source:
 
 
 def wastes_bits(properties: Mapping[str, str]) -> bool:
-    """Return whether OpenSlide, of these properties, makes 8 bits of the upper half of 16 of which a CZI uses fewer."""
+    """Return whether OpenSlide, by its properties, keeps the upper 8 of 16 bits of a CZI with fewer bits in use."""
     image = "zeiss.Information.Image."
     return (
         properties.get(f"{image}PixelType") == _DEEP and properties.get(f"{image}ComponentBitCount") != "16"
@@ -72,18 +72,18 @@ def wastes_bits(properties: Mapping[str, str]) -> bool:
 
 
 def _bits_used(path: Path, xml: str) -> int:
-    """Return how many of the 16 bits of its colours a CZI uses; WsiFlError where it does not say so."""
+    """Return the number of used bits of the 16 of a CZI's colours; WsiFlError if it is not stated."""
     counts = {int(each.text or 0) for each in ElementTree.fromstring(xml).iter("ComponentBitCount")}
     if len(counts) != 1 or not 8 < max(counts) <= 16:
         raise WsiFlError(
-            f"{path.name}: a slide has 8-bit colours; this CZI has {_DEEP} and does not say how many of its 16 bits "
-            "count; save it with colours of 8 bits"
+            f"{path.name}: a slide has 8-bit colours; this CZI has {_DEEP} and does not state how many of its "
+            "16 bits count; save it with colours of 8 bits"
         )
     return counts.pop()
 
 
 def of_isyntax(path: Path) -> Source:
-    """Philips iSyntax."""
+    """Open a Philips iSyntax."""
     slide = needed("isyntax", "isyntax", path).ISyntax.open(path)
     lock = threading.Lock()
 

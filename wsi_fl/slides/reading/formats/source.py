@@ -1,4 +1,4 @@
-"""What `Slide` needs of whatever reads a slide, and how a library's levels become it."""
+"""The interface of readers for `Slide`, and sources from the levels of a library."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from wsi_fl.types import UsageError, WsiFlError, one_line
 _HEAD = 1 << 16
 
 Mpp = tuple[float | None, float | None]
-"""µm per level-0 pixel (x, y), as far as it is known."""
+"""µm per level-0 pixel (x, y); None where unknown."""
 _ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
-"""(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], all within the level."""
+"""(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], within the level."""
 _Lacks = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.bool_]]
-"""As `_ReadLevel`, → bool[height, width]."""
+"""As `_ReadLevel` → bool[height, width]."""
 Rgb = tuple[int, int, int]
 _PRIMARIES = ("FF0000", "00FF00", "0000FF")
 _NAMES = (("red", "green", "blue"), ("r", "g", "b"))
 
 
 class SourceError(WsiFlError):
-    """A region that a source cannot read."""
+    """A region of a source is unreadable."""
 
 
 class Source(Protocol):
-    """What `Slide` needs of whatever reads a slide; OpenSlide's own handle is one."""
+    """The interface of readers for `Slide`, that of OpenSlide's handle."""
 
     dimensions: tuple[int, int]
     level_dimensions: tuple[tuple[int, int], ...]
@@ -40,23 +40,23 @@ class Source(Protocol):
     properties: Mapping[str, str]
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
-        """Return RGBA pixels from a level-0 corner on; what lies beyond the slide is transparent."""
+        """Return RGBA pixels from a level-0 corner on, transparent beyond the slide."""
         ...
 
     def close(self) -> None: ...
 
 
 class Levels:
-    """A source of levels that are read by a function.
+    """A source with a function that reads boxes of its levels.
 
     Args:
         sizes: (width, height) of each level, the largest first.
         read: reads a box of a level; several threads may call it.
         vendor, quickhash: name of the format, and a digest of the content.
-        close: lets go of the file.
-        fill: the colour that stands where the file holds nothing, if that is no transparent place.
-        lacks: tells where the file holds no pixels.
-        tiles_px: (width, height) of the tiles of each level, where it has any.
+        close: closes the file.
+        fill: the colour of pixels that are not in the file; None if they are transparent.
+        lacks: returns where the file has no pixels.
+        tiles_px: (width, height) of the tiles of each level, if it has any.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Levels:
 
 
 def levels_of_arrays(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
-    """Return a source of arrays that are sliced, as Zarr's.
+    """Return a source of arrays, as Zarr's, one for each level.
 
     Args:
-        axes: their axes, a letter each: of x, y and c all is read, of others the first; without c they are grey.
+        axes: their axes, a letter each: x, y and c are read, of others the first item; without c they are grey.
         facts: as for `Levels`.
     """
     grey = "c" not in axes
@@ -131,10 +131,10 @@ def levels_of_arrays(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
 
 
 def are_red_green_blue(names: Sequence[str], colours: Sequence[str]) -> bool:
-    """Return whether three channels may be red, green and blue, by what is said of them; "" stands for nothing.
+    """Return whether three channels may be red, green and blue, by their names and colours; "" for unknown.
 
     Args:
-        names: such as "Red" or "DAPI"; names that differ by a number alone say nothing.
+        names: such as "Red" or "DAPI"; names that differ only by a number are neutral.
         colours: six hexadecimal digits each.
 
     Example:
@@ -150,7 +150,7 @@ def are_red_green_blue(names: Sequence[str], colours: Sequence[str]) -> bool:
 
 
 def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Return an RGBA region as writable uint8[h, w, 3] over the background; only transparent ones pay for blending."""
+    """Return an RGBA region as writable uint8[h, w, 3] over the background; opaque ones are not blended."""
     pixels = np.frombuffer(region.tobytes(), "<u4")  # alpha is the highest byte
     if pixels.size and int(pixels.min()) < 0xFF000000:
         region = Image.alpha_composite(Image.new("RGBA", region.size, (*background, 255)), region)
@@ -159,12 +159,12 @@ def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uin
 
 
 def mpp_properties(mpp: Mpp) -> dict[str, str]:
-    """Return µm per pixel by the names that OpenSlide gives them."""
+    """Return µm per pixel as properties of OpenSlide."""
     return {f"openslide.mpp-{axis}": repr(value) for axis, value in zip("xy", mpp, strict=True) if value}
 
 
 def needed(module: str, extra: str, path: Path) -> Any:
-    """Import a library that an extra brings; UsageError names the extra where it is not installed."""
+    """Import a library of an extra; UsageError names the extra if it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -176,7 +176,7 @@ def needed(module: str, extra: str, path: Path) -> Any:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 over a file's size, its first and its last bytes: enough to tell slides apart, at once."""
+    """Return the SHA-256 of a file's size, first and last bytes, a fast identifier of a slide."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""What pictures a TIFF holds, as tifffile says; and tiles that OpenSlide does not decode, read by tifffile."""
+"""Pictures of a TIFF by tifffile, and tiles that OpenSlide does not decode."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _TRANSPARENCY, _CMYK, _YCBCR = 0, 1, 2, 3
 _SAMPLES = {_WHITE_IS_ZERO: 1, _GREY: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3}
 _NAMES = {_WHITE_IS_ZERO: "grey", _GREY: "grey", _PALETTE: "colours of a palette"}
 _ALPHA = {1, 2}
-"""Extra samples that are transparency, premultiplied or not; others are further channels."""
+"""Extra samples for transparency, premultiplied or not; others are further channels."""
 _NUMBERS = {2: "signed numbers", 3: "floating point", 5: "complex numbers", 6: "complex numbers"}
-"""Sample formats that are no colours."""
+"""Sample formats without colours."""
 _JPEG = {6, 7}
 _UNIT_UM = {2: 25_400.0, 3: 1e4}
 
 
 def main_picture(tif: TiffFile) -> TiffPage:
-    """Return the largest picture of a TIFF that is neither a mask nor a reduced copy, of equals the first."""
+    """Return the largest picture of a TIFF except masks and reduced copies, of equals the first."""
     pages = _pictures(tif)
     return max([page for page in pages if not _is_reduced(page)] or pages, key=_area)
 
 
 def n_pictures(tif: TiffFile) -> int:
-    """Return how many pictures of the main one's size a TIFF holds: channels, focal planes or times."""
+    """Return the number of pictures of the main picture's size in a TIFF: channels, focal planes or times."""
     main = main_picture(tif)
     same = [page for page in _pictures(tif) if _size(page) == _size(main) and not _is_reduced(page)]
     in_one = int((tif.imagej_metadata or {}).get("images", 1)) if tif.is_imagej else 1
@@ -46,7 +46,7 @@ def n_pictures(tif: TiffFile) -> int:
 
 
 def what_else(page: TiffPage) -> str:
-    """Return what a picture's pixels are, where they are no colours of 8 bits; "" where they are."""
+    """Return a description of a picture's pixels; "" if they are colours of 8 bits."""
     bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
     kind = _name(page)
     if page.sampleformat in _NUMBERS:
@@ -70,14 +70,14 @@ def require_a_slide(path: Path, tif: TiffFile) -> None:
     """Refuse a TIFF whose main picture has no colours of 8 bits, or is one of several.
 
     Raises:
-        WsiFlError: it says what the file holds, and the way out.
+        WsiFlError: with the content of the file and the way out.
     """
     _require_colours(path, main_picture(tif))
     require_single(path, tif)
 
 
 def require_single(path: Path, tif: TiffFile) -> None:
-    """Refuse a TIFF of several pictures of one size, as `require_a_slide`."""
+    """Refuse a TIFF of several pictures of one size."""
     if (n := n_pictures(tif)) > 1:
         raise WsiFlError(
             f"{path.name}: a slide has one picture; this file holds {n} of one size (channels, focal planes or times); "
@@ -86,7 +86,7 @@ def require_single(path: Path, tif: TiffFile) -> None:
 
 
 def require_colours(path: Path, tif: TiffFile, size_px: tuple[int, int]) -> None:
-    """Refuse a TIFF whose pictures of this size have no colours of 8 bits, as `require_a_slide`."""
+    """Refuse a TIFF whose pictures of this size have no colours of 8 bits."""
     for page in pages_of(tif):
         if _size(page) == size_px:
             _require_colours(path, page)
@@ -95,14 +95,15 @@ def require_colours(path: Path, tif: TiffFile, size_px: tuple[int, int]) -> None
 def _require_colours(path: Path, page: TiffPage) -> None:
     if what := what_else(page):
         raise WsiFlError(
-            f"{path.name}: a slide has 8-bit colours; this picture is {what}; save it as red, green and blue of 8 bits"
+            f"{path.name}: a slide has 8-bit colours; this picture is {what}; save it as red, green and blue "
+            "of 8 bits"
         )
 
 
 def foreign_levels(tif: TiffFile, sizes_px: tuple[tuple[int, int], ...]) -> set[int]:
-    """Return which levels of these sizes, as OpenSlide lists those of a TIFF, are masks or have other channels.
+    """Return the numbers of OpenSlide's levels of a TIFF, of these sizes, that are masks or have other channels.
 
-    It lists tiled directories, the first and those that say that they are reduced, by width.
+    OpenSlide lists tiled directories, the first and those marked as reduced, by width.
     """
     pages = [page for page in pages_of(tif) if page.is_tiled and (page.index == 0 or _is_reduced(page))]
     pages.sort(key=lambda page: -page.imagewidth)
@@ -113,12 +114,12 @@ def foreign_levels(tif: TiffFile, sizes_px: tuple[tuple[int, int], ...]) -> set[
 
 
 def _name(page: TiffPage) -> str:
-    """What a picture calls its colours."""
+    """Return a picture's name for its colours."""
     return _NAMES.get(int(page.photometric)) or str(getattr(page.photometric, "name", page.photometric))
 
 
 def codec_of(page: TiffPage) -> str:
-    """Return the name of what packs the tiles of a picture."""
+    """Return the name of the codec of a picture's tiles."""
     return str(getattr(page.compression, "name", page.compression)).replace("_", " ")
 
 
@@ -126,8 +127,8 @@ def of_tiles(path: Path) -> Source:
     """Open a TIFF whose main picture is tiled.
 
     Raises:
-        WsiFlError: when it has no colours of 8 bits, or such as OpenSlide alone turns into red, green and blue.
-        UsageError: when the extra that reads its codec is not installed.
+        WsiFlError: for other pixels than red, green and blue, or grey, of 8 bits.
+        UsageError: when the extra for its codec is not installed.
     """
     from tifffile import TiffFile
 
@@ -140,7 +141,7 @@ def of_tiles(path: Path) -> Source:
         jpeg = main.photometric == _YCBCR and main.compression in _JPEG
         if not (plain or jpeg or (main.samplesperpixel == 1 and main.photometric == _GREY)):
             raise WsiFlError(
-                f"{path.name}: OpenSlide does not read its {codec}, and nobody else {_name(main)} of "
+                f"{path.name}: OpenSlide does not read its {codec}, and no other reader {_name(main)} of "
                 f"{main.samplesperpixel} channels in it; save it as red, green and blue in tiles of JPEG"
             )
         try:
@@ -162,7 +163,7 @@ def of_tiles(path: Path) -> Source:
 
 
 def _require_decoder(path: Path, page: TiffPage) -> None:
-    """Refuse tiles that are packed by what no library here unpacks."""
+    """Refuse tiles of a codec that no installed library decodes."""
     from tifffile import TIFF
 
     try:
@@ -177,7 +178,7 @@ def _require_decoder(path: Path, page: TiffPage) -> None:
 
 
 class Gaps:
-    """Where levels lack tiles, by the pages of each (a page, or one of each channel); call it as `Levels` does."""
+    """The missing tiles of levels, by the pages of each (a page, or one for each channel); callable for `Levels`."""
 
     def __init__(self, levels: Sequence[Sequence[TiffPage | TiffFrame | None]]) -> None:
         first = [next(page for page in pages if page is not None).keyframe for pages in levels]
@@ -189,7 +190,7 @@ class Gaps:
 
     @staticmethod
     def _table(first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]) -> NDArray[np.bool_] | None:
-        """bool[rows, columns] of tiles of which some channel is not there; None where all are."""
+        """Return bool[rows, columns] of tiles without some channel; None if all are complete."""
         across, down = -(-first.imagewidth // first.tilewidth), -(-first.imagelength // first.tilelength)
         missing = np.zeros((down, across), bool)
         for page in pages:
@@ -214,7 +215,7 @@ class Gaps:
 
 
 def _levels(tif: TiffFile, main: TiffPage) -> list[TiffPage]:
-    """The main picture and the reduced copies of it, finest first."""
+    """Return the main picture and its reduced copies, finest first."""
     copies = [
         page for page in _pictures(tif) if _is_reduced(page) and page.is_tiled and _kind(page) == _kind(main)
     ]
@@ -223,7 +224,7 @@ def _levels(tif: TiffFile, main: TiffPage) -> list[TiffPage]:
 
 
 def _mpp(page: TiffPage) -> Mpp:
-    """µm per pixel by the tags of the resolution."""
+    """Return the µm per pixel by the tags of the resolution."""
     unit = page.tags.get("ResolutionUnit")
     um = _UNIT_UM.get(int(unit.value) if unit is not None else 0)
 
@@ -237,7 +238,7 @@ def _mpp(page: TiffPage) -> Mpp:
 
 
 def pages_of(tif: TiffFile) -> list[TiffPage]:
-    """Return the directories of a TIFF; WsiFlError where their list is damaged."""
+    """Return the directories of a TIFF; WsiFlError if their list is damaged."""
     from tifffile import TiffPage
 
     pages: list[TiffPage] = []
@@ -252,7 +253,7 @@ def pages_of(tif: TiffFile) -> list[TiffPage]:
 
 
 def _pictures(tif: TiffFile) -> list[TiffPage]:
-    """The directories that are no masks."""
+    """Return the directories except masks."""
     return [page for page in pages_of(tif) if not _is_mask(page)]
 
 
