@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -56,18 +56,23 @@ class Predictions:
     about: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Mapping[str, Examples], **columns: Any) -> Self:
-        """Return the table of several sites' test examples, in order, by site.
-
-        Args:
-            columns: what else a table has: site, answer, said, outputs, about.
-        """
+    def of(
+        cls,
+        parts: Mapping[str, Examples],
+        *,
+        site: str,
+        answer: str,
+        said: Mapping[str, Predicted],
+        outputs: tuple[str, ...],
+        about: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Self:
+        """Return the table of several sites' test examples, in order, by site."""
         told = [*parts.values()]
         truth, slide, patient = (
             np.concatenate([getattr(one, name) for one in told]) for name in ("label", "slide", "patient")
         )
         part = np.repeat([*parts], [len(one) for one in told])
-        return cls(part=part, slide=slide, patient=patient, truth=truth, task=told[0].task, **columns)
+        return cls(site, answer, part, slide, patient, truth, said, outputs, told[0].task, about or {})
 
     def __len__(self) -> int:
         return len(self.truth)
@@ -81,9 +86,12 @@ class Predictions:
         """Return a group of the examples, by mask bool[n]."""
         if rows.all():
             return self
-        who = {name: getattr(self, name)[rows] for name in ("part", "slide", "patient", "truth")}
+        part, slide, patient, truth = self.part[rows], self.slide[rows], self.patient[rows], self.truth[rows]
         said = {model: one[rows] for model, one in self.said.items()}
-        return replace(self, **who, said=said, about={name: one[rows] for name, one in self.about.items()})
+        about = {name: one[rows] for name, one in self.about.items()}
+        return Predictions(
+            self.site, self.answer, part, slide, patient, truth, said, self.outputs, self.task, about
+        )
 
     @property
     def own(self) -> Predictions:

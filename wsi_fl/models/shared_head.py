@@ -102,21 +102,19 @@ class SharedHead(nn.Module):
         self.shape = (n_columns(n_classes, kind), directions.n + 1)
         size = n_sums(self.shape[0], directions.n)
         self.sums = nn.Parameter(torch.zeros(size))
-        for name, value in {
-            "mean": torch.from_numpy(directions.mean),
-            "components": torch.from_numpy(directions.components),
-            "covariance": torch.from_numpy(directions.covariance),
-            "released": torch.zeros(size, dtype=torch.float64),
-            "exact": torch.zeros(size - self.shape[0], dtype=torch.float64),
-            "own": torch.zeros(self.shape, dtype=torch.float64),
-            "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
-            "alike": torch.ones((), dtype=torch.float64),
-            "size": torch.ones((), dtype=torch.float64),
-            "length": torch.tensor(_PATIENT if patients else 1.0, dtype=torch.float64),
-            "n_sites": torch.zeros((), dtype=torch.int64),
-            **({"spread": torch.zeros((), dtype=torch.float64)} if kind == "number" else {}),
-        }.items():
-            self.register_buffer(name, value)
+        self.mean = nn.Buffer(torch.from_numpy(directions.mean))
+        self.components = nn.Buffer(torch.from_numpy(directions.components))
+        self.covariance = nn.Buffer(torch.from_numpy(directions.covariance))
+        self.released = nn.Buffer(torch.zeros(size, dtype=torch.float64))
+        self.exact = nn.Buffer(torch.zeros(size - self.shape[0], dtype=torch.float64))
+        self.own = nn.Buffer(torch.zeros(self.shape, dtype=torch.float64))
+        self.scatter = nn.Buffer(torch.zeros(directions.n, directions.n, dtype=torch.float64))
+        self.alike = nn.Buffer(torch.ones((), dtype=torch.float64))
+        self.size = nn.Buffer(torch.ones((), dtype=torch.float64))
+        self.length = nn.Buffer(torch.tensor(_PATIENT if patients else 1.0, dtype=torch.float64))
+        self.n_sites = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        if kind == "number":
+            self.spread = nn.Buffer(torch.zeros((), dtype=torch.float64))
 
     @torch.no_grad()
     def look_along(self, directions: Directions, *, patients: bool = False) -> None:
