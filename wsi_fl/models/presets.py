@@ -278,7 +278,7 @@ def _letters(name: str) -> str:
 
 
 def warning_of(name: str, size_px: int, mpp: float) -> str | None:
-    """Return a warning for patches of another resolution than an encoder's training patches; None where fine or unknown.
+    """Return a warning for patches of a resolution unlike the encoder's training; None where fine or unknown.
 
     Example:
         >>> warning_of("uni", 224, 0.25)
