@@ -293,4 +293,5 @@ def warning_of(name: str, size_px: int, mpp: float) -> str | None:
     seen = mpp * size_px / to if to else mpp
     if any(abs(seen / one - 1) <= _NEAR for one in preset.mpp):
         return None
-    return f"{name} was trained at {preset.said_mpp}; patches of {size_px} px at {mpp:g} µm/px show it {seen:.3g} µm/px"
+    patches = f"patches of {size_px} px at {mpp:g} µm/px"
+    return f"{name} was trained at {preset.said_mpp}; {patches} show it {seen:.3g} µm/px"
