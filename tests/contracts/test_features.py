@@ -159,7 +159,7 @@ def test_methods_train_on_features(study, method):
 
 def test_models_of_other_inputs_are_refused_in_one_line(study):
     refused(lambda: build("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
-    refused(lambda: build("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not see bags")
+    refused(lambda: build("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not take bags")
     refused(lambda: build("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
     assert not set(VECTOR_BUILDERS) & set(BUILDERS)
     wrong = ["train.data=features"]

@@ -134,7 +134,7 @@ def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path
     assert encoder.n_features == preset.n_features == expected.shape[1]
     np.testing.assert_allclose(encoder(patches), expected.numpy(), atol=1e-4)
     assert encoder.label.startswith(f"{name} at 224 px sha256:") and preset.pooling in encoder.label
-    refused(lambda: Encoder(name, path, input_px=96), "224 px alone")
+    refused(lambda: Encoder(name, path, input_px=96), "only patches of 224 px")
 
 
 def dinov2_by_hand(state, pixels, heads):

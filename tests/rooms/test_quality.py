@@ -287,7 +287,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
         at_start.setattr(PatchStore, "shard", lambda *_: pytest.fail("opened before it was asked for"))
         shown = gallery(study, site="C1")
     layers = [one.name for one in shown.exhibits[0].overlays]
-    drawn = json.loads(shown.layer(0, layers.index("set aside")))
+    drawn = json.loads(shown.layer(0, layers.index("excluded")))
     assert drawn["first"] == 2, "its colours are not those of the classes"
     assert drawn["groups"] == list(KINDS), "a fault has the same colour on each slide"
     assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]
@@ -322,7 +322,7 @@ def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_the
     row, line = tiled(study, 'tile.qc=["blur"]'), quality_of(study)[slide]
     assert line["good"] == "0" and int(line["blur"]) > 10 and row["excluded"]["blur"] >= int(line["blur"])
     noted = {one.name: one.note for one in gallery(study, site="C1").exhibits}[slide]
-    assert noted == f"no patch kept: all set aside ({line['blur']} blur)"
+    assert noted == f"no patch kept: all excluded ({line['blur']} blur)"
 
 
 def masked(study, tmp_path, write):

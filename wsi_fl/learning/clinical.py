@@ -1,7 +1,7 @@
-"""What clinics ask of a model: how often it is right about whom, whether its probabilities hold, and whom it helps.
+"""Clinical metrics: sensitivity and specificity, predictive values, calibration, net benefit and subgroups.
 
-Everything counts patients. A *case* is a patient of the class that is asked about, and a *score* the probability that a
-model gives it. Values come with 95 % intervals; None where there is nothing to count.
+The unit is the patient. A *case* is a patient of the class of interest, a *score* its predicted probability. Values
+come with 95 % intervals; None without patients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Names = NDArray[np.str_]
 _Flags = NDArray[np.bool_]
 
 LEAST = 10
-"""Patients, and cases and others among them, below which nothing is told of a subgroup."""
+"""Minimum number of patients, cases and others of a reported subgroup."""
 Z = 1.959963984540054
 """Standard deviations of a normal distribution within which 95 % of it lie, on either side."""
 _NARROW = 1e-12
@@ -29,7 +29,7 @@ _NARROW = 1e-12
 
 @dataclass(frozen=True)
 class _Interval:
-    """A value and its 95 % interval; `n` is how many patients it was counted over."""
+    """A value, its 95 % interval and the number `n` of patients."""
 
     value: float
     low: float
@@ -39,12 +39,12 @@ class _Interval:
 
 @dataclass(frozen=True)
 class Patients:
-    """What a model says of m patients.
+    """Predictions of a model for m patients.
 
     Attributes:
         said: float64[m, k], probabilities of the classes.
         truth: int64[m], and `name` str[m].
-        any_counts: whether a patient is positive when any example is, and the score that of the most suspicious tenth.
+        any_counts: whether a patient is positive when any example is, with the mean score of the highest tenth.
     """
 
     said: _Floats
@@ -54,7 +54,7 @@ class Patients:
 
 
 def together(parts: Sequence[Patients]) -> Patients:
-    """Return the patients of several tests, none of whom is in two."""
+    """Return the patients of several disjoint test sets."""
     return Patients(
         np.concatenate([one.said for one in parts]),
         np.concatenate([one.truth for one in parts]),
@@ -64,11 +64,11 @@ def together(parts: Sequence[Patients]) -> Patients:
 
 
 def by_patient(said: _Floats, truth: NDArray[np.int64], patient: Names) -> Patients:
-    """Return what is said and true of patients, by probabilities float64[n, k] and truth int64[n] of their examples.
+    """Aggregate probabilities float64[n, k] and truth int64[n] of examples by patient.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
-    two-class task is positive when any is, and the score is the mean of the most suspicious tenth (`slide_level`).
-    Elsewhere a patient's probabilities are the means, and the class is the most frequent one.
+    two-class task is positive when any example is, and the score is the mean of the highest tenth. Otherwise a
+    patient's probabilities are the means, and the class is the most frequent one.
     """
     names, first, which = np.unique(patient, return_index=True, return_inverse=True)
     if len(names) == len(patient):
@@ -92,7 +92,7 @@ def _proportion(k: int, n: int) -> _Interval | None:
 
 
 def _at_point(positive: _Flags, case: _Flags) -> dict[str, _Interval | None]:
-    """Return sensitivity, specificity and predictive values: bool[n] whom the model calls a case, and who is one."""
+    """Return sensitivity, specificity and predictive values from masks bool[n] of predicted and true cases."""
     right = positive == case
     return {
         "sensitivity": _proportion(int(right[case].sum()), int(case.sum())),
@@ -105,17 +105,17 @@ def _at_point(positive: _Flags, case: _Flags) -> dict[str, _Interval | None]:
 def _at_prevalence(
     sensitivity: _Interval, specificity: _Interval, prevalence: float
 ) -> tuple[_Interval | None, _Interval | None]:
-    """Return (PPV, NPV) where a share of all patients are cases; None where nobody is called so.
+    """Return (PPV, NPV) at a prevalence; None without positive or without negative predictions.
 
     Reference: Mercaldo, Lau and Zhou, Statistics in Medicine 26, 2007: the logit intervals, with half a patient added
-    where all were right.
+    where all predictions are correct.
     """
     odds = prevalence / (1 - prevalence)
     return _predictive(sensitivity, specificity, odds), _predictive(specificity, sensitivity, 1 / odds)
 
 
 def _predictive(own: _Interval, other: _Interval, odds: float) -> _Interval | None:
-    """Return how often an answer is right: how often each kind gets its own answer, and the odds of this kind."""
+    """Return a predictive value from the shares of both kinds predicted correctly, and the odds of this kind."""
     if own.value == 0 and other.value == 1:
         return None
     a, b = ((p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (own, other))
@@ -150,8 +150,8 @@ def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
     """Return the AUROC with DeLong's interval on the scale of log-odds (Pepe, "The Statistical Evaluation of Medical
     Tests", Oxford 2003, section 5.2); None for fewer than two cases or others.
 
-    Where all pairs are ranked alike, DeLong's variance is nothing. Pairs of which no two share a patient, as many as
-    there are patients of the rarer kind, then give Clopper and Pearson's interval, which is a wide one.
+    Where all pairs are ranked alike, DeLong's variance is 0. Then disjoint pairs of patients, as many as there are
+    patients of the rarer kind, give Clopper and Pearson's interval, which is wide.
     """
     from scipy.special import expit, logit
 
@@ -167,13 +167,13 @@ def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
 
 
 def _disjoint_pairs(case: _Flags) -> int:
-    """Return how many pairs of a case and another there are of which no two share a patient."""
+    """Return the number of disjoint pairs of a case and another patient."""
     return int(min(case.sum(), (~case).sum()))
 
 
 @dataclass(frozen=True)
 class _AreaDifference:
-    """By how much one model's AUROC exceeds another's; p is two-sided, None where both place every patient alike."""
+    """Difference of two models' AUROCs; p is two-sided, None where both rank all patients alike."""
 
     value: float
     low: float
@@ -185,10 +185,9 @@ class _AreaDifference:
 def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDifference | None:
     """Return the difference of two AUROCs by DeLong's test for pairs; None for fewer than two cases or others.
 
-    Its variance is nothing too where every patient says the same, as of a perfect model beside a constant one. Then
-    pairs of which no two share a patient, as many as there are patients of the rarer kind, are independent and all
-    differ alike: Clopper and Pearson's interval of the share that does, and a sign test, which six patients cannot make
-    significant.
+    Its variance is also 0 where all patients agree, as for a perfect and a constant model. Then disjoint pairs of
+    patients, as many as there are patients of the rarer kind, are independent and all differ alike: Clopper and
+    Pearson's interval of the share that differs, and a sign test, which needs more than six patients for significance.
     """
     from scipy.stats import norm
 
@@ -200,16 +199,16 @@ def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDiffe
     if variance <= _NARROW**2:
         return _difference_of_pairs(value, ours, theirs, case)
     sd = sqrt(variance)
-    p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test ever says 0
+    p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test gives 0
     low, high = max(-1.0, value - Z * sd), min(1.0, value + Z * sd)
     return _AreaDifference(value, low, high, p, len(case))
 
 
 def _difference_of_pairs(value: float, ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDifference:
-    """Return the difference of two AUROCs, the same for all patients, by pairs of which no two share a patient.
+    """Return the difference of two AUROCs, the same for all patients, from disjoint pairs of patients.
 
-    What a pair can add lies between ∓ its largest difference. The share of pairs that must be for the better one to
-    come to `value` has the interval, in parts of a pair where some pairs are for the other.
+    A pair contributes at most ∓ the largest difference. The interval is of the share of pairs in favour of the better
+    model that gives `value`, with fractions of pairs where some favour the other.
     """
     from scipy.stats import binomtest
 
@@ -229,9 +228,9 @@ def _difference_of_pairs(value: float, ours: _Floats, theirs: _Floats, case: _Fl
 def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
     """Return the slope and the intercept ("in the large") of probabilities' calibration, by logistic regression.
 
-    A slope below 1 says that probabilities are too extreme. The intercept, where the slope is held at 1, says on the
-    scale of log-odds how far too low they are on average. None where all patients are of one kind, where all have the
-    same score, or where a score parts both kinds entirely, so that no finite slope is best.
+    With a slope below 1 probabilities are too extreme. The intercept, with slope 1, is by how much they are too low on
+    average, in log-odds. None where all patients are of one kind or have the same score, or where a score separates
+    both kinds, so that no finite slope is best.
 
     Reference: Van Calster et al., "Calibration: the Achilles heel of predictive analytics", BMC Medicine 17, 2019.
     """
@@ -261,14 +260,14 @@ def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
 def net_benefit(
     score: _Floats, case: _Flags, thresholds: Sequence[float], prevalence: float | None = None
 ) -> dict[str, list[float] | list[None]]:
-    """Return the net benefit of acting where the score reaches each threshold ("model"), and of acting on "everybody".
+    """Return the net benefit of treating scores from each threshold on ("model"), and of treating "everybody".
 
-    It is the share of true positives less that of false ones, weighed by the odds of the threshold: whoever acts from a
-    probability of 0.1 on accepts nine needless acts for one that was needed. Acting on nobody is 0.
+    It is the share of true positives less that of false ones weighted by the odds of the threshold: a threshold of 0.1
+    accepts nine unnecessary treatments for one that is needed. Treating nobody has net benefit 0.
 
     Args:
-        prevalence: the share of cases where the model is used; None for that of these patients. At another one the
-            model's is not known (None) where all patients are of one kind, for how often it is right about the other.
+        prevalence: of cases where the model is used; None for that of these patients. For another prevalence the
+            model's net benefit is None where all patients are of one kind: its accuracy on the other is unknown.
 
     Reference: Vickers and Elkin, "Decision curve analysis", Medical Decision Making 26, 2006.
     """
@@ -287,12 +286,12 @@ def net_benefit(
 def described(
     score: _Floats, positive: _Flags, case: _Flags, prevalence: float | None = None
 ) -> dict[str, object]:
-    """Return what is asked of one class, as JSON: support, the values at the operating point, ranking, calibration.
+    """Return the metrics of one class as JSON: support, values at the operating point, ranking, calibration.
 
     Args:
         score: float64[n], the probability of the class.
-        positive, case: bool[n], whom the model says to be of it, and who is.
-        prevalence: at which predictive values are told too.
+        positive, case: bool[n], predicted and true cases.
+        prevalence: of additional predictive values; None for none.
     """
     from sklearn.metrics import average_precision_score
 
@@ -303,7 +302,7 @@ def described(
         at = dict(zip(("ppv", "npv"), _at_prevalence(sensitivity, specificity, prevalence), strict=True))
         found["at_prevalence"] = {"prevalence": prevalence} | _told(at)
     found["auroc"] = _auroc(score, case)
-    of_both = case.any() and not case.all()  # of cases alone every model's would be 1
+    of_both = case.any() and not case.all()  # for cases only it is always 1
     found["auprc"] = float(average_precision_score(case, score)) if of_both else None
     found["calibration"] = _told(told) if (told := _calibration(score, case)) else None
     return _told(found)
@@ -312,9 +311,9 @@ def described(
 def subgroups(
     groups: Names, positive: _Flags, case: _Flags, score: _Floats, least: int = LEAST
 ) -> dict[str, dict[str, object] | None]:
-    """Return sensitivity, specificity and AUROC by group, in order; None of a group with fewer patients than `least`.
+    """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `least` patients.
 
-    A value of fewer cases, or fewer others, than that is not told either. "" is who belongs to no group.
+    Values with fewer than `least` cases or others are None too. "" is the group of patients without one.
     """
     found: dict[str, dict[str, object] | None] = {}
     for name in sorted(set(groups.tolist())):

@@ -1,7 +1,7 @@
-"""Counts of a model's answers on a hospital's own test part: what it may tell others, without any patient's answer.
+"""Counts of a model's predictions on a hospital's test part for cross-site evaluation, free of single predictions.
 
-Counts of several hospitals add up, and from their sums follow the scores on all test parts together. Of a class with
-fewer than `FEWEST` examples nothing is told, and no bin of scores has fewer, nor fewer patients where there are more.
+Counts of several hospitals add up, and scores on all test parts follow from their sums. A class with fewer than 5
+examples is not reported; every bin of scores has at least 5 examples, and at least 5 patients where there are as many.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing_extensions import TypedDict
 from wsi_fl.learning.metrics import Labels, Probabilities, auroc, confusion, one_each
 
 N_BINS = 100
-"""The most bins of the probability of class 1 in which positives and negatives are counted."""
+"""Maximum number of bins of the probability of class 1 for the counts of positives and negatives."""
 FEWEST = 5
-"""Examples in a bin, and of a class that is told, at least; and patients in a bin, of as many or more."""
+"""Minimum number of examples in a bin and of a reported class, and of patients in a bin where there are as many."""
 _TOP = nextafter(1.0, 2.0)
-"""The upper end of the last bin, so that a probability of 1 lies in it."""
+"""Upper end of the last bin, so that a probability of 1 lies in this bin."""
 _MOST = 1 << 53
 _KIND = np.dtype("<f8")
-"""Of counts, which are exact in it, and of the ends of bins."""
+"""Type of counts, which are exact in it, and of the ends of bins."""
 
 _Flat = NDArray[np.uint8]
 _Tally = Annotated[int, Field(ge=0, le=_MOST)]
 
 
 class Counts(TypedDict):
-    """The answers of one model on one test part.
+    """Counts of one model's predictions on one test part.
 
     Attributes:
-        n: how many examples there are.
-        confusion: [true][predicted], how many there are of each.
-        positives, negatives: of two classes, how many examples of class 1 and of class 0 there are in each bin of the
-            probability of class 1; empty where there are more classes.
-        high: the upper ends of these bins, of which all hold about as many examples; unused ones come last. Counts of
-            earlier versions have none, and bins of equal width.
+        n: number of examples.
+        confusion: number of examples [true][predicted].
+        positives, negatives: for two classes, the number of examples of class 1 and of class 0 in each bin of the
+            probability of class 1; empty for more classes.
+        high: the upper ends of these bins, each with about as many examples; unused ones come last. Counts of earlier
+            versions have none, and bins of equal width.
         concordant: twice the number of pairs whose positive example has the higher probability; ties count once.
     """
 
@@ -54,14 +54,13 @@ class Counts(TypedDict):
 
 
 class Scores(TypedDict):
-    """What the hospitals told of all models that were scored between them, as `scores.json` keeps it.
+    """Reported counts of all models in a cross-site evaluation, the document `scores.json`.
 
     Attributes:
         classes: their names, in the order of `confusion`.
-        round: the round of the ledgers in which the counts left.
-        models: SHA-256 of each model that was scored, by its name: that of the site that released it, or "central" or
-            "shared" where all sites hold the same one.
-        hospitals: the sites that let counts of their test part leave.
+        round: the round of the ledgers in which the counts were released.
+        models: SHA-256 of each model by name: its site, or "central" or "shared" where all sites have the same model.
+        hospitals: the sites with released counts of their test part.
         counts: by model and by hospital.
     """
 
@@ -73,12 +72,12 @@ class Scores(TypedDict):
 
 
 def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None) -> Counts:
-    """Return the counts of a model's answers, without those to examples of a class with too few.
+    """Return the counts of a model's predictions, without classes of too few examples.
 
     Args:
         probabilities: float64[n, classes].
         labels: int64[n].
-        patient: str[n], whose each example is; None, or "" in it, for somebody of its own.
+        patient: str[n] of each example; None, or "" in it, for a patient with one example.
     """
     names = np.full(len(labels), "") if patient is None else patient
     who = np.unique(one_each(names), return_inverse=True)[1]
@@ -104,7 +103,7 @@ def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_
 
 
 def _edges(score: NDArray[np.float64], who: NDArray[np.int64]) -> list[float]:
-    """Return where one bin ends and the next begins, each with enough patients and its part of all examples."""
+    """Return the edges between bins, each bin with enough patients and examples."""
     order, most = np.argsort(score, kind="stable"), max(FEWEST, ceil(len(score) / N_BINS))
     patients = min(FEWEST, len(np.unique(who)))
     edges: list[float] = []
@@ -123,18 +122,18 @@ def _edges(score: NDArray[np.float64], who: NDArray[np.int64]) -> list[float]:
 
 
 def nothing(n_classes: int) -> Counts:
-    """Return the counts of no answers at all, as of a test part that is empty or a model that did not arrive."""
+    """Return the counts of no predictions, for an empty test part or a missing model."""
     return count(np.zeros((0, n_classes)), np.zeros(0, np.int64))
 
 
 def n_bytes(n_models: int, n_classes: int) -> int:
-    """Return the length of the `packed` counts of so many models."""
+    """Return the number of bytes of the packed counts of `n_models` models."""
     values = n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
     return n_models * values * _KIND.itemsize
 
 
 def packed(told: Sequence[Counts]) -> _Flat:
-    """Return the counts of several models as uint8[d], float64 with the lowest byte first: what leaves a hospital."""
+    """Return the counts of several models as uint8[d], little-endian float64, as released by a hospital."""
     rows = []
     for one in told:
         ends = [one["concordant"], *one["high"]] if "high" in one else []
@@ -143,14 +142,14 @@ def packed(told: Sequence[Counts]) -> _Flat:
 
 
 def unpacked(values: _Flat, n_models: int, n_classes: int) -> list[Counts]:
-    """Return the counts that `packed` bytes hold.
+    """Return the counts in packed bytes.
 
     Args:
-        values: uint8[d] of an agreed length, from a hospital that is not trusted.
+        values: uint8[d] of an agreed length, from an untrusted hospital.
 
     Raises:
-        ValueError: when they cannot be counts: a number is negative, broken or too large, bins overlap, or what they
-            count disagrees.
+        ValueError: for impossible counts: a number is negative, fractional or too large, bins overlap, or totals
+            disagree.
     """
     if len(values) != n_bytes(n_models, n_classes):
         raise ValueError(f"they have {len(values)} bytes, agreed on {n_bytes(n_models, n_classes)}")
@@ -186,7 +185,7 @@ def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
 
 
 class OfCounts(TypedDict):
-    """The scores that follow from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
+    """Scores from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
 
     n: int
     n_classes: int
@@ -197,11 +196,11 @@ class OfCounts(TypedDict):
 
 
 def _scores_of(told: Sequence[Counts]) -> OfCounts:
-    """Return n and the three scores that follow from one model's counts on one test part or more.
+    """Return n and three scores from one model's counts on one test part or more.
 
-    Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
-    count as half, so the exact one lies at most `auroc_within` away. Both are None unless there are two classes. All
-    are None without examples.
+    Accuracies are exact, and so is the AUROC of one test part. For several, cross-site pairs whose bins overlap count
+    as half, so the exact AUROC lies at most `auroc_within` away. Both are None unless there are two classes. All are
+    None without examples.
     """
     n = sum(one["n"] for one in told)
     if not n:
@@ -229,16 +228,16 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
 
 
 def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
-    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away.
+    """Return the area under the ROC curve, uncertain pairs counting half, and its maximum error.
 
-    Both are None unless there are two classes: others have no bins.
+    Both are None unless there are two classes: only these have bins.
     """
     if any(len(part["confusion"]) != 2 for part in told):
         return None, None
     area = within = 0.0
     for one in told:
         for other in told:
-            exact = one is other and "concordant" in one  # nothing is uncertain within a hospital
+            exact = one is other and "concordant" in one  # all pairs of one hospital are certain
             ordered, unsure = (one["concordant"] / 2, 0.0) if exact else _pairs(one, other)
             area, within = area + ordered, within + unsure
     positives, negatives = (sum(sum(one[name]) for one in told) for name in ("positives", "negatives"))
@@ -247,7 +246,7 @@ def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
 
 
 def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
-    """Return how many pairs are in order by their bins, uncertain ones counting half, and half of the uncertain."""
+    """Return the number of pairs in order by their bins, uncertain ones counting half, and half of the uncertain."""
     highs = [np.asarray(one.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for one in (positive, negative)]
     low, under = (np.concatenate([[0.0], high])[:-1] for high in highs)
     above = low[:, None] >= highs[1]
@@ -259,18 +258,18 @@ def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
 
 
 class OfModel(TypedDict):
-    """The scores of one model on each hospital's test part, and on all of these together."""
+    """Scores of one model on each hospital's test part, and on all of these."""
 
     hospitals: dict[str, OfCounts]
     merged: OfCounts
 
 
 Constant = TypedDict("Constant", {"class": str, "accuracy": float})
-"""The class that most test examples have, and the accuracy of always saying it."""
+"""The most frequent class of the test examples, and the accuracy of predicting it always."""
 
 
 class Between(TypedDict):
-    """The document of `results`."""
+    """Scores of a cross-site evaluation."""
 
     hospitals: list[str]
     n_classes: int
@@ -279,12 +278,12 @@ class Between(TypedDict):
 
 
 def results(document: Scores) -> Between:
-    """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `cross_site`.
+    """Return the scores of a cross-site evaluation from its counts, as `evaluate --json` prints under `cross_site`.
 
     Returns:
-        `hospitals`, the names of those that told counts, how many classes are asked for (`n_classes`), and `models`: by
-        name, the scores on each hospital's test part (`hospitals`) and on all of these together (`merged`). `constant`
-        is the class that most of all test examples have, and the accuracy of always saying it; None without examples.
+        `hospitals`, the names of those with counts, the number of classes (`n_classes`), and `models`: by name, the
+        scores on each hospital's test part (`hospitals`) and on all of these (`merged`). `constant` is the most
+        frequent class of the test examples and the accuracy of predicting it always; None without examples.
     """
     models: dict[str, OfModel] = {}
     truth = np.zeros(len(document["classes"]), np.int64)
@@ -293,7 +292,7 @@ def results(document: Scores) -> Between:
         parts = {name: _scores_of([told[name]]) for name in document["hospitals"]}
         whole = list(told.values())
         models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
-        truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 of a model that did not arrive
+        truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 for a missing model
     most, n = int(truth.argmax()), int(truth.sum())
     constant: Constant | None = None
     if n:

@@ -1,4 +1,4 @@
-"""Labelled images, features or bags as training sees them, in memory or in a store; their batches and augmentation."""
+"""Labelled images, features or bags for training, in memory or in a store; their batches and augmentation."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ if TYPE_CHECKING:
     from wsi_fl.privacy.cipher import CipherStream
 
 Augment = Callable[["Tensor"], "Tensor"]
-"""Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
+"""One image float32[channels, h, w], normalised to [−1, 1] → another, possibly outside this range."""
 Inputs = NDArray[Any]
-"""Pixels uint8[b, h, w, channels] of images, bags float32[b, m, d + 1] as `packed` makes them, or the features
-float32[b, d] of patches."""
+"""Pixels uint8[b, h, w, channels] of images, padded bags float32[b, m, d + 1], or features float32[b, d] of patches."""
 _Features = NDArray[np.float32]
 _Rows = NDArray[np.int64]
 
 IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
 _DRAWS = 1 << 62
-"""How many numbers say what is seen of an example."""
+"""Range of the numbers drawn for the views of examples."""
 _NORMALISED = 1 << 17
 """Values normalised at a time."""
 _AT_ONCE = 1 << 24
-"""Values of bags that are read at a time where all are predicted: 64 MB."""
+"""Values of bags per read for predictions: 64 MB."""
 _MEMORY = BufferPool(most=2)
-"""Of batches that are gone."""
+"""Buffers of past batches for reuse."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Examples:
     """n labelled images, or slides as bags of features.
 
     Attributes:
-        read: rows int64[b] → what the models see of them.
-        label: int64[n] of classes, or what else the task asks for (see `tasks`).
+        read: rows int64[b] → inputs of models.
+        label: int64[n] of classes, or the truth of another task (see `tasks`).
         slide, patient: str[n].
-        allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
-        show: (rows, drawn numbers int64[b]) → what training sees of each row: the number says which patches of a bag.
-            None where it sees all that `read` returns.
-        at_once: the most that are read at a time where all are predicted; None for any number.
-        task: what is asked of each.
+        allowed: mask bool[n, classes] of classes that are possible a priori; None for all.
+        show: (rows, drawn numbers int64[b]) → training inputs, with the patches of a bag chosen by its number.
+            None for the same as `read`.
+        at_once: maximum number of examples per read for predictions; None for any.
+        task: the prediction task.
     """
 
     read: Callable[[NDArray[np.int64]], Inputs]
@@ -72,13 +71,12 @@ class Examples:
     def of(
         x: Inputs | Sequence[Inputs], label: ArrayLike | None = None, patient: Sequence[str] = ()
     ) -> Examples:
-        """Return n examples that lie in memory.
+        """Return n examples in memory.
 
         Args:
-            x: images uint8[n, h, w, channels], features [n, d], which become float32, or n bags of them, float32[m, d].
-            label: int64[n] of classes; all are 0 where this is left out, as of examples to predict. Others than whole
-                numbers are refused where somebody learns from them.
-            patient: of each; none of them is known where this is left out.
+            x: images uint8[n, h, w, channels], features [n, d], cast to float32, or n bags of them, float32[m, d].
+            label: int64[n] of classes; None for 0, as for examples to predict. Training refuses others than integers.
+            patient: of each example; all unknown by default.
 
         Raises:
             UsageError: for another shape, or another number of labels or patients than of examples.
@@ -101,7 +99,7 @@ class Examples:
 
 
 def _as_inputs(x: Inputs) -> Inputs:
-    """Return an array as models take it: pixels as they are, and features as float32."""
+    """Return an array as model input: pixels unchanged, features as float32."""
     if x.dtype == np.uint8:
         if x.ndim != _DIMENSIONS_OF_IMAGES:
             raise UsageError(
@@ -111,12 +109,12 @@ def _as_inputs(x: Inputs) -> Inputs:
         return x
     if x.dtype.kind not in "fiub" or x.ndim < 2:
         raise UsageError(f"examples are features float32[n, d], not {x.dtype} {_shape_words(x.shape)}")
-    with np.errstate(over="ignore"):  # to infinity, which is refused where somebody trains on it
+    with np.errstate(over="ignore"):  # to infinity, which training refuses
         return x.astype(np.float32, copy=False)  # NumPy's own float64 fits no model
 
 
 def _require_bags(bags: Sequence[Inputs]) -> None:
-    """Refuse a list that is not one of bags [m, d] of the same d."""
+    """Refuse a list of anything but bags [m, d] of the same d."""
     for row, bag in enumerate(bags):
         shape = np.shape(bag)
         if not isinstance(bag, np.ndarray) or len(shape) != 2 or shape[1] != np.shape(bags[0])[1]:
@@ -127,7 +125,7 @@ def _require_bags(bags: Sequence[Inputs]) -> None:
 
 
 def _positions(label: ArrayLike) -> NDArray[Any]:
-    """Return labels as int64[n] where all are whole numbers, else as they are: who learns from them refuses them."""
+    """Return labels as int64[n] where all are integers, else unchanged: training refuses them."""
     try:
         labels = np.asarray(label)
         if labels.dtype.kind == "U":
@@ -147,10 +145,7 @@ _DIMENSIONS_OF_IMAGES = 4
 
 
 def problem_of(examples: Examples, n_outputs: int) -> str:
-    """Return why a model of so many outputs cannot learn from examples, or "" where it can.
-
-    All of them are read.
-    """
+    """Return why a model of `n_outputs` outputs cannot be trained on examples, "" where it can; all are read."""
     if not len(examples):
         return "it has no examples"
     if problem := _problem_of_labels(examples, n_outputs):
@@ -174,7 +169,7 @@ _LOOKED_AT = 256
 
 
 def _problem_of_labels(examples: Examples, n_outputs: int | None) -> str:
-    """Return which label no model of so many outputs, or None of any number, can learn; "" where there is none."""
+    """Return the first label that is invalid for a model of `n_outputs` outputs (None: any number); "" without one."""
     labels, task = examples.label, examples.task
     possible = task.possible(labels, n_outputs or _MANY)
     if possible.all():
@@ -191,10 +186,10 @@ _MANY = 1 << 31
 
 
 def require_labels(examples: Examples) -> None:
-    """Refuse labels of classes that are no positions in any.
+    """Refuse class labels other than integers.
 
     Raises:
-        UsageError: naming the first.
+        UsageError: with the first such label.
     """
     if examples.task.kind == "classes" and examples.label.dtype.kind not in "iu":
         raise UsageError(_problem_of_labels(examples, None))
@@ -222,9 +217,9 @@ def bag_examples(
 
     Args:
         read: position in the table → features float32[m, n_features].
-        allowed: bool[n, classes], the classes that each slide may have; None for all.
-        in_memory: whether all bags are read now, and held.
-        at_once: the most bags that are read at a time where all are predicted; None for any number.
+        allowed: bool[n, classes], the possible classes of each slide; None for all.
+        in_memory: whether all bags are read now and cached.
+        at_once: maximum number of bags per read for predictions; None for any.
     """
     get = [read(k) for k in range(len(table))].__getitem__ if in_memory else read
 
@@ -237,12 +232,12 @@ def bag_examples(
 
 
 def bags_at_once(longest: int, n_features: int) -> int:
-    """Return how many bags of at most `longest` patches are read at a time where all are predicted."""
+    """Return the number of bags of at most `longest` patches per read for predictions."""
     return max(1, _AT_ONCE // max(1, longest * (n_features + 1)))
 
 
 def unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
-    """Return unlabelled bags as examples to predict, with the classes bool[classes] that they may have."""
+    """Return unlabelled bags as examples to predict, with their possible classes bool[classes]."""
     possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
     at_once = bags_at_once(max(map(len, bags)), bags[0].shape[1])
     return replace(Examples.of(bags), allowed=possible, at_once=at_once, task=task)
@@ -251,16 +246,16 @@ def unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task:
 def allowed_classes(
     tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
 ) -> NDArray[np.bool_]:
-    """Return bool[n, classes], the classes that each slide's tumour type allows; all where it is not known."""
+    """Return the possible classes bool[n, classes] of each slide's tumour type; all for an unknown type."""
     rows = [[name in tumor_types.get(kind, classes) for name in classes] for kind in tumor_type.tolist()]
     return np.array(rows, bool).reshape(len(tumor_type), len(classes))
 
 
 def with_drawn_patches(examples: Examples, most: int) -> Examples:
-    """Return the same bags, of which training sees at most `most` patches, drawn anew each time.
+    """Return the same bags, of which training gets at most `most` patches, redrawn in every batch.
 
-    `batches` draws the number that stands for a choice, and the choice follows from that number and the bag's own
-    length alone. So no bag has a part in what is seen of another, and what ε promises holds.
+    The patches follow from a number drawn with the batch and the bag's length only. So bags are sampled independently
+    of each other, as the guarantee ε requires.
     """
 
     def some(bag: _Features, seed: int) -> _Features:
@@ -278,7 +273,7 @@ def with_drawn_patches(examples: Examples, most: int) -> Examples:
 
 
 def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
-    """Return the examples in these rows int64[m], in this order."""
+    """Return the examples at rows int64[m], in this order."""
     show = examples.show
     return Examples(
         lambda chosen: examples.read(rows[chosen]),
@@ -310,7 +305,7 @@ def reduced(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
 
 
 def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
-    """Return the same images held in memory when they fit in `limit_bytes`, else unchanged."""
+    """Return the same images cached in memory if they fit in `limit_bytes`, else unchanged."""
     if not len(examples):
         return examples
     first = examples.read(np.zeros(1, np.int64))
@@ -324,7 +319,7 @@ def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int
 
 
 def joined(parts: list[Examples]) -> Examples:
-    """Return several sets of examples as one, in order; bags are padded to the longest that is read with them."""
+    """Concatenate sets of examples, in order; bags are padded to the longest of a batch."""
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -357,7 +352,7 @@ def joined(parts: list[Examples]) -> Examples:
 
 
 def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
-    """Return the allowed classes of all parts joined; that their classes agree is checked by the preflight."""
+    """Concatenate the allowed classes of all parts, whose classes agree by the preflight."""
     known = [part.allowed.shape[1] for part in parts if part.allowed is not None]
     if not known:
         return None
@@ -368,10 +363,9 @@ def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
 
 
 def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
-    """uint8[b, h, w, c] → float32[b, c, h, w] in [−1, 1], by constants: statistics of the data set would be fitted on
-    other records.
+    """Normalise uint8[b, h, w, c] to float32[b, c, h, w] in [−1, 1] by constants, independent of other records.
 
-    In pieces that fit the processor's cache, without torch's threads: twice as fast as whole arrays.
+    In chunks that fit the processor's cache, without torch's threads: twice as fast as on entire arrays.
     """
     import torch
 
@@ -385,9 +379,9 @@ def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
-    """Return the input of models on a device: images as float32[b, c, h, w] in [−1, 1], features unchanged.
+    """Return model inputs on a device: images as float32[b, c, h, w] in [−1, 1], features unchanged.
 
-    Images go to a GPU as bytes, a quarter of what they are as numbers, and become numbers there.
+    Images go to a GPU as bytes, a quarter of their size in float32, and are converted there.
     """
     import torch
 
@@ -396,7 +390,7 @@ def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
     there = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
     if inputs.dtype != np.uint8:
         return there
-    planes = there.permute(0, 3, 1, 2)  # in this order of memory too: GPUs have no GroupNorm of another
+    planes = there.permute(0, 3, 1, 2)  # also in memory order: GPUs have no other GroupNorm
     return planes.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
@@ -414,13 +408,13 @@ def batches(
     device: torch.device,
     draws: CipherStream | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
+    """Yield (normalised and augmented images or features, labels int64[b]) on `device`; b may be 0.
 
-    For a GPU they are read and sent in a thread, a few batches ahead, so that it need not wait for the disk.
+    For a GPU a thread prefetches a few batches, so that the GPU need not wait for the disk.
 
     Args:
         rows: of each batch, int64[b].
-        draws: of the numbers by which training sees some of an example (`Examples.show`); None to see all of it.
+        draws: stream of the numbers for the training inputs of `Examples.show`; None for the inputs of `read`.
     """
     import torch
 
@@ -442,15 +436,15 @@ def batches(
 
 
 _AUGMENTATIONS = ("none", "flips", "stain")
-"""Their parameters are constants, never statistics of a data set."""
+"""Names of augmentations; their parameters are constants, never statistics of a data set."""
 
 
 def augmentation(name: str, stream: CipherStream) -> Augment | None:
     """Return the named augmentation of images float32[c, h, w] in [−1, 1], drawn by the stream.
 
     `flips` draws one of the eight symmetries of the square, since a patch has no up; `stain` also, per colour channel,
-    a gain about mid-grey and an offset, as of other laboratories' stains. They draw and compute what MONAI's RandFlip,
-    RandRotate90, RandScaleIntensity and RandShiftIntensity do, whose import takes longer than a small run.
+    a gain about mid-grey and an offset, as of other laboratories' stains. They equal MONAI's RandFlip, RandRotate90,
+    RandScaleIntensity and RandShiftIntensity, whose import takes longer than a small run.
 
     Raises:
         UsageError: for an unknown name.

@@ -1,4 +1,4 @@
-"""Learners, and what one of them does in one round at its own site."""
+"""Learners, and their steps and predictions at a site."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy" or "shared"."""
 
 Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""What models see [b, …], labels int64[b], and where the unit of privacy is a patient, whose each row is, int64[b]."""
+"""Inputs [b, …], labels int64[b], and for the privacy unit patient the patient int64[b] of each example."""
 
 
 _BATCH = 256
-"""Examples that a model is asked about at a time."""
+"""Examples per batch of predictions."""
 
 
 @dataclass(frozen=True)
 class DPSettings:
-    """How a learner trains with differential privacy: σ, C and the divisor B.
+    """Settings of differentially private training: σ, C and the divisor B.
 
     Attributes:
-        unit: whose gradients are clipped, a "row"'s or a "patient"'s.
-        engine: what sums the clipped gradients; None for what suits the model.
+        unit: of the clipped gradients, "row" or "patient".
+        engine: of their sums; None for the model's default.
     """
 
     sigma: float
@@ -52,7 +52,7 @@ class DPSettings:
 
 
 class Learner:
-    """One model with its optimizer (Adam), trained with or without differential privacy."""
+    """A model with its optimizer (Adam), trained with or without differential privacy."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Learner:
         self.device = device
         self._portion = Portion()
         self.frozen = False
-        """While set, steps change nothing."""
+        """Whether steps are disabled."""
         self.fitted = False
-        """Whether it was fitted to all rows at once, so that there are no steps to take."""
+        """Whether the model was fitted to all examples at once, without steps."""
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         if dp is None and device.type == "cpu":  # GPUs have no GroupNorm of that order
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
@@ -83,11 +83,11 @@ class Learner:
             trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
         self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp)
-        """What takes its steps with differential privacy; None without."""
+        """The differentially private trainer; None without."""
 
     @property
     def with_dp(self) -> bool:
-        """Return whether it trains with differential privacy."""
+        """Return whether training is differentially private."""
         return self.trainer is not None
 
     def step(
@@ -99,11 +99,11 @@ class Learner:
         logits: Tensor | None = None,
         patient: Tensor | None = None,
     ) -> float:
-        """Take one optimizer step on the mean loss of a batch, and return that; an empty batch moves only a DP learner.
+        """Take one optimizer step on the mean loss of a batch, and return the loss; only DP learners use empty batches.
 
         Args:
-            logits: what `forward` returned for x, where that was needed before; for learners without DP.
-            patient: int64[b], whose each row is; for learners under DP whose unit is a patient.
+            logits: the logits of x in training mode, where they are known; for learners without DP.
+            patient: int64[b], the patient of each example; for DP learners with the privacy unit patient.
         """
         if self.frozen or self.fitted:
             return float("nan")
@@ -119,7 +119,7 @@ class Learner:
     def _backward(
         self, x: Tensor, loss_of: Callable[[Tensor], Tensor], logits: Tensor | None, at_once: int
     ) -> float:
-        """Set the gradients of the mean loss, with so many rows going through the model at once."""
+        """Set the gradients of the mean loss, `at_once` examples per forward pass."""
         self.optimizer.zero_grad(set_to_none=True)
         whole = at_once >= len(x)
         loss = loss_of(logits if whole and logits is not None else self._in_parts(x, at_once))
@@ -127,7 +127,7 @@ class Learner:
         return float(loss.detach())
 
     def _in_parts(self, x: Tensor, at_once: int) -> Tensor:
-        """Return logits of which the backward pass computes every part anew, so that memory holds one."""
+        """Return logits with gradient checkpointing: memory holds one part, recomputed in the backward pass."""
         if at_once >= len(x):
             return _predicted(self._called, x, at_once)
         from torch.utils.checkpoint import checkpoint
@@ -138,7 +138,7 @@ class Learner:
     def forward(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes] in training mode, with gradients."""
         self.model.train()
-        if self.with_dp:  # as `DPTrainer` has it
+        if self.with_dp:  # as in `DPTrainer`
             train_without_dropout(self.model)
         return self._portion.tried(max(1, len(x)), lambda k: self._in_parts(x, k))
 
@@ -162,7 +162,7 @@ class Learner:
         """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays.
 
         Args:
-            n_sites: how many sites the vector is the mean of; a head that is made of sums must know.
+            n_sites: number of sites in the mean, for a one-shot global head.
         """
         if isinstance(self.model, SharedHead):
             self.model.n_sites.fill_(n_sites)
@@ -179,20 +179,20 @@ class Learner:
         return tensors | slots_of(self.optimizer, "optimizer")
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Bring back what `state` returned."""
+        """Restore parameters and optimizer state."""
         self.model.load_state_dict(under(tensors, "model/"))
         load_slots(self.optimizer, tensors, "optimizer")
 
 
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
-    """Return the private trainer of a model: DP-SGD for most, noisy sums for heads that are made of sums."""
+    """Return the private trainer of a model: class statistics for one-shot global heads, else DP-SGD."""
     if isinstance(model, SharedHead):
         return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
     return DPTrainer(model, optimizer, **asdict(dp))
 
 
 def know_rows(learner: Learner, rows: Examples) -> None:
-    """Let a shared head know all rows of its site, and which of them are of one patient; nothing of this leaves."""
+    """Set the local statistics of a one-shot global head from the site's examples; they never leave the site."""
     head = learner.model
     assert isinstance(head, SharedHead)
     if not len(rows):
@@ -203,7 +203,7 @@ def know_rows(learner: Learner, rows: Examples) -> None:
 
 
 def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
-    """Compute the sums of a batch of all rows, with noise where the learner is under privacy."""
+    """Compute the class statistics of a batch of all examples, noisy for a private learner."""
     head = learner.model
     assert isinstance(head, SharedHead)
     x, y, *whose = batch
@@ -228,9 +228,9 @@ def mutual_step(
     """Take one step of the student on eq. 4 or 5, and return the loss.
 
     Args:
-        answers: logits [b, classes] of the teacher, which is fixed; None for none.
+        answers: fixed logits [b, classes] of the teacher; None without one.
         weight: α or β.
-        logits: the student's own for this batch, where they are known already.
+        logits: the student's for this batch, where they are known.
     """
     x, y, *whose = batch
     patient = whose[0] if whose else None
@@ -261,13 +261,13 @@ def probabilities(
     *,
     alive: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
-    """Return what a model says of all examples, in order: float64[n, k] as their task has it.
+    """Return a model's predictions for all examples, in order: float64[n, k] as their task has them.
 
-    Of classes they are probabilities, 0 where a class is not allowed.
+    For classes they are probabilities, 0 where a class is not allowed.
 
     Args:
         predict: images float32[b, c, h, w] in [−1, 1], or bags → outputs [b, k].
-        alive: called with every batch, so that nobody thinks this long job hangs.
+        alive: called with every batch, as a heartbeat.
     """
     (found,) = probabilities_of_each([predict], examples, device, batch_size, alive=alive)
     return np.asarray(found)
@@ -281,14 +281,14 @@ def probabilities_of_each(
     *,
     alive: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
-    """Return what each of r models says of all examples, float64[r, n, k], as `probabilities`; they are read once."""
+    """Return the predictions float64[r, n, k] of r models for all examples, which are read once."""
 
     def predict(x: Tensor) -> Tensor:
         return torch.stack([model(x) for model in models], dim=1)
 
     parts = []
     for outputs, _ in _answers(predict, examples, device, batch_size):
-        # in single precision all that is likelier than 1 − 6e-8 would be certain, and no order be left among it
+        # single precision would round probabilities above 1 − 6e-8 to 1 and lose their order
         said = torch.stack([examples.task.said(one.double()) for one in outputs.unbind(1)])
         parts.append(said.cpu().numpy())
         alive()
@@ -296,10 +296,10 @@ def probabilities_of_each(
 
 
 def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:
-    """Return what a model says, float64[n, k] of n examples, with rows that are not finite replaced.
+    """Return predictions float64[n, k] with rows that are not finite replaced by the baseline prediction.
 
-    A model that has diverged answers with such rows. It knows nothing, so it is given a guess there: all classes that
-    are allowed are equally probable. Then scores can be computed.
+    Diverged models predict such rows. In the baseline all allowed classes are equally probable, so that scores can be
+    computed.
     """
     broken = ~np.isfinite(said).all(axis=1, keepdims=True)
     if not broken.any():
@@ -313,7 +313,7 @@ def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDA
 def losses_of(
     predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _BATCH
 ) -> NDArray[np.float64]:
-    """Return float64[n], the loss of every example, in order, precise where a model is all but certain."""
+    """Return the loss float64[n] of every example, in order, in double precision for confident predictions."""
     parts = [np.zeros(0)]
     for logits, labels in _answers(predict, examples, device, batch_size) if len(examples) else ():
         parts.append(examples.task.losses(logits.double(), labels).cpu().numpy())
@@ -337,6 +337,6 @@ def _answers(
 
 
 def _predicted(predict: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
-    """Return what a model says of x[b, …], so many rows of which it sees at once, or a few."""
+    """Return a model's outputs for x[b, …], at most `at_once` examples per forward pass."""
     at_once = few(at_once, x.shape[1:], gpu=x.is_cuda)
     return torch.cat([predict(part) for part in torch.split(x, at_once)])

@@ -1,9 +1,9 @@
-"""The table of all models' predictions for test examples; what is measured on groups of rows; many sites' as one."""
+"""The table of all models' predictions for test examples, its metrics by group, and the ensemble of many sites."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -31,17 +31,17 @@ _REJECTED = -1
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a site's models say of n test examples.
+    """Predictions of a site's models for n test examples.
 
     Attributes:
-        site: whose models.
-        answer: which of them answers for the site.
-        part: str[n], the site whose test example it is.
+        site: of the models.
+        answer: the site's prediction model, one of those of `said`.
+        part: str[n], the site of each test example.
         slide, patient: str[n]; sites may use the same names for different ones.
-        truth: what is true of each, as the task has it.
-        said: by model, float64[n, k].
-        outputs: what each of the k outputs is called.
-        about: what else is known of each example, by name of the column.
+        truth: of each example, as the task has it.
+        said: predictions float64[n, k] by model.
+        outputs: names of the k outputs.
+        about: further columns by name.
     """
 
     site: str
@@ -56,53 +56,61 @@ class Predictions:
     about: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Mapping[str, Examples], **columns: Any) -> Self:
-        """Return the table of several sites' test examples, in order, by site.
-
-        Args:
-            columns: what else a table has: site, answer, said, outputs, about.
-        """
+    def of(
+        cls,
+        parts: Mapping[str, Examples],
+        *,
+        site: str,
+        answer: str,
+        said: Mapping[str, Predicted],
+        outputs: tuple[str, ...],
+        about: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Self:
+        """Return the table of several sites' test examples, in order, by site."""
         told = [*parts.values()]
         truth, slide, patient = (
             np.concatenate([getattr(one, name) for one in told]) for name in ("label", "slide", "patient")
         )
         part = np.repeat([*parts], [len(one) for one in told])
-        return cls(part=part, slide=slide, patient=patient, truth=truth, task=told[0].task, **columns)
+        return cls(site, answer, part, slide, patient, truth, said, outputs, told[0].task, about or {})
 
     def __len__(self) -> int:
         return len(self.truth)
 
     @property
     def answers(self) -> Predicted:
-        """Return float64[n, k], the predictions of the model that answers for the site."""
+        """Return the predictions float64[n, k] of the site's prediction model."""
         return self.said[self.answer]
 
     def where(self, rows: NDArray[np.bool_]) -> Predictions:
-        """Return a group of the examples, by mask bool[n]."""
+        """Return the rows of a mask bool[n]."""
         if rows.all():
             return self
-        who = {name: getattr(self, name)[rows] for name in ("part", "slide", "patient", "truth")}
+        part, slide, patient, truth = self.part[rows], self.slide[rows], self.patient[rows], self.truth[rows]
         said = {model: one[rows] for model, one in self.said.items()}
-        return replace(self, **who, said=said, about={name: one[rows] for name, one in self.about.items()})
+        about = {name: one[rows] for name, one in self.about.items()}
+        return Predictions(
+            self.site, self.answer, part, slide, patient, truth, said, self.outputs, self.task, about
+        )
 
     @property
     def own(self) -> Predictions:
-        """Return the examples of the site's own part."""
+        """Return the rows of this site's test part."""
         return self.where(self.part == self.site)
 
     @property
     def others(self) -> Predictions:
-        """Return the examples of all other sites."""
+        """Return the rows of all other sites."""
         return self.where(self.part != self.site)
 
     def by(self, column: str) -> dict[str, Predictions]:
-        """Return the groups of equal values in a column of names, in the order in which they first appear."""
+        """Return the groups of equal values in a column of names, in order of first appearance."""
         values = getattr(self, column) if column in ("part", "slide", "patient") else self.about[column]
         known, first = np.unique(values, return_index=True)
         return {str(name): self.where(values == name) for name in known[np.argsort(first)]}
 
     def scores(self, model: str | None = None) -> dict[str, float | None]:
-        """Return n and every score of a model, or of the one that answers."""
+        """Return n and every score of a model, by default of the site's prediction model."""
         return scored(self.said[model or self.answer], self.truth, self.task)
 
     def whose(self, names: Names) -> Names:
@@ -113,18 +121,18 @@ class Predictions:
 
 
 def measured(table: Predictions, *, repeats: int, slides: bool, point: float | None) -> dict[str, object]:
-    """Return what is known of a site's answering model by what it says of examples; of patches, of slides too.
+    """Return scores, intervals, confusion and calibration of a site's prediction model, for examples and for slides.
 
     Args:
         repeats: of the bootstrap.
-        slides: whether patches are of slides, so that these are measured too.
-        point: score from which on a slide is called positive, as the run found on the site's own slides.
+        slides: whether examples are patches of slides, which are measured too.
+        point: the least score of a positive slide, from the site's training slides.
     """
     if not len(table):
         return {**table.scores(), "tumor_types": {}}
 
     def of(said: Predicted, truth: Truth, patient: Names) -> dict[str, object]:
-        """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
+        """Return scores and intervals clustered by patient; for classes also confusion and calibration."""
         found: dict[str, object] = {**scored(said, truth, table.task)}
         found["intervals"] = intervals(said, truth, patient, table.task, repeats=repeats)
         if table.task.kind == "classes":
@@ -144,7 +152,7 @@ def measured(table: Predictions, *, repeats: int, slides: bool, point: float | N
 
 
 def of_tumor_types(table: Predictions) -> dict[str, dict[str, float | None]]:
-    """Return n, accuracy and macro-accuracy of the slides of each tumour type; empty where none is known."""
+    """Return n, accuracy and macro-accuracy by tumour type; empty without tumour types."""
     if "tumor_type" not in table.about:
         return {}
     groups = table.by("tumor_type")
@@ -160,14 +168,14 @@ def of_tumor_types(table: Predictions) -> dict[str, dict[str, float | None]]:
 def _decided(
     said: Sequence[Probabilities], rule: str, weights: Sequence[float] | None = None
 ) -> tuple[NDArray[np.int64], Probabilities]:
-    """Return (int64[n], the class of each example under one of `_RULES`, and the scores [n, classes] that say so).
+    """Return (the class int64[n] of each example under a rule, and its shares or means [n, classes]).
 
-    Absolute majority: the class with more than half of the votes, else `_REJECTED`. Relative: the class with most
-    votes. Weighted: the class with most weight. Votes that tie are settled by the mean of the probabilities, since
-    drawing lots would give other answers every time. A site votes for its most probable class.
+    Absolute majority: the class with more than half of the votes, else rejected. Relative: the class with most votes.
+    Weighted: the class with most weight. The mean of the probabilities breaks ties, since random choice is not
+    reproducible. A site votes for its most probable class.
 
     Args:
-        weights: of the sites, for "weighted_mean" and "weighted"; the other rules take no notice.
+        weights: of the sites, for "weighted_mean" and "weighted"; the other rules ignore them.
     """
     own = weights if rule.startswith("weighted") else None
     mean = np.average(said, axis=0, weights=own)
@@ -184,7 +192,7 @@ def _decided(
 def aggregated_scores(
     said: Sequence[Probabilities], labels: Labels, weights: Sequence[float]
 ) -> dict[str, dict[str, float | None]]:
-    """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, and how many were rejected (all wrong)."""
+    """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, n rejected, all counted as errors."""
     found = {}
     for rule in _RULES:
         decision, score = _decided(said, rule, weights)

@@ -1,4 +1,4 @@
-"""How many patients a test set needs, so that what clinics ask of a model is known as closely as they wish."""
+"""Sample size of a test set for confidence intervals of a given width."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Wanted:
-    """How wide 95 % intervals may be, from end to end; `expected` is of observed over expected cases."""
+    """Widths of 95 % intervals, from end to end; `expected` is of observed over expected cases."""
 
     auroc: float = 0.1
     slope: float = 0.4
@@ -33,21 +33,21 @@ def patients_needed(
     sensitivity: float | None = None,
     specificity: float | None = None,
 ) -> dict[str, int]:
-    """Return how many patients a test set needs for each interval to be as narrow as wanted.
+    """Return the number of test patients for each interval to be as narrow as given.
 
-    The model is taken to be calibrated, and its log-odds to be normal among cases and among others, as wide as `area`
-    says.
+    The model is assumed to be calibrated, its log-odds to be normal among cases and among others, with a spread that
+    follows from `area`.
 
     Args:
         prevalence: the share of cases.
-        area: the AUROC that is expected.
-        sensitivity, specificity: that are expected; without them they are not planned for.
+        area: the expected AUROC.
+        sensitivity, specificity: expected values; None leaves them out.
 
     Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
         outcome", Statistics in Medicine 40, 2021.
     """
     found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / Z)}
-    # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    # a ratio around 1: exp(zs) − exp(−zs) is the width
     log_error = asinh(wanted.expected / 2) / Z
     found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
     found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / Z)
@@ -84,10 +84,10 @@ def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
 
 
 def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
-    """Return how many patients give the calibration slope this standard error.
+    """Return the number of patients for this standard error of the calibration slope.
 
     Args:
-        lp, weight: float64[m], log-odds of the model and how often each occurs, 1 in sum.
+        lp, weight: float64[m], log-odds of the model and their frequencies, 1 in sum.
     """
     from scipy.special import expit
 

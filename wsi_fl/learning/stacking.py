@@ -1,7 +1,7 @@
-"""Mix the answers of the model that a site would have alone and of what it has by joining.
+"""Ensembles of a site's local and federated model.
 
-The lone model's answers come from models that have not seen the row's patient, the joined ones from models that have
-not learned it by heart. So neither is believed for what it has memorised (stacked generalisation; Wolpert, 1992).
+They are fitted to held-out predictions: of the local model cross-validated by patient, of the federated one from models
+that are not overfitted to the example. So memorisation earns no weight (stacked generalisation; Wolpert, 1992).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Stack:
-    """A mixture of two models' logits, calibrated so that all classes count alike, or of what they say of other tasks.
+    """A weighted mean of two models' logits, calibrated with equal weight of all classes, or of predictions otherwise.
 
     Attributes:
-        weight: of the shared model, from 0 to 1.
-        scales: what the logits of the own and of the shared model are divided by.
-        slope, bias: of the mixture, one number and one for each class.
-        own, shared: the answers that are mixed, as `validation.answered` knows them.
-        of_logits: whether both say probabilities of classes; numbers and curves of survival are averaged as they are.
+        weight: of the federated model, from 0 to 1.
+        scales: divisors of the logits of the local and of the federated model.
+        slope, bias: of the calibration, one number and one for each class.
+        own, shared: the roles of the local and of the federated model.
+        of_logits: whether predictions are probabilities of classes; numbers and survival curves are averaged directly.
     """
 
     weight: float
@@ -52,23 +52,23 @@ class Stack:
         return found
 
     def _mixed(self, own: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the mixture of logits float64[n, classes], not calibrated yet."""
+        """Return the weighted mean float64[n, classes] before calibration."""
         a, b = self.scales
         return (1 - self.weight) * own / a + self.weight * shared / b
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> Stack:
-        """Return the stack of a document that `asdict` made."""
+        """Return the ensemble of a JSON document."""
         return TypeAdapter(Stack).validate_python(document)
 
 
 def shared_alone(n_classes: int) -> Stack:
-    """Return the stack that uses the shared model alone, for a site whose own rows cannot fit one."""
+    """Return the ensemble of the federated model only, for a site with too few examples to fit one."""
     return Stack(1.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
 
 
 def own_alone(n_classes: int) -> Stack:
-    """Return the stack that uses the site's own model alone."""
+    """Return the ensemble of the local model only."""
     return Stack(0.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
 
 
@@ -80,18 +80,18 @@ def stack_by_rows(
     task: Task = CLASSES,
     patient: NDArray[np.str_] | None = None,
 ) -> Stack:
-    """Return the stack that follows from how many rows both models rest on; nothing is fitted.
+    """Return the ensemble with weights from the models' effective sample sizes; nothing is fitted.
 
-    A head along few directions is never worth more than `_ENOUGH` rows of each class to a model that sees all features.
-    The own one counts as much as twice the squared ratio of both numbers, at least half as much as the shared one, and
-    answers alone where it would count four times as much. Where the rows of a class are all of one patient, it counts
-    at least twice as much, since they do not show what is left of the letter (studies/WORTH.md). Both models' logits
-    are brought to the spread of the own one's; what they say of other tasks is in one unit.
+    A head on a projection of few components is at most worth 60 examples of each class to a model of all features. The
+    local model's part is twice the squared ratio of both sizes to 1 of the federated model's, at least 1/2; beyond 4
+    only the local model remains. Where all examples of a class are of one patient, its part is at least 2, since they
+    do not show the quality of the released statistics (studies/WORTH.md). Both models' logits are rescaled to the
+    spread of the local ones; predictions of other tasks have the same unit.
 
     Args:
-        own, shared: float64[n, k], of the same rows.
-        worth: rows of each class that the own and the shared model have learned from (`SharedHead.worth`).
-        patient: str[n], as in `gated_stack`; by default each row is one of its own.
+        own, shared: predictions float64[n, k] of the local and the federated model for the same examples.
+        worth: effective examples of each class of the local and of the federated model.
+        patient: str[n], "" for an unknown one; None for a different patient of each example.
     """
     own_rows, shared_rows = worth
     ratio = own_rows * (1 / max(shared_rows, _LEAST) + 1 / _ENOUGH)
@@ -108,18 +108,18 @@ def stack_by_rows(
 
 _ENOUGH = 60.0
 _LEAST_OWN, _LEAST_OF_ONE_PATIENT, _ALONE = 0.5, 2.0, 4.0
-"""Part of the own model beside 1 of the shared one: at least, likewise where one patient has all rows of a class, and
-from where on it answers alone."""
+"""Part of the local model to 1 of the federated one: minimum, minimum where one patient has all examples of a class,
+and limit beyond which only the local model remains."""
 
 
 def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: Task = CLASSES) -> bool:
-    """Return whether a stack does worse than the own model on these rows, by `tuning.criterion`.
+    """Return whether an ensemble has a higher selection loss on these examples than the local model.
 
-    Of survival it is also where the Brier score is worse: the order of rows that a shared head has seen says little.
-    A letter that was spoilt, or is of tissue that looks otherwise, is noticed so.
+    For survival also whether the Brier score is worse: concordance on examples in the federated head's training set
+    proves little. This detects corrupted class statistics, and statistics of tissue that looks different.
 
     Args:
-        own, shared: float64[n, k], of rows whose patients the own model had not seen.
+        own, shared: predictions float64[n, k], of the local model cross-validated by patient.
     """
     mixed = stack(own, shared)
     if task.kind == "survival":
@@ -130,7 +130,7 @@ def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: 
 
 
 def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
-    """Return the standard deviation of logits float64[n, classes] where all classes that occur count alike; 1 for 0."""
+    """Return the standard deviation of logits float64[n, classes], with equal weight of all classes; 1 for 0."""
     counts = np.bincount(labels)
     weights = (1 / counts[labels]) / (counts > 0).sum()
     centred = logits - weights @ logits
@@ -140,20 +140,20 @@ def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
 def gated_stack(
     own: Probabilities, joined: Probabilities, labels: Labels, patient: NDArray[np.str_]
 ) -> Stack:
-    """Return the stack that keeps the own model alone unless these rows show that a mixture is better.
+    """Return the ensemble that is better than the local model beyond chance, else the local model only.
 
-    The joined model's logits are brought to the spread of the own one's, and midway between the classes. Of three
-    weights that one is taken whose balanced log-loss is most surely less than the own model's: by more than a standard
-    error over patients, which is raised where a class has few. Both are tempered first, so that a mixture is not better
-    for being less sure of itself (Guo et al., "On calibration of modern neural networks", ICML 2017). With n patients
-    of the rarest class a weight is at most n / (n + 7.5), or a third (studies/WORTH.md, Rounds). With one patient of a
-    class nobody knows what chance could make.
+    The federated logits are rescaled to the spread of the local ones and shifted midway between the classes. Of three
+    weights, the result has the greatest gain in balanced log-loss over the local model, less a standard error over
+    patients, which is larger where a class has few. Both are temperature-scaled first, so that an ensemble does not win
+    by less confidence (Guo et al., "On calibration of modern neural networks", ICML 2017). With n patients of the
+    rarest class a weight is at most n / (n + 7.5), or 1/3 (studies/WORTH.md, Rounds). One patient of a class gives no
+    standard error.
 
     Args:
-        own, joined: float64[n, classes], of rows whose patients the own model had not seen and the joined one does not
-            know by heart.
+        own, joined: predictions float64[n, classes], of the local model cross-validated by patient, of the federated
+            one not overfitted to these examples.
         labels: int64[n], of at least two classes.
-        patient: str[n]; "" where it is not known, and then the row is one of its own.
+        patient: str[n]; "" for an unknown one, different from all others.
     """
     logits = _logits(own), _logits(joined)
     scales = _spread(logits[0], labels), _spread(logits[1], labels)
@@ -175,16 +175,13 @@ def gated_stack(
 
 _WEIGHTS = (1 / 3, 1 / 2, 2 / 3)
 _PRIOR = 7.5
-"""Patients that speak for the own model, beside those of the rarest class."""
+"""Prior weight of the local model, in patients of the rarest class."""
 FEWEST = 2
-"""Rows of a class below which nothing can be held out, and patients below which they speak for no mixture."""
+"""Minimum number of examples of a class for held-out ones, and of patients for an ensemble."""
 
 
 def _slope(logits: NDArray[np.float64], usual: float, labels: Labels) -> float:
-    """Return what float64[n, classes] are multiplied with so that their balanced log-loss is least.
-
-    It is a quarter of what is usual at least, and four times that at most.
-    """
+    """Return the factor of logits float64[n, classes] of least balanced log-loss, 1/4 to 4 times the initial one."""
     from scipy.optimize import minimize_scalar
 
     def loss(log_factor: float) -> float:
@@ -201,13 +198,13 @@ def stacked(
     patient: NDArray[np.str_],
     worth: tuple[float, float] | None = None,
 ) -> Stack:
-    """Return how a hospital with a lone head mixes it with what it has by joining.
+    """Return the ensemble of a hospital's local head and its federated model.
 
     Args:
-        own: float64[n, classes], what the lone head says of the hospital's rows, none of which it had seen; None where
-            it has too few patients for that.
-        joined: float64[n, classes], of the same rows.
-        worth: of a head made of letters, how many rows own and shared ones are worth (`SharedHead.worth`).
+        own: float64[n, classes], cross-validated predictions of the local head for the hospital's examples; None with
+            too few patients.
+        joined: float64[n, classes], of the same examples.
+        worth: of a one-shot global head, the effective sample sizes of the local and the federated examples.
     """
     n_classes = joined.shape[1]
     if np.bincount(labels, minlength=n_classes).min() < (1 if worth else FEWEST):
@@ -221,7 +218,7 @@ def stacked(
 
 
 def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:
-    """Return the mean of gains float64[n], all classes counting alike, less what chance could make of it."""
+    """Return the mean of gains float64[n], with equal weight of all classes, less an inflated standard error."""
     present, of_class, counts = np.unique(labels, return_inverse=True, return_counts=True)
     means = np.bincount(of_class, gains) / counts
     apart = (gains - means[of_class]) / counts[of_class] / len(present)
@@ -231,20 +228,20 @@ def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_
 
 
 def _fewest(labels: Labels, patient: NDArray[np.str_]) -> int:
-    """Return how many patients the class that fewest have has."""
+    """Return the number of patients of the class with fewest."""
     whose = one_each(patient)
     return min(len(np.unique(whose[labels == one])) for one in np.unique(labels))
 
 
 def _one_patient(labels: Labels, patient: NDArray[np.str_]) -> bool:
-    """Return whether several rows of a class are all of one patient."""
+    """Return whether several examples of a class are all of one patient."""
     whose = one_each(patient)
     of_class = (whose[labels == one] for one in np.unique(labels))
     return any(len(names) > 1 == len(np.unique(names)) for names in of_class)
 
 
 _FEW = 2.0
-"""Patients of a class with which the standard error counts twice."""
+"""Number of patients of a class that doubles the standard error."""
 
 
 def _logits(said: Probabilities) -> NDArray[np.float64]:

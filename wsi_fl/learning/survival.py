@@ -1,7 +1,7 @@
-"""How good predictions of survival are: concordance, Brier score; Kaplan–Meier curves by scikit-survival.
+"""Metrics of survival: concordance, Brier score; Kaplan–Meier curves by scikit-survival.
 
-Times and events are float64[n, 2]; see `tasks`. What is predicted is float64[n, k], the probability of being without
-the event at the end of each of k intervals.
+Times and events are float64[n, 2]; see `tasks`. Predictions are float64[n, k], the probability of being without the
+event at the end of each of k intervals.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from wsi_fl.types import UsageError
 _Floats = NDArray[np.float64]
 
 _TIED = 1e-8
-"""Risks that are this close are equal."""
+"""Tolerance of equal risks."""
 _EVENTS = 256
-"""Patients with the event that are compared with all others at a time."""
+"""Patients with the event per step of the comparison with all others."""
 
 
 def require_extra() -> None:
@@ -47,7 +47,7 @@ def concordances(risk: _Floats, truth: NDArray[Any], weights: NDArray[np.int32])
 
     Args:
         risk: float64[n].
-        weights: int32[b, n], how often each patient counts, in b ways.
+        weights: int32[b, n], the count of each patient in b resamples.
 
     Reference: Harrell et al., "Evaluating the yield of medical tests", JAMA 247, 1982.
     """
@@ -55,13 +55,13 @@ def concordances(risk: _Floats, truth: NDArray[Any], weights: NDArray[np.int32])
     events, right, pairs = np.flatnonzero(seen), np.zeros(len(weights)), np.zeros(len(weights))
     floats = weights.T.astype(np.float32)  # exact up to 2^23 patients
     for first in range(0, len(events), _EVENTS):
-        # 1. comparable pairs: an event, and a patient who was observed longer
+        # 1. comparable pairs: an event, and a patient observed for longer
         own = events[first : first + _EVENTS, None]
         later = (time > time[own]) | (~seen & (time == time[own]))
-        # 2. concordant pairs count 1, tied risks 1/2
+        # 2. concordant pairs count 1, ties of risk 1/2
         apart = risk[own] - risk
         won = np.where(np.abs(apart) <= _TIED, np.float32(0.5), (apart > 0).astype(np.float32)) * later
-        # 3. sums over pairs, each weighted by how often both patients count
+        # 3. sums over pairs, each weighted by the counts of both patients
         weight = weights[:, own[:, 0]].T.astype(np.float64)
         right += (weight * (won @ floats)).sum(0)
         pairs += (weight * (later.astype(np.float32) @ floats)).sum(0)
@@ -73,35 +73,35 @@ def integrated_briers(
 ) -> _Floats:
     """Return the Brier score, float64[b], integrated over the ends within the observed times.
 
-    Censored patients are accounted for by inverse probability of censoring, estimated from the same patients. NaN where
-    fewer than two ends are left, or nobody had the event.
+    Patients are weighted by inverse probability of censoring, estimated from the same patients. NaN for fewer than two
+    ends, or without any event.
 
     Args:
-        weights: int32[b, n], how often each patient counts, in b ways.
+        weights: int32[b, n], the count of each patient in b resamples.
 
     Reference: Graf et al., "Assessment and comparison of prognostic classification schemes", Stat. Med. 18, 1999.
     """
     if not len(truth):
         return np.full(len(weights), np.nan)
     time, seen, widths = truth[:, 0], truth[:, 1] > 0.5, np.diff(np.asarray(ends, np.float64))
-    # an event at an end is before it, also where times are of single precision, which has no 1.1
+    # an event at an end is before it, also for times of single precision, which cannot represent 1.1
     end = np.asarray(ends, time.dtype if time.dtype.kind == "f" else np.float64)
     times, at = np.unique(time, return_inverse=True)
-    # 1. G, the share not censored after each time: Kaplan–Meier, whoever has the event at that time gone before
+    # 1. G, the share not censored after each time: Kaplan–Meier, events at a time come before its censorings
     there, left = (
         np.stack([np.bincount(at, row, len(times)) for row in weights * who]).astype(np.int64)
         for who in (np.ones_like(seen), ~seen)
     )
     watched = there[:, ::-1].cumsum(1)[:, ::-1] - (there - left)
     kept = np.cumprod(1 - np.divide(left, watched, out=np.zeros(left.shape), where=left > 0), axis=1)
-    kept = np.where(kept > 0, kept, np.inf)  # nobody is weighed by what is never seen
+    kept = np.where(kept > 0, kept, np.inf)  # such times are never observed
     from_start = np.concatenate([np.ones((len(weights), 1)), kept], axis=1)
     at_end = from_start[:, np.searchsorted(times, end, "right")]
     # 2. BS(t) = mean of π(t)² [y ≤ t, event] / G(y) + (1 − π(t))² [y > t] / G(t)
     after = time[:, None] > end
     failed = (weights / kept[:, at]) @ (said**2 * (~after & seen[:, None]))
     brier = (failed + (weights @ ((1 - said) ** 2 * after)) / at_end) / weights.sum(1, keepdims=True)
-    # 3. its mean over the ends within what was observed, by trapezoids
+    # 3. its mean over the ends within the observed times, by trapezoids
     first, last = np.where(there > 0, times, np.inf).min(1), np.where(there > 0, times, -np.inf).max(1)
     within = (first[:, None] <= end) & (end < last[:, None])
     both = within[:, 1:] & within[:, :-1]
@@ -127,7 +127,7 @@ def kaplan_meier(truth: NDArray[Any]) -> tuple[_Floats, _Floats]:
 def logrank(truth: NDArray[Any], group: NDArray[np.bool_]) -> float | None:
     """Return the p-value of the log-rank test between two groups.
 
-    None where a group or all events are missing, and where no event came while both groups were still watched.
+    None without patients in a group, without events, and where no event came while both groups were under observation.
     """
     from sksurv.compare import compare_survival
     from sksurv.util import Surv

@@ -1,10 +1,10 @@
-"""What is asked of an example: its class, a number, or when an event will happen. Losses, answers, scores of each.
+"""Prediction tasks: classes, numbers and times of events; the losses, predictions and scores of each.
 
 The *truth* of n examples is int64[n] positions in the classes, float64[n] numbers, or float64[n, 2] of times and
 whether the event was seen then (1) or the patient was last seen without it (0): double, since single precision tells
-0.1 years from the end of an interval at 0.1. A model's *outputs* are float32[b, k];
-what they say is float64[n, k]: probabilities of the classes, the number itself, or the probability of being without
-the event at the end of each interval.
+0.1 years from the end of an interval at 0.1. A model's *outputs* are float32[b, k]; its *predictions* are
+float64[n, k]: probabilities of the classes, the number itself, or the probability of being without the event at the end
+of each interval.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Truth = NDArray[Any]
 _Scores = Mapping[str, float | None]
 
 _AT_ONCE = 256
-"""Examples that are left out in one step of the jackknife."""
+"""Examples per step of the jackknife."""
 _ROUNDING = 1e-12
-"""Numbers that differ by less than this part of their distance from the mean of all do not differ."""
+"""Relative tolerance: smaller differences, in parts of the distance from the mean, count as none."""
 
 
 class Task(ABC):
-    """One kind of question.
+    """A kind of prediction task.
 
     Attributes:
         kind: "classes", "number" or "survival".
-        scores: the names of its scores. The first is the most telling one, and better when it is higher.
+        scores: the names of its scores. The first is the main one; higher is better.
     """
 
     kind: ClassVar[Literal["classes", "number", "survival"]]
@@ -60,41 +60,41 @@ class Task(ABC):
 
     @abstractmethod
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
-        """Return how far outputs are from a teacher's, the mean over the batch; the teacher is fixed."""
+        """Return the divergence of outputs from a teacher's, the mean over the batch; the teacher is fixed."""
 
     @abstractmethod
     def possible(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
-        """Return bool[n], which truths a model of so many outputs can learn; none where they have another shape."""
+        """Return the mask bool[n] of truths that a model of so many outputs can learn; all False for another shape."""
 
     @abstractmethod
     def asks_for(self, n_outputs: int) -> str:
-        """Return in words what `possible` truths are."""
+        """Describe valid truths in words."""
 
     @abstractmethod
     def said(self, outputs: Tensor) -> Tensor:
-        """Return the predictions that outputs stand for."""
+        """Return the predictions float[b, k] of outputs."""
 
     @abstractmethod
     def columns(self, truth: Tensor) -> Tensor:
-        """Return the columns in which a letter counts rows (`SharedHead.packed`), int64[b] or float64[b]."""
+        """Return the columns of the class statistics in which examples count, int64[b] or float64[b]."""
 
     @abstractmethod
     def guess(self, n_outputs: int) -> Predicted:
-        """Return float64[k], the prediction of a model that knows nothing."""
+        """Return the prediction float64[k] of a model without information."""
 
     @abstractmethod
     def measure(self, said: Predicted, truth: Truth) -> Measure:
-        """Return a function that computes every score for any weights of the examples."""
+        """Return a function of weights of the examples that computes every score."""
 
     def scored(self, said: Predicted, truth: Truth) -> _Scores:
-        """Return every score by name; None for one that cannot be computed."""
+        """Return every score by name; None where it cannot be computed."""
         return counted_once(self.measure(said, truth), len(truth))
 
     def each(self, said: Predicted, truth: Truth) -> Predicted | None:
-        """Return float64[n], what each example adds to the first score, which is their mean; None where it has none.
+        """Return float64[n], the contribution of each example to the first score, their mean; None without a score.
 
-        They are jackknife pseudo-values: n times the score less n − 1 times that without the example, moved so that
-        they are centred on the score.
+        They are jackknife pseudo-values: n times the score less n − 1 times the score without the example, centred on
+        the score.
 
         Reference: Tukey, "Bias and confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958.
         """
@@ -115,7 +115,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class _Classes(Task):
-    """Which of several classes; cross-entropy, and accuracy, macro-accuracy and AUROC."""
+    """Classification: cross-entropy; accuracy, macro-accuracy and AUROC."""
 
     kind = "classes"
     scores = metrics.SCORES
@@ -150,16 +150,16 @@ class _Classes(Task):
         return measure_of_classes(choose_classes(said) == truth, said, truth)
 
     def each(self, said: Predicted, truth: Truth) -> Predicted | None:
-        """Return whether each answer is right, 1 or 0."""
+        """Return 1 for each correct prediction, else 0."""
         right: Predicted = (choose_classes(said) == truth).astype(np.float64)
         return right
 
 
 @dataclass(frozen=True)
 class Number(Task):
-    """A number within a range that all sites agreed on; squared error, in units of half the range.
+    """Regression of a number in a range common to all sites; squared error, in units of half the range.
 
-    It is the likelihood of a Gaussian of fixed width, and the divergence that of two of them.
+    The loss is the negative log-likelihood of a Gaussian of fixed width, the divergence that of two of them.
     """
 
     low: float
@@ -168,7 +168,7 @@ class Number(Task):
     scores = ("r2", "mae", "rmse")
 
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        above = (truth.double() - self.low).to(outputs.dtype)  # dates, say, are large beside their range
+        above = (truth.double() - self.low).to(outputs.dtype)  # dates are large relative to their range
         wanted = 2 * above / (self.high - self.low) - 1
         return (outputs[:, 0] - wanted).square() / 2
 
@@ -187,14 +187,14 @@ class Number(Task):
         return self.low + (outputs.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
 
     def columns(self, truth: Tensor) -> Tensor:
-        """Return float64[b]: a number counts in the second of two columns by its place in the range, clipped to it."""
+        """Return float64[b], each clipped place in the range, the weight in the second of two columns."""
         return ((truth.double() - self.low) / (self.high - self.low)).clamp(0, 1)
 
     def guess(self, n_outputs: int) -> Predicted:
         return np.full(n_outputs, (self.low + self.high) / 2)
 
     def measure(self, said: Predicted, truth: Truth) -> Measure:
-        """Return what computes R², which needs two different numbers, mean absolute and root mean square errors."""
+        """Return a function for R², which needs two different numbers, mean absolute and root mean square error."""
         wrong = said[:, 0] - truth
         apart = truth - np.mean(truth, dtype=np.float64) if len(truth) else wrong
         moments = np.stack([np.ones(len(truth)), np.abs(wrong), wrong**2, apart, apart**2], axis=1)
@@ -211,16 +211,16 @@ class Number(Task):
 
 @dataclass(frozen=True)
 class Survival(Task):
-    """When an event happens, in intervals that all sites agreed on: a discrete-time likelihood.
+    """Survival: a discrete-time likelihood in intervals common to all sites.
 
-    Outputs are the logits of the hazards: the probability of the event in an interval, for who has reached it
-    (Gensheimer and Narasimhan, "A scalable discrete-time survival model for neural networks", PeerJ 2019). The loss of
-    a patient is a sum over the intervals of that patient alone, as differential privacy needs it.
+    Outputs are the logits of the hazards: the probability of the event in an interval, given that the patient reached
+    it (Gensheimer and Narasimhan, "A scalable discrete-time survival model for neural networks", PeerJ 2019). The loss
+    of a patient is a sum over the intervals of that patient only, as differential privacy needs it.
 
     Attributes:
-        ends: of the intervals, rising, in the unit of the times. An interval holds its end, the first begins at 0, and
-            what happens after the last is not told apart. So what is said of an end is the probability of being
-            without the event after it, as Kaplan–Meier curves have it.
+        ends: of the intervals, rising, in the unit of the times. An interval includes its end, the first begins at 0,
+            and events after the last are not distinguished. The prediction for an end is the probability of being
+            without the event after it, as in Kaplan–Meier curves.
     """
 
     ends: tuple[float, ...]
@@ -234,12 +234,12 @@ class Survival(Task):
         return -(passed * functional.logsigmoid(-outputs) + failed * functional.logsigmoid(outputs)).sum(1)
 
     def _known(self, truth: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bool[b, k] twice: which intervals a patient is known to have passed, and in which the event came."""
+        """Return masks bool[b, k] of the intervals passed by each patient, and of the interval of the event."""
         from torch.nn import functional
 
         time, seen, ends = truth[:, :1], truth[:, 1:] > 0.5, truth.new_tensor(self.ends)
         begins = functional.pad(ends[:-1], (1, 0))
-        left_late = time >= (begins + ends) / 2  # in the second half of an interval: that counts as through
+        left_late = time >= (begins + ends) / 2  # the second half of an interval counts as passed
         passed = (time > ends).where(seen, left_late)
         return passed, seen & ((begins < time) | (begins == 0)) & (time <= ends)
 
@@ -268,8 +268,8 @@ class Survival(Task):
         return (-outputs).sigmoid().cumprod(dim=1)
 
     def columns(self, truth: Tensor) -> Tensor:
-        """Return int64[b], all that `losses` asks of a patient: the interval of the event, or, of k intervals,
-        k + how many a patient is known to have passed.
+        """Return int64[b], sufficient for the loss: the interval of the event, or k + the number of the k intervals
+        that a censored patient has passed.
         """
         passed, failed = self._known(truth)
         through = passed.sum(1)
@@ -294,14 +294,14 @@ CLASSES = _Classes()
 
 
 def scored(said: Predicted, truth: Truth, task: Task = CLASSES) -> dict[str, float | None]:
-    """Return n and every score by name."""
+    """Return n and every score by name, None where it cannot be computed."""
     return {"n": len(truth), **task.scored(said, truth)}
 
 
 def quality(said: Predicted, truth: Truth, task: Task = CLASSES) -> float | None:
-    """Return the score by which models are chosen, higher for better ones; None where it cannot be computed.
+    """Return the score for model selection, higher is better; None where it cannot be computed.
 
-    Of classes it is macro-accuracy, since a site that has mostly one class would else choose whoever always says it.
+    For classes it is macro-accuracy: by accuracy, a site with mostly one class would choose a constant model.
     """
     name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
     return task.scored(said, truth)[name]
@@ -310,10 +310,10 @@ def quality(said: Predicted, truth: Truth, task: Task = CLASSES) -> float | None
 def intervals(
     said: Predicted, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement.
+    """Return percentile intervals of every score from a bootstrap over clusters (patients).
 
-    See `resampled`. A score that no resample changes has the exact interval of a share: of the clusters, or for
-    concordance of pairs of which no two share a cluster. Errors of numbers have no bound, so there is none.
+    A score that no resample changes has the exact interval of a share: of the clusters, or for concordance of pairs of
+    which no two share a cluster. Errors of numbers have no bound, so they get None.
     """
     measure = task.measure(said, truth)
     if task.kind == "classes":
@@ -327,12 +327,12 @@ def _exact(task: Task, n_clusters: int, name: str, value: float) -> list[float] 
     if task.kind == "number":
         return None
     if name == "concordance" and value not in (0, 1):
-        return [value, value]  # risks that are all the same rank nobody anywhere
+        return [value, value]  # equal risks rank no pair
     return [*share_interval(value, n_clusters // 2 if name == "concordance" else n_clusters)]
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
-    """Return int64[n], the strata of folds: classes, whether the event was seen, or the half of a number.
+    """Return the strata int64[n] of folds: the class, whether the event was seen, or the half of the numbers.
 
     Where all had the event it is the half of their times.
     """
@@ -346,7 +346,7 @@ def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
     return np.asarray(halves, np.int64)
 
 
-# The losses of deep mutual learning as ProxyFL uses them (eqs. 2 to 5), whatever is asked.
+# The losses of deep mutual learning as in ProxyFL (eqs. 2 to 5), for every task.
 
 
 def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -366,14 +366,14 @@ def mutual(
     class_weights: Tensor | None = None,
     task: Task = CLASSES,
 ) -> Tensor:
-    """Return (1 − weight) · loss + weight · divergence from the teacher (eqs. 4 and 5); without one, the loss alone.
+    """Return (1 − weight) · loss + weight · divergence from the teacher (eqs. 4 and 5); without a teacher, the loss.
 
     Args:
-        outputs: float32[b, k] of the model that learns; of classes their logits.
-        truth: of the b examples, as the task has it; of classes int64[b].
+        outputs: float32[b, k] of the student; for classes their logits.
+        truth: of the b examples, as the task has it; for classes int64[b].
         teacher: float32[b, k], or None.
         weight: α for the private model, β for the proxy.
-        class_weights: float32[classes], how much a row of each class counts; None for all alike.
+        class_weights: float32[classes], the weight of an example of each class; None for equal weights.
     """
     import torch
 
@@ -390,7 +390,7 @@ def mutual(
 
 @dataclass(frozen=True)
 class MutualLoss:
-    """`mutual` of the examples of a batch, as a function of the outputs alone."""
+    """The mutual-learning loss of a batch as a function of the outputs."""
 
     truth: Tensor
     teacher: Tensor | None
@@ -400,9 +400,9 @@ class MutualLoss:
 
     @property
     def is_mean_of_rows(self) -> bool:
-        """Whether it is the mean of losses of single examples, as differential privacy needs it.
+        """Whether the loss is a mean of losses of single examples, as differential privacy needs it.
 
-        With weights of classes it is not: their sum is that of the batch.
+        With class weights it is not: their sum is that of the batch.
         """
         return self.class_weights is None and type(self.task).__module__ == __name__
 

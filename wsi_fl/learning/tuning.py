@@ -1,7 +1,7 @@
-"""What a hospital can do alone: settings chosen by cross-validation over its own patients.
+"""Hyperparameters of local models, chosen by cross-validation over the site's patients.
 
-A model that learns without differential privacy is given the regularisation, the learning rate and the weights of the
-classes that serve rows of patients best that it has not seen. Nothing here looks at a test set.
+For models without differential privacy: regularisation, learning rate and class weights by the loss on held-out
+patients. Test sets are never used.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
 """C of the logistic regression, times the number of features."""
 _USUAL = 1.0
-"""Of these, where nothing can be held out."""
+"""Default of the strengths, where nothing can be held out."""
 _SURE = 1e-12
 
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A linear head fitted to all rows of a site, its decision boundary midway between the classes on unseen rows.
+    """A linear head fitted to all examples of a site; on held-out ones its boundary lies midway between classes.
 
     Attributes:
         weight, bias: float64[outputs, d], float64[outputs].
         strength: C of the regularisation, in scikit-learn's sense.
         loss: balanced log-loss of `held_out`, or the mean loss of another task; None where nothing could be held out.
-        held_out: float64[n, outputs], what heads that had not seen a row's patient said of it; None likewise.
+        held_out: float64[n, outputs], cross-validated predictions, each by a head without the patient; None likewise.
     """
 
     weight: NDArray[np.float64]
@@ -43,32 +43,32 @@ class FittedHead:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run keeps of it."""
+        """Return the record of the fit for a run."""
         return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
 
 
 def fitted_head(
     x: NDArray[Any], labels: Truth, patient: NDArray[np.str_], n_classes: int, task: Task = CLASSES
 ) -> FittedHead:
-    """Fit a linear head whose regularisation is the best on patients that were held out.
+    """Fit a linear head with the best regularisation on held-out patients.
 
-    For classes it is a balanced logistic regression, for a number ridge regression, for survival one of hazards.
+    For classes it is a balanced logistic regression, for a number ridge regression, for survival a hazard regression.
 
-    Few rows of a class leave its scores too low, since the head knows them by heart. So the bias is moved to where the
-    scores of held-out rows are equal midway between the classes' means, if that lessens their balanced log-loss.
-    Features are rotated into the span of the rows first, which changes nothing about the solution.
+    With few examples of a class the overfitted head scores held-out ones too low. So the bias is moved to make scores
+    of held-out examples equal midway between the classes' means, if this lessens their balanced log-loss. Features are
+    first rotated into the span of the examples, with the same solution.
 
     Args:
-        x: float[n, d], features as the linear layer sees them.
-        labels: int64[n], or what another task asks for.
-        patient: str[n]; "" where it is not known, and then the row is one of its own.
+        x: float[n, d], features as the linear layer takes them.
+        labels: int64[n], or the truth of another task.
+        patient: str[n]; "" for an unknown one, different from all others.
         n_classes: or the number of outputs of another task.
     """
     if task.kind != "classes":
         return _fitted_line(x, labels, patient, n_classes, task)
     present = np.unique(labels)
     d = x.shape[1]
-    if len(present) < 2:  # it can say nothing else
+    if len(present) < 2:  # a constant prediction
         bias = np.full(n_classes, 0.0)
         bias[present] = 1.0
         return FittedHead(np.zeros((n_classes, d)), bias, _USUAL / d, None, None)
@@ -91,11 +91,10 @@ def fitted_head(
 def _fitted_line(
     x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task
 ) -> FittedHead:
-    """Return the head of a number, by ridge regression, or of hazards.
+    """Fit the head of a number by ridge regression, or of hazards by logistic regression.
 
-    The hazards of all intervals share one slope. That is logistic regression with a row for each interval that a
-    patient is known to have reached (Allison, "Discrete-time methods for the analysis of event histories", Sociological
-    Methodology 1982).
+    The hazards of all intervals share one slope: logistic regression with a row for each interval reached by a patient
+    (Allison, "Discrete-time methods for the analysis of event histories", Sociological Methodology 1982).
     """
     import torch
 
@@ -113,7 +112,7 @@ def _fitted_line(
 _Fit = Callable[
     [NDArray[np.float64], NDArray[Any], float, int], tuple[NDArray[np.float64], NDArray[np.float64]]
 ]
-"""(rows, what is true of them, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
+"""(rows, their truth, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
 
 
 def _by_cross_validation(
@@ -124,10 +123,10 @@ def _by_cross_validation(
     judged: Callable[[NDArray[np.float64]], tuple[float, Predicted]],
     folds: Sequence[NDArray[np.bool_]],
 ) -> FittedHead:
-    """Return the head of that strength whose outputs for rows that were held out have the least loss.
+    """Return the head of the strength with the least loss on held-out rows.
 
     Args:
-        judged: outputs float64[n, k] of all rows → their loss, and what they say.
+        judged: outputs float64[n, k] of all rows → their loss and predictions.
     """
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
@@ -174,11 +173,11 @@ def _hazards(
 
 
 _FREE = 10.0
-"""How much less the hazard of an interval is drawn to even odds than the slope is to 0."""
+"""Factor of the intercepts' features: the hazards of intervals are regularised less than the slope."""
 
 
 def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
-    """Return logarithms [classes] of probabilities midway between the means of the classes that occur; 0 for others."""
+    """Return log-probabilities [classes] midway between the means of the classes that occur; 0 for others."""
     means = mean_over_classes(_logs(said), labels)
     found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), labels), means, 0.0)
     return found
@@ -206,14 +205,14 @@ def _logistic(
 
 
 _NEVER = -30.0
-"""Logit of a class that was never seen."""
+"""Logit of a class without examples."""
 
 
 def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
-    """Yield the rows bool[n] that each of up to five folds holds out: whole patients, of all classes alike.
+    """Yield the held-out rows bool[n] of up to five folds: whole patients, stratified by class.
 
-    Of a class that one patient has alone, single rows are held out: a threshold that has seen the patient is better
-    than one that was never moved (studies/WORTH.md). Nothing is yielded where a class has one row.
+    Of a class with a single patient, single rows are held out: a threshold fitted to the patient's other rows is better
+    than the initial one (studies/WORTH.md). Without a second row of a class there are no folds.
     """
     from sklearn.model_selection import StratifiedGroupKFold
 
@@ -251,10 +250,10 @@ def softmax(logits: NDArray[np.float64]) -> Probabilities:
 
 @dataclass(frozen=True)
 class HyperParameters:
-    """Settings of training that a site may choose for itself.
+    """Settings of training that a site may tune.
 
     Attributes:
-        balance: whether rows are weighed so that all classes count alike.
+        balance: whether examples are weighted so that all classes count alike.
     """
 
     lr: float
@@ -263,7 +262,7 @@ class HyperParameters:
 
 
 def criterion(said: Predicted, truth: Truth, task: Task) -> float:
-    """Return how bad answers are by what is chosen: the balanced log-loss of classes, else minus the first score."""
+    """Return the loss for selection: the balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
         return _balanced_loss(said, truth)
     reached = quality(said, truth, task)
@@ -279,17 +278,17 @@ def tuned(
     folds: int,
     task: Task = CLASSES,
 ) -> tuple[HyperParameters, Predicted | None]:
-    """Choose settings one by one: balance where classes are asked, then the decay of weights, then the learning rate.
+    """Tune settings in turn: class balance (for classes), then weight decay, then the learning rate.
 
     Args:
-        labels: the truth of n rows.
-        usual: the settings to begin with.
-        trained: settings, rows bool[n] to learn from → what a model that learned from these says of the others.
-        folds: how many times rows are held out for a choice, where there are patients enough.
+        labels: the truth of n examples.
+        usual: the initial settings.
+        trained: settings, training mask bool[n] → predictions for the other examples by a model trained on these.
+        folds: number of folds for a choice, where there are enough patients.
 
     Returns:
-        The best settings by `criterion`, and what was said with them of rows that were held out, float64[n, k]; the
-        usual ones and None where nothing can be held out.
+        The settings of least loss, and their cross-validated predictions float64[n, k]; the initial settings and None
+        where nothing can be held out.
     """
     parts = list(_held_out_folds(strata(labels, task), patient))
     if not parts:
@@ -307,7 +306,7 @@ def tuned(
     best = min((replace(usual, balance=one) for one in balances), key=loss)
     best = min((replace(best, weight_decay=one) for one in (usual.weight_decay, *_DECAYS)), key=loss)
     best = min((replace(best, lr=one * usual.lr) for one in (1.0, *_RATES)), key=loss)
-    if not np.any(parts, axis=0).all():  # some rows were never held out
+    if not np.any(parts, axis=0).all():  # rows without a cross-validated prediction
         return best, None
     said = tried[best][1] + [trained(best, ~fold) for fold in parts[folds:]]
     held_out = np.empty((len(labels), said[0].shape[1]))

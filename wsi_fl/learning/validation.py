@@ -1,4 +1,4 @@
-"""Which patients of a site are held out, as folds or for validation; and who answers for it by what those show."""
+"""Held-out patients of a site, as folds or for validation, and the selection of its prediction model on these."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from wsi_fl.types import UsageError
 COMMON = ("proxy", "shared")
 """The roles of models that all sites have alike: the proxy, and of `oneshot` the shared head."""
 ANSWERS = ("private", "mean", *COMMON)
-"""Whose probabilities are a site's answer; of equally good ones the first."""
+"""Choices of a site's prediction model; of equally good ones the first."""
 LONE = "local"
-"""The role of the model that a site would have alone: it learns from the site's rows beside those of the method."""
+"""Role of the local model, trained on the site's examples beside the models of the method."""
 STACK = "ensemble"
-"""The answer that mixes what a site would answer alone with what it has by joining, by a `Stack`."""
+"""Choice of the ensemble of the local and the federated model."""
 
 
 @dataclass(frozen=True)
 class Lots:
-    """What draws who is held out, by a seed and the patients' names.
+    """The held-out draw: pseudorandom numbers of patients from a seed, their names and the site's secret.
 
     Attributes:
-        secret: of the hospital, so that whoever chooses the seed cannot choose whom it holds out; empty for a simulated
-            site, whose results follow from the seed alone.
+        secret: of the hospital, so that the choice of a seed is no choice of held-out patients; empty for a simulated
+            site, whose results follow from the seed.
     """
 
     secret: bytes = b""
 
     def draw(self, purpose: str, seed: int, name: str) -> int:
-        """Return a number in [0, 2²⁵⁶), as good as random to whoever lacks the secret (HMAC-SHA256)."""
+        """Return a number in [0, 2²⁵⁶), pseudorandom without the secret (HMAC-SHA256)."""
         if self.secret:
             text = json.dumps([purpose, seed, name]).encode()
             return int.from_bytes(hmac.digest(self.secret, text, "sha256"), "big")
@@ -46,12 +46,12 @@ class Lots:
 
     @property
     def mark(self) -> str:
-        """Return what tells one secret from another, for the hospital's own run folders; "" without a secret."""
+        """Return a digest of the secret for the hospital's run folders; "" without a secret."""
         return hmac.digest(self.secret, b"mark", "sha256").hex() if self.secret else ""
 
 
 OPEN_LOTS = Lots()
-"""Those that follow from the seed alone."""
+"""The draw without a secret, which follows from the seed."""
 
 
 def held_out(
@@ -59,10 +59,9 @@ def held_out(
 ) -> NDArray[np.bool_]:
     """Return bool[rows]: each patient is held out with probability `fraction`, independently of all others.
 
-    A patient's lot depends on the name and the lots' secret alone, that of a row without a patient on its place, which
-    is why such rows are refused under noise (`require_names`). A split that looked at labels, or took so many of all
-    patients, would let one record decide which others are trained on, and ε would not cover that. So a small site may
-    be left without validation rows, or without training rows.
+    A patient's draw depends on the name and the secret only; for a row without a patient on its position, so such rows
+    are refused under noise. In a stratified split, or one of fixed size, one record would decide which others are
+    trained on, and ε would not cover that. So a small site may have no validation rows, or no training rows.
     """
     names = one_each(patient).tolist()
     lot = {name: (lots.draw("", seed, name) >> 208) / 2**48 for name in set(names)}
@@ -72,10 +71,10 @@ def held_out(
 def require_names(patient: NDArray[np.str_], site: str) -> None:
     """Refuse rows without a patient where a validation split is drawn under privacy.
 
-    Such a row's lot is drawn from its place: with a row less, others change sides, and ε does not cover that.
+    Such a row's draw depends on its position: with a row less, others change sides, and ε does not cover that.
 
     Raises:
-        UsageError: says how many rows have no patient.
+        UsageError: with the number of rows without a patient.
     """
     if n := int((patient == "").sum()):
         raise UsageError(
@@ -99,17 +98,17 @@ def folds_of(
     stratified: bool,
     lots: Lots = OPEN_LOTS,
 ) -> NDArray[np.int64]:
-    """Return int64[rows] in [0, n_folds): the fold of each row, the same for all rows of a patient, in whatever order.
+    """Return int64[rows] in [0, n_folds): the fold of each row, the same for all rows of a patient, in any order.
 
-    Not stratified, a patient's fold follows from `seed`, the lots' secret and the patient's name alone, whoever else
-    there is, as ε asks for: with one patient more or less, all others stay where they are. A fold may be empty then.
+    Without stratification, a patient's fold follows from `seed`, the secret and the patient's name only, as ε requires:
+    with one patient more or less, all others keep their fold. A fold may be empty.
 
-    Stratified, a patient's class is the highest label of its rows, as a patient with tumour on one slide has a tumour.
-    The patients of a class, in an order drawn from `seed` and their names, go round the folds, and the next class
-    begins where the last one ended. So folds differ by at most one patient, in every class and in all.
+    With stratification, a patient's class is the highest label of its rows, as a patient with tumour on one slide has a
+    tumour. The patients of a class, in an order drawn from `seed` and their names, go round the folds, and the next
+    class begins where the last one ended. So folds differ by at most one patient, in every class and in all.
 
     Raises:
-        UsageError: for rows without a patient, and for fewer patients than folds, unless lots are secret and folds not
+        UsageError: for rows without a patient, and for fewer patients than folds, unless the draw is secret and not
             stratified.
     """
     if n := int((patient == "").sum()):
@@ -117,7 +116,7 @@ def folds_of(
             f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
         )
     names, which = np.unique(patient, return_inverse=True)
-    # a hospital does not tell how many patients it has
+    # a hospital does not disclose its number of patients
     if len(names) < n_folds and (stratified or not lots.secret):
         fewer = f"set train.folds to {len(names)} or less"
         way_on = fewer if len(names) >= _FEWEST_FOLDS else "leave the site out"
@@ -133,7 +132,7 @@ def folds_of(
 
 
 def rare_classes(patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int) -> dict[int, int]:
-    """Return {class: patients} of classes with fewer patients than there are folds, so that some folds test none."""
+    """Return {class: patients} of the classes with fewer patients than folds, so absent from some folds."""
     names, which = np.unique(patient, return_inverse=True)
     counts = np.bincount(_kinds(which, label, len(names)))
     return {int(k): int(counts[k]) for k in np.flatnonzero((counts > 0) & (counts < n_folds))}
@@ -146,11 +145,11 @@ def _kinds(which: NDArray[np.int64], label: NDArray[np.int64], n: int) -> NDArra
     return kind
 
 
-# ---- who answers
+# ---- the prediction model
 
 
 def roles(answer: str, stack: Stack | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the roles of the models that an answer needs, of those that are there."""
+    """Return the roles of the models for a prediction model."""
     if answer == STACK and stack is not None:
         return tuple(dict.fromkeys((*roles(stack.own), *roles(stack.shared))))
     return ("private", "shared" if "shared" in there else "proxy") if answer == "mean" else (answer,)
@@ -159,7 +158,7 @@ def roles(answer: str, stack: Stack | None = None, there: Collection[str] = ()) 
 def answered(
     predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
 ) -> Probabilities:
-    """Return float64[n, classes], the predictions of one model, the mean of two, or a mixture by a stack.
+    """Return float64[n, classes], the predictions of one model, the mean of two, or those of an ensemble.
 
     Args:
         predicted: probabilities by role.
@@ -174,13 +173,13 @@ def answered(
 def reached(
     predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
 ) -> dict[str, float | None]:
-    """Return the `tasks.quality` of every answer that these models can give, the model alone first."""
+    """Return the selection score of every choice possible with these models, the local model first."""
     known = [one for one in (LONE, *ANSWERS) if set(roles(one, there=predicted)) <= predicted.keys()]
     return {one: quality(answered(predicted, one), labels, task) for one in known}
 
 
 def best_answer(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> str:
-    """Return the answer with the best `tasks.quality`; "private" where it cannot be computed, as with one class."""
+    """Return the choice with the best selection score; "private" where it cannot be computed, as with one class."""
     if len(np.unique(labels, axis=0)) < 2:
         return "private"
     found = reached(predicted, labels, task)

@@ -1,9 +1,9 @@
-"""Whether a hospital should join: one rule, and intervals that know where chance came in.
+"""The verdict whether a hospital benefits from taking part, and the intervals of its estimates.
 
-An estimate is a mean over test examples and runs. Its variance has three sources, which add up: the test *patients* who
-happened to be asked, the *seeds* of training, and the *noise* of what was released. The noise of a linear head has a
-known variance, so it can be drawn anew around one run (`SharedHead.redrawn`); of other models only seeds tell of it.
-What other training patients would have taught is not among them.
+An estimate is a mean over test examples and runs. Its variance is the sum of three sources: the sample of test
+*patients*, the *seeds* of training, and the *noise* of released statistics. The noise of a linear head has a known
+variance and can be redrawn around one run; for other models only seeds reveal it. The sample of training patients is
+not among the sources.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 _Floats = NDArray[np.float64]
 
 _SMALLEST_DIFFERENCE = 0.01
-"""Smaller differences in a score are called negligible."""
+"""Threshold of a negligible difference in a score."""
 _EQUIVALENT = 0.03
-"""Where the interval of what pooling brings ends below it, there is nothing to gain."""
+"""Equivalence margin: an interval of the pooled gain that ends below it shows that there is nothing to gain."""
 _LEVEL = 0.95
-"""Of all intervals."""
+"""Confidence level of all intervals."""
 _MORE = 4
-"""Patients by which a stratum's ratio is moved towards that of the whole."""
+"""Pseudo-patients for shrinkage of a stratum's ratio towards that of all."""
 _ROUNDING = 1e-12
 _LEAST = float(np.finfo(float).tiny)
-"""No p-value is below it: a test never says that something is impossible."""
+"""Minimum of p-values: no test gives 0."""
 
 
 class Value(TypedDict):
-    """An `Estimate` as documents have it."""
+    """The JSON document of an estimate."""
 
     mean: float
     low: float | None
@@ -43,12 +43,12 @@ class Value(TypedDict):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its 95 % interval, and the standard errors that it is made of, each None where nothing tells of it.
+    """A mean, its 95 % interval, and its standard error by source, None where unknown.
 
     Attributes:
-        low, high: None where fewer than two patients were asked.
-        patients, seeds, noise: the standard error by each source.
-        n_patients: how many test patients were asked.
+        low, high: None for fewer than two test patients.
+        patients, seeds, noise: the standard error by source.
+        n_patients: number of test patients.
     """
 
     mean: float
@@ -60,10 +60,10 @@ class Estimate:
     n_patients: int | None = None
 
     def between(self, least: float, most: float) -> Estimate:
-        """Return it with an interval of possible values alone.
+        """Return the estimate with its interval clipped to possible values.
 
-        Patients who all say the same have no variance, which does not make others like them. Of n so many as
-        1 − 0.025^(1/n) of all may be otherwise (Clopper and Pearson, 1934), and by the most that is possible.
+        Where n patients all agree the variance is 0, but a share of up to 1 − 0.025^(1/n) of all patients may differ
+        (Clopper and Pearson, 1934), by the maximum that is possible.
         """
         if self.low is None or self.high is None:
             return self
@@ -75,7 +75,7 @@ class Estimate:
         return replace(self, low=max(low, least), high=min(high, most))
 
     def document(self) -> Value:
-        """Return it as ``--json`` has it: mean, low, high, the number of test patients, and the sources apart."""
+        """Return the estimate as in ``--json``: mean, low, high, the number of test patients, and the sources."""
         sources = {"patients": self.patients, "seeds": self.seeds, "noise": self.noise}
         return {
             "mean": self.mean,
@@ -94,7 +94,8 @@ def estimate(
     Args:
         values, weights: float64[r, n] of n test examples in each of r runs. Examples of one weight are a stratum, as
             those of one class are where all classes count alike.
-        patient, noise: as of `ratio`.
+        patient: str[n].
+        noise: float64[r], the standard deviation by the noise of released statistics, where known.
     """
     return ratio(values * weights, weights, patient, noise, weights[0])
 
@@ -108,20 +109,20 @@ def ratio(
 ) -> Estimate:
     """Return Σ part / Σ whole, with the interval of Student's t around it.
 
-    With e_p the part of the sum of part − ratio · whole that is a patient's, over the sum of whole, patients have the
-    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom: as many as there are patients who matter
-    (Carter, Schnepel and Steigerwald, Review of Economics and Statistics 99, 2017). Runs add their variance, at least
-    that of the noise. Degrees of freedom add up by Satterthwaite, Biometrics 2, 1946.
+    With e_p the sum of part − ratio · whole over a patient p's examples, over the sum of whole, patients have the
+    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom, the effective number of patients (Carter,
+    Schnepel and Steigerwald, Review of Economics and Statistics 99, 2017). Runs add their variance, at least that of
+    the noise. Degrees of freedom add up by Satterthwaite, Biometrics 2, 1946.
 
-    How many examples a stratum has is no chance where weights make up for it, so e_p counts from the stratum's own
-    ratio. That is moved towards the whole by four patients, as Agresti and Coull (The American Statistician 52, 1998)
-    add four: three of three right prove little.
+    Where weights make up for the number of examples in a stratum, this number is not random, so e_p is relative to the
+    stratum's ratio. The ratio is shrunk towards that of all by four pseudo-patients, as in Agresti and Coull (The
+    American Statistician 52, 1998): three correct of three prove little.
 
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.
-        patient: str[n], whose example each is.
-        noise: float64[r], the standard deviation of each run's ratio by the noise of what was released, where known.
-        stratum: float64[n], the same for examples whose share in the sums is fixed; None for a single stratum.
+        patient: str[n] of each example.
+        noise: float64[r], the standard deviation of each run's ratio by the noise of released statistics, where known.
+        stratum: float64[n], equal for examples whose share in the sums is fixed; None for a single stratum.
     """
     mean = float(part.sum() / whole.sum())
     apart = part - mean * whole
@@ -155,11 +156,11 @@ def ratio(
 
 
 def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
-    """Return the mean of n values that repetitions with other seeds gave, with the interval of Student's t.
+    """Return the mean of n repetitions with different seeds, with the interval of Student's t.
 
     Args:
-        sd: their standard deviation, with n − 1 in the divisor; None for a single one. Where it is 0, as of training
-            without chance, repetitions tell nothing, and there is no interval.
+        sd: their standard deviation, with n − 1 in the divisor; None for a single one. At 0, as for deterministic
+            training, there is no interval.
     """
     if not sd:
         return Estimate(mean, None, None)
@@ -168,7 +169,7 @@ def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
 
 
 def _half(sources: list[tuple[float, float]]) -> float:
-    """Half the width of an interval, of the variances that add up and the degrees of freedom of each."""
+    """Return half the width of an interval from variances to add and the degrees of freedom of each."""
     from scipy.stats import norm, t
 
     variance = sum(one for one, _ in sources)
@@ -180,11 +181,11 @@ def _half(sources: list[tuple[float, float]]) -> float:
 
 
 def verdict(gain: Estimate | None, room: Estimate | None) -> str:
-    """Return what follows for a hospital: "join", "local", "nothing to gain", or "inconclusive".
+    """Return the verdict for a hospital: "join", "local", "nothing to gain", or "inconclusive".
 
     Args:
-        gain: of joining over the hospital alone.
-        room: what a model of all data gains over it; None where nobody trained one.
+        gain: of the federated over the local model.
+        room: the pooled gain, of a model of all data over the local one; None without such a model.
     """
     if gain is None or gain.low is None or gain.high is None:
         return "inconclusive"
@@ -199,7 +200,7 @@ def verdict(gain: Estimate | None, room: Estimate | None) -> str:
 
 
 def shows_room(room: Estimate | None) -> bool:
-    """Return whether pooling brings something beyond doubt, so that a share of it can be told."""
+    """Return whether the pooled gain is significant, so that a share of it can be reported."""
     return room is not None and room.low is not None and room.low > 0
 
 
@@ -207,9 +208,9 @@ def shows_room(room: Estimate | None) -> bool:
 
 
 class Paired(TypedDict):
-    """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and how surprising it is.
+    """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and the p-value of their test.
 
-    `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or where nothing differs.
+    `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or without any difference.
     """
 
     difference: float
@@ -221,10 +222,10 @@ class Paired(TypedDict):
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
 
-    Where all differ by the same, their variance is nothing, and p that of a sign test: 2^(1 − n). No p is 0.
+    Where all differences are equal, their variance is 0, and p that of a sign test: 2^(1 − n). No p is 0.
 
     Raises:
-        ValueError: when there is no pair, or a value without a partner.
+        ValueError: without pairs, or for a value without a partner.
     """
     if not a or len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} values make no pairs")
@@ -245,8 +246,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Return the p-values of one family of tests, adjusted by Holm's method (1979).
 
-    The k-th smallest of m is multiplied by m − k + 1, and none may fall below a smaller one's. None, a test that
-    could not be made, stays None and does not count.
+    The k-th smallest of m is multiplied by m − k + 1, and the results never decrease with k. None, a missing test,
+    stays None and does not count.
     """
     known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)

@@ -1,9 +1,9 @@
-"""Three tables of builders, of images, bags and vectors, and `build` the door to all.
+"""Models of images, bags and vectors by name.
 
-What a builder returns maps a batch of its kind of input to logits float32[b, n_classes]: images
-float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `mil`), or vectors
-float32[b, n_features]. None uses BatchNorm, whose batch statistics tie the examples of a batch together and void
-differential privacy. Networks of images may start from published weights (see `pretrained`).
+They map a batch of their kind of input to logits float32[b, n_classes]: images float32[b, channels, size_px, size_px],
+bags float32[b, m, n_features + 1] (see `mil`), or vectors float32[b, n_features]. None uses BatchNorm, whose batch
+statistics make examples dependent and void differential privacy. Networks of images may start from published weights
+(see `pretrained`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SEEN: dict[str, tuple[str, str, dict[str, Callable[[int, int], nn.Module]]]] = 
     "bags": ("bags of features", "mosaics", BAG_BUILDERS),
     "vectors": ("the features of a patch", "features", VECTOR_BUILDERS),
 }
-"""What models of features see, in words; the `train.data` that gives it; and who sees it."""
+"""Kind of features → its description, its `train.data`, and the builders of its models."""
 
 HUB: Literal["hub"] = "hub"
 """Weights that timm publishes."""
@@ -39,14 +39,14 @@ HUB: Literal["hub"] = "hub"
 
 @dataclass(frozen=True)
 class Start:
-    """The weights that a network starts from, and the part of it that is trained.
+    """Initial weights of a network and its trained part.
 
     Attributes:
-        train: everything, the classifier, the last block and what comes after it, gains and biases of normalisation
-            layers and the classifier, or low-rank adapters and the classifier.
-        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
-            be loaded afterwards.
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
+        train: all parameters, the classifier, the last block and all after it, gains and biases of normalisation layers
+            and the classifier, or low-rank adapters and the classifier.
+        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture only, whose weights are
+            loaded afterwards.
+        cache: folder for the tensors of a pickle whose own folder is read-only.
     """
 
     train: Part = "all"
@@ -55,17 +55,17 @@ class Start:
 
 
 def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | None = None) -> nn.Module:
-    """A freshly initialised model, the same for the same seed whatever ran before.
+    """Build a model initialised deterministically from a seed.
 
     Args:
         name: a key of the builders of this kind of input, or `timm:NAME` for any timm architecture of images (BatchNorm
             becomes GroupNorm).
-        start: what a timm architecture starts from, or `resnet18`, which is timm's then; None for random weights.
+        start: initial weights of a timm architecture or `resnet18`, then timm's; None for random weights.
 
     Raises:
-        UsageError: for a name that is unknown, sees another kind of input, has no published weights to start from, or
-            images too small for it.
-        WsiFlError: when the weights cannot be had or do not fit.
+        UsageError: for an unknown name, a model of another kind of input or without published weights, or images too
+            small for it.
+        WsiFlError: when the weights are not available or do not fit.
 
     Example:
         >>> sum(p.numel() for p in build("mlp", n_classes=10, shape=Images(1, 28), seed=0).parameters())
@@ -83,7 +83,7 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | 
             return timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
         for sees, data, builders in _SEEN.values():
             if name in builders:
-                raise UsageError(f"model {name!r} sees {sees}, not images; set train.data = {data!r}")
+                raise UsageError(f"model {name!r} takes {sees}, not images; set train.data = {data!r}")
         if name not in BUILDERS:
             raise UsageError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}, timm:NAME")
         return BUILDERS[name](n_classes, shape.channels, shape.size_px)
@@ -102,20 +102,20 @@ def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
     made, *how = name.split(":")
-    if made == "shared_head":  # of `oneshot`: how many directions, and where no classes are asked what is
+    if made == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
         n, asked = int(how[0]) if how else N_RANDOM, cast(Kind, how[1] if len(how) > 1 else "classes")
         return SharedHead(n_classes, shape.n_features, bags=kind == "bags", directions=n, kind=asked)
     sees, _, builders = _SEEN[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees
-        raise UsageError(f"model {name!r} does not see {sees}; those that do: {', '.join(builders)}")
+        raise UsageError(f"model {name!r} does not take {sees}; those that do: {', '.join(builders)}")
     return builders[name](n_classes, shape.n_features)
 
 
 def schema(model: nn.Module) -> str:
-    """A digest of the trained parameters' names and shapes: peers can mix only what has the same one.
+    """Return the digest of the trained parameters' names and shapes, which peers must share to average models.
 
-    It covers the weights that a model started from, since what is not trained never travels.
+    It covers the initial weights, since parameters that are not trained never leave the site.
     """
     said: list[object] = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
     if start := started_from(model):
@@ -124,12 +124,12 @@ def schema(model: nn.Module) -> str:
 
 
 def parameters_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over names and shapes of all parameters of a model, and which of them are trained."""
+    """Return the SHA-256 over names, shapes and trained flags of all parameters of a model."""
     shapes = [[name, list(p.shape), p.requires_grad] for name, p in model.named_parameters()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
 def started_from(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights that a model started from; "" for random ones."""
+    """Return the SHA-256 of the initial weights of a model; "" for random ones."""
     started = getattr(model, "started", None)
     return bytes(started.tolist()).hex() if isinstance(started, torch.Tensor) else ""

@@ -1,4 +1,4 @@
-"""The optimizer, and what it remembers as named tensors of a checkpoint."""
+"""The optimizer, and its state as named tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Adam(torch.optim.Adam):
-    """PyTorch's Adam without what its methods are wrapped in for `torch.compile`, which takes 2 s to import."""
+    """PyTorch's Adam without the wrappers for `torch.compile`, whose import takes 2 s."""
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
@@ -20,7 +20,7 @@ class Adam(torch.optim.Adam):
 
 
 def slots_of(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:
-    """Return what an optimizer remembers of each parameter, as copies on the CPU named `prefix/index/slot`."""
+    """Return the optimizer's state of each parameter, as copies on the CPU named `prefix/index/slot`."""
     return {
         f"{prefix}/{index}/{name}": torch.as_tensor(value).detach().cpu().clone()
         for index, slots in optimizer.state_dict()["state"].items()
@@ -29,7 +29,7 @@ def slots_of(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]
 
 
 def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Restore what `slots_of` returned; tensors of other names are left alone."""
+    """Restore the optimizer's state from named tensors; tensors of other prefixes are ignored."""
     groups = optimizer.state_dict()["param_groups"]
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     slots: dict[int, dict[str, Tensor]] = {}
@@ -40,7 +40,7 @@ def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], 
 
 
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, named without it."""
+    """Return the tensors with a prefix, named without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 

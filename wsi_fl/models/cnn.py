@@ -1,6 +1,6 @@
 """Networks for images: those of ProxyFL's appendix A.1, LeNet-5, ResNet-18, VGG-11, and a GroupNorm CNN for CPUs.
 
-None normalises over a batch, which differential privacy forbids, nor works in place.
+Examples are independent, as differential privacy requires, and no layer works in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wsi_fl.types import UsageError
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """GroupNorm with 32 groups (Wu and He, 2018), or the most that divide `channels` among the divisors of 32.
+    """Return GroupNorm with 32 groups (Wu and He, 2018), or the largest divisor of 32 that divides `channels`.
 
     Example:
         >>> group_norm(64).num_groups, group_norm(48).num_groups, group_norm(6).num_groups
@@ -28,10 +28,10 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 class FrozenNorm(nn.Module):
-    """A trained BatchNorm in evaluation mode, whatever the mode of the model: y = (x − m)/√(v + ε) · γ + β.
+    """A trained BatchNorm, always in evaluation mode: y = (x − m)/√(v + ε) · γ + β.
 
-    Mean m and variance v are constants of the weights that a network starts from, so no example sees another. Gain γ
-    and bias β may be trained. Parameters and buffers are those of `norm`.
+    Mean m and variance v are constants of the initial weights, so examples are independent. Gain γ and bias β may be
+    trained. Parameters and buffers are those of `norm`.
     """
 
     running_mean: Tensor
@@ -49,7 +49,7 @@ class FrozenNorm(nn.Module):
         return self._of(x, self.weight, self.bias)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Return (x − m)/√(v + ε), which the gain is multiplied with."""
+        """Return (x − m)/√(v + ε), the input before gain and bias."""
         return self._of(x, None, None)
 
     def _of(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -58,7 +58,7 @@ class FrozenNorm(nn.Module):
 
 
 def perceptron(*widths: int) -> list[nn.Module]:
-    """Linear layers from each width to the next, with ReLU between them."""
+    """Return linear layers from each width to the next, with ReLU between them."""
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
@@ -68,7 +68,7 @@ def perceptron(*widths: int) -> list[nn.Module]:
 def _convolutions(
     in_channels: int, blocks: Sequence[Sequence[int]], norm: Callable[[int], nn.Module]
 ) -> list[nn.Module]:
-    """conv(3×3), normalisation and ReLU for each width of each block, which ends in 2×2 pooling."""
+    """Return conv(3×3), normalisation and ReLU for each width of each block, with 2×2 pooling after a block."""
     layers: list[nn.Module] = []
     for block in blocks:
         for width in block:
@@ -88,7 +88,7 @@ def _two_rounds(
     widths: Sequence[int],
     hidden: Sequence[int],
 ) -> nn.Module:
-    """Two rounds of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between them."""
+    """Build two stages of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between."""
     side = ((size_px - kernel + 1) // 2 - kernel + 1) // 2
     if side < 1:
         raise UsageError(f"{name} needs images of at least {3 * kernel + 1} px, not {size_px}")
@@ -99,7 +99,7 @@ def _two_rounds(
 
 
 def _gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
-    """conv(3×3), GroupNorm(1 group), ReLU and, but for the last, pooling; mean; fc(n_classes)."""
+    """Build conv(3×3), GroupNorm(1 group), ReLU and, except after the last, pooling; mean; fc(n_classes)."""
     if size_px < 16:
         raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")
     layers = _convolutions(in_channels, [(width,) for width in widths], partial(nn.GroupNorm, 1))
@@ -108,12 +108,12 @@ def _gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths
 
 
 def _mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """flatten, fc(200), ReLU, fc(200), ReLU, fc(n_classes): the perceptron of ProxyFL's appendix A.1."""
+    """Build flatten, fc(200), ReLU, fc(200), ReLU, fc(n_classes): the perceptron of ProxyFL's appendix A.1."""
     return nn.Sequential(nn.Flatten(), *perceptron(in_channels * size_px**2, 200, 200, n_classes))
 
 
 def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """ResNet-18 (He et al., 2016) with GroupNorm; any image size from 32 px.
+    """Build ResNet-18 (He et al., 2016) with GroupNorm; any image size from 32 px.
 
     Names, shapes and parameter count are torchvision's, so its checkpoints of GroupNorm variants load.
     """
@@ -128,7 +128,7 @@ _BLOCKS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 
 def _vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """conv(3×3), GroupNorm, ReLU eight times, five times pooled; fc(n_classes); images of at least 32 px.
+    """Build eight conv(3×3), GroupNorm, ReLU with five poolings; fc(n_classes); images of at least 32 px.
 
     ProxyFL (section 4.3) names "the VGG model from Yang et al. [2021] with minor adjustments for the resized images" of
     100 × 80 px and gives no table of layers. The code that Yang et al. published with FLOP has the eight convolutions
@@ -156,5 +156,5 @@ BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
 """(n_classes, in_channels, size_px) → a model of images.
 
 `lenet5` is that of LeCun et al. (1998). `gn_cnn` is for small patches and CPUs; `gn_cnn_small` is a proxy of 5 000
-parameters, which noise drowns less.
+parameters, which lose less accuracy to noise.
 """

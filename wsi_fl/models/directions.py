@@ -1,8 +1,8 @@
-"""Directions of features that all sites know, and along which they sum: where tissue that is nobody's secret varies.
+"""The projection of features for class statistics, common to all sites, from public reference slides.
 
-A row's layer-normalised features, minus the mean of public rows, are projected on the first principal components of
-public rows, each divided by the fourth root of its variance, and clipped to the median length of public rows. Noise is
-the same along every direction, so that few directions in which tissue varies lose less than many random ones.
+An example's layer-normalised features, minus the mean of public examples, are projected on the first principal
+components of public examples, each divided by the fourth root of its variance, and clipped to the median norm of public
+examples. Noise is the same along every component, so few components of high variance lose less than many random ones.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
 
 N_PUBLIC = 32
-"""Directions of public tissue. With 64 there is more noise than they tell, at ε = 1."""
+"""Default number of principal components of public reference slides; at ε = 1 the noise of 64 exceeds their gain."""
 N_RANDOM = 128
-"""Random directions, where there is no public tissue: with fewer too much of the features is lost."""
+"""Default number of random components without public reference slides; fewer lose too much of the features."""
 _FEWEST, _MOST = 16, 96
-_LEAST = 0.1  # of the mean variance, added to each, so that none is divided by nearly nothing
+_LEAST = 0.1  # of the mean variance, added to each, to avoid divisions by almost 0
 _SEED = 1_618_033
 _WITHIN = 0.25
-"""Of the square of a row's length in random directions, what rows of one class differ by; nobody knows it there."""
+"""Assumed share of the variance within classes in the squared norm of an example on random components."""
 
 
 class Source(BaseModel):
-    """A file or store of public tissue: its name, how many rows came of it, and its SHA-256."""
+    """A file or store of public reference slides: its name, number of rows and SHA-256."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class Source(BaseModel):
 
 
 class Origin(BaseModel):
-    """Where public directions come from: the encoder of the features, and the tissue."""
+    """Origin of a projection: the encoder of the features, and the public reference slides."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -53,22 +53,22 @@ class Origin(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """A map of features to numbers that are summed."""
+    """A linear projection of features for class statistics."""
 
-    mean: NDArray[np.float32]  # float32[n_features], taken off first
-    # float32[n_features, d], such that most rows of public tissue come to be at most 1 long
+    mean: NDArray[np.float32]  # float32[n_features], subtracted first
+    # float32[n_features, d], scaled such that most public examples have a norm of at most 1
     components: NDArray[np.float32]
-    covariance: NDArray[np.float64]  # float64[d, d], of public rows along the directions
-    origin: Origin | None = None  # where public ones are from; None where nobody said, and for random ones
+    covariance: NDArray[np.float64]  # float64[d, d], of projected public examples
+    origin: Origin | None = None  # None for random components and where unknown
 
     @property
     def n(self) -> int:
-        """Return how many directions there are."""
+        """Return the number of components."""
         return int(self.components.shape[1])
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the numbers, by which sites know that they have the same ones."""
+        """Return the SHA-256 of the numbers, by which sites check that they have the same projection."""
         found = hashlib.sha256()
         for kind, values in (("<f4", self.mean), ("<f4", self.components), ("<f8", self.covariance)):
             found.update(np.ascontiguousarray(values, kind).tobytes())
@@ -76,7 +76,7 @@ class Directions:
 
 
 def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
-    """Return random directions, the same everywhere: |LayerNorm(x)|² is n_features, so that a row is about 1 long."""
+    """Return the random projection, the same at all sites; |LayerNorm(x)|² = n_features, so norms are about 1."""
     import torch
 
     d = min(n, n_features)
@@ -86,14 +86,14 @@ def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
 
 
 def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: int = N_PUBLIC) -> Directions:
-    """Return at most n directions of public tissue, given features x float32[m, n_features] of patches, m > n.
+    """Fit a projection of n components to features x float32[m, n_features] of public patches, m > n.
 
     Raises:
-        UsageError: when there are too few rows, or they are all the same.
+        UsageError: for too few rows, or equal ones.
     """
     if len(x) <= n or not np.isfinite(x).all():
         raise UsageError(
-            f"{len(x)} public rows give no {n} directions; take {10 * n} patches or more of several slides"
+            f"{len(x)} public rows give no {n} components; take {10 * n} patches or more of several slides"
         )
     rows = normalised(x)
     mean = rows.mean(0)
@@ -101,7 +101,7 @@ def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: i
     variance = lengths[:n] ** 2 / len(x)
     if variance[-1] <= variance[0] * 1e-9:
         raise UsageError(
-            f"public rows vary in fewer than {n} directions; take patches of other slides as well"
+            f"public rows vary in fewer than {n} components; take patches of other slides as well"
         )
     components = axes[:n].T * (variance + _LEAST * variance.mean()) ** -0.25
     length = np.median(np.linalg.norm((rows - mean) @ components, axis=1))
@@ -112,16 +112,16 @@ def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: i
 
 
 def enough_directions(x: NDArray[np.float32], rows: int, variance: float) -> int:
-    """Return how many directions suit the letters of some hospitals, from 16 to 96: more where noise is little.
+    """Return the number of components, from 16 to 96, for the class statistics of several hospitals.
 
-    As many as 9 times the cube root of the rows that noise leaves a class's mean worth. These are v N² / s², with the
-    mean variance v of public rows and N half of all rows. The rule is the best of those tried in studies/LETTERS.md.
-    All that it asks is known before anything is sent.
+    It is 9 times the cube root of the effective sample size of a class mean under noise, v N² / s², with the mean
+    variance v of public examples and half of all examples N. The rule is the best of those tried in studies/LETTERS.md.
+    Its inputs are known before anything is released.
 
     Args:
         x: float32[m, n_features], features of public patches.
-        rows: of all hospitals together, about.
-        variance: s², of the noise in each number of the sum of all letters, where a row's letter is 1 long.
+        rows: approximate number of examples of all hospitals.
+        variance: s², of the noise in each number of the summed statistics, where those of one example have norm 1.
     """
     v = public_directions(x).covariance.trace() / N_PUBLIC
     worth = v * (rows / 2) ** 2 / variance
@@ -129,7 +129,7 @@ def enough_directions(x: NDArray[np.float32], rows: int, variance: float) -> int
 
 
 def normalised(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return features float64[m, n_features] as a head sees them, each row with mean 0 and variance 1."""
+    """Return layer-normalised features float64[m, n_features], each row with mean 0 and variance 1."""
     rows = x.astype(np.float64)
     rows -= rows.mean(1, keepdims=True)
     found: NDArray[np.float64] = rows / np.sqrt(rows.var(1, keepdims=True) + 1e-5)
@@ -137,7 +137,7 @@ def normalised(x: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def write_directions(path: Path, directions: Directions) -> None:
-    """Write public directions, whole or not at all."""
+    """Write a projection to a file, atomically."""
     import torch
 
     assert directions.origin is not None
@@ -146,10 +146,10 @@ def write_directions(path: Path, directions: Directions) -> None:
 
 
 def read_directions(path: Path, label: str) -> Directions:
-    """Return what `write_directions` wrote; errors call the file by its label.
+    """Read a projection from a file, called `label` in errors.
 
     Raises:
-        WsiFlError: when it is damaged, or no file of directions.
+        WsiFlError: for a damaged or another file.
     """
     tensors, document = load_tensors(path, "directions")
     try:
@@ -167,7 +167,7 @@ def read_directions(path: Path, label: str) -> Directions:
         whole = False
     if not whole:
         raise WsiFlError(
-            f"{label}: not a file of directions; make one with `wsi-fl projection`, or copy it again"
+            f"{label}: not a projection file; make one with `wsi-fl projection`, or copy it again"
         )
     return Directions(mean, components, covariance, origin)
 

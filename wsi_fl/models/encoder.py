@@ -1,7 +1,4 @@
-"""From the pixels of patches to their features: a preset or any timm model without its classifier.
-
-Batches are read meanwhile.
-"""
+"""Encoders of patches to features: a preset or any timm model without its classifier, with prefetched batches."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ _Patches = NDArray[np.uint8]
 _Features = NDArray[np.float32]
 
 _CLASS, _BOTH = "class token", "class token and mean of patches"
-_GPU_BATCH = 256  # patches that a GPU takes at once: with 32 it waits for the processor half of the time
+_GPU_BATCH = 256  # patches; with 32 a GPU waits for the CPU half of the time
 _CPU_PX = 1 << 19
-"""Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
+"""Maximum number of pixels of a forward pass on CPUs: larger ones exceed the caches and are slower."""
 _AHEAD = 2
 
 
@@ -48,7 +45,7 @@ class Network(nn.Module):
 
     Args:
         model: a timm model without classifier.
-        pooling: what is made of the tokens of a patch, in words; None takes what the model itself pools.
+        pooling: of the tokens of a patch, in words; None for the model's own pooling.
     """
 
     def __init__(self, model: nn.Module, transform: Transform, pooling: Pooling | None = None) -> None:
@@ -64,7 +61,7 @@ class Network(nn.Module):
         return self.of_images(pixels.permute(0, 3, 1, 2).float().div_(255))
 
     def of_images(self, images: torch.Tensor) -> torch.Tensor:
-        """Return features [b, d] of images float32[b, 3, h, w] in [0, 1], which may be overwritten."""
+        """Return features [b, d] of images float32[b, 3, h, w] in [0, 1]; the input may be overwritten."""
         images = self._normalised(images)
         if self.pooling not in {_CLASS, _BOTH}:
             pooled: torch.Tensor = self.model(images)
@@ -88,7 +85,7 @@ class Network(nn.Module):
 
 
 def preset_model(preset: Preset) -> nn.Module:
-    """Return the architecture of a preset on PyTorch's meta device: its names and shapes, without memory."""
+    """Build the architecture of a preset on PyTorch's meta device: names and shapes without memory."""
     import timm
     from timm.layers import SwiGLUPacked
 
@@ -101,34 +98,34 @@ def preset_model(preset: Preset) -> nn.Module:
 
 
 class EncoderError(WsiFlError):
-    """The encoder itself failed, whatever slide it was busy with."""
+    """A failure of the encoder, independent of the slide."""
 
 
 class Encoder:
-    """A model in evaluation mode whose pooled output is the feature of a patch.
+    """A model in evaluation mode with pooled outputs as features of patches.
 
     Args:
         name: of a preset, or of a timm architecture with or without the tag of its weights.
         weights: a file with the names of timm, torchvision, transformers or KimiaNet; None for the published ones.
-        input_px: patches are resized to it; None takes them as they are, or where the encoder has but one size
-            (presets, vision transformers), that.
-        batch_size: None takes 256 on a GPU, 32 elsewhere.
+        input_px: size of resized patches; None for the only size of the encoder (presets, vision transformers), else
+            the original one.
+        batch_size: None for 256 on a GPU, 32 elsewhere.
         half_precision: whether matrix products on a GPU have half the bits.
         compiled: whether PyTorch compiles the network for a GPU.
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
-        tell: is told in a line what people should know.
+        cache: folder for the tensors of a pickle whose own folder is read-only.
+        tell: called with notices, one line each.
 
     Attributes:
-        label: name, size that patches are resized to and digest of the weights, then `parts`: mean, sd, size and
-            pooling in words; it tells whether features of two sites mean the same.
+        label: name, size of resized patches and digest of the weights, then `parts`: mean, sd, size and pooling in
+            words; features of two sites are compatible if it is the same.
         network: from pixels to features.
         n_features: d.
-        half: the type of matrix products on GPUs, bfloat16 or float16; None for float32, as on processors.
-        batch_size: most patches of a forward pass; halved where the device's memory does not hold them.
+        half: type of matrix products on GPUs, bfloat16 or float16; None for float32, as on CPUs.
+        batch_size: maximum number of patches of a forward pass; halved when the device runs out of memory.
 
     Raises:
-        WsiFlError: when the weights cannot be had or do not fit.
-        UsageError: for a name that neither is a preset nor known to timm.
+        WsiFlError: when the weights are not available or do not fit.
+        UsageError: for a name of neither a preset nor a timm model.
     """
 
     def __init__(
@@ -163,36 +160,36 @@ class Encoder:
             if type(module) in {
                 nn.Linear,
                 nn.Conv2d,
-            }:  # autocast would bring their weights there for every batch
+            }:  # autocast would convert their weights for every batch
                 module.to(self.half)
         self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
         side = self.input_px or int(_input_of(network.model)["input_size"][-1])
         shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
         if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
             raise EncoderError(
-                f"{name} gives {shape[1:]} numbers for a patch, which are not the features it is known for; what is "
-                "made of its tokens (pooling) is not that of this architecture"
+                f"{name} gives {shape[1:]} numbers for a patch instead of its known features; its pooling of tokens is "
+                "not that of this architecture"
             )
         self.n_features = shape[1]
         if compiled and self.device.type != "cpu":
             self._compiled = torch.compile(self.network)
 
     def __call__(self, patches: _Patches) -> _Features:
-        """float32[b, d] of patches uint8[b, h, w, 3]."""
+        """Return features float32[b, d] of patches uint8[b, h, w, 3]."""
         return self.begin(patches)()
 
     def begin(self, patches: _Patches) -> Callable[[], _Features]:
-        """Start on patches uint8[b, h, w, 3] and return what waits for their features float32[b, d].
+        """Start encoding patches uint8[b, h, w, 3] and return a function that waits for features float32[b, d].
 
-        A GPU works on the next batch meanwhile, where one is begun.
+        So a GPU can work on the next batch.
 
         Raises:
-            EncoderError: when the device's memory does not hold them; while waiting, when a feature is no number.
+            EncoderError: when the device runs out of memory; by the function, when a feature is not finite.
         """
         started: Callable[[], _Features] | None = None
         with suppress(torch.OutOfMemoryError):
             started = self._started(patches)
-        if started is None:  # what the attempt held is free by now
+        if started is None:  # memory of the attempt is free by now
             features = self._in_halves(patches)
             return lambda: features
 
@@ -216,7 +213,7 @@ class Encoder:
         return partial(_waited, done, there, pixels)
 
     def _of(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Features of pixels on the device; what is compiled for one number of patches gets no other."""
+        """Return features of pixels on the device, padded to the compiled batch size."""
         if self._compiled is None or len(pixels) > self.batch_size:
             features: torch.Tensor = self.network(pixels)
             return features
@@ -225,13 +222,13 @@ class Encoder:
         return self._compiled(whole)[: len(pixels)]
 
     def room(self, shape: tuple[int, ...]) -> _Patches:
-        """Return an array to fill with patches, in memory that the device copies from by itself."""
+        """Return an empty array of patches, in pinned memory for a GPU."""
         if self.device.type == "cpu":
             return np.empty(shape, np.uint8)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
 
     def _in_halves(self, patches: _Patches) -> _Features:
-        """Encode a batch that was too large in parts, which are halved until they fit; so are all batches to come."""
+        """Encode a batch that does not fit in parts, halved until they fit, and lower the batch size likewise."""
         n, size = len(patches), f"of {patches.shape[1]} px"
         if n == 1:
             raise EncoderError(f"{self.device}: no memory for a patch {size}; lower input_px")
@@ -242,18 +239,18 @@ class Encoder:
         return np.concatenate([self(patches[k : k + size_now]) for k in range(0, n, size_now)])
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Return what the network is to be called in."""
+        """Return the autocast context for calls of the network."""
         return nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
 
     def batch_of(self, size_px: int) -> int:
-        """How many patches of this size go through at once: `batch_size`, on processors fewer where they are large."""
+        """Return the number of patches of this size per forward pass: `batch_size`, on CPUs fewer large ones."""
         if self.device.type != "cpu":
             return self.batch_size
         return max(1, min(self.batch_size, _CPU_PX // (self.input_px or size_px) ** 2))
 
 
 def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> _Features:
-    """Return what is there once a copy is done; pixels are kept until then, since they are copied too."""
+    """Return features on the host after a copy; the reference to pixels keeps their buffer until then."""
     done.synchronize()
     return there.numpy().copy()
 
@@ -297,13 +294,13 @@ def _input_of(model: nn.Module) -> dict[str, Any]:
 
 def _only_px(only: int, wanted: int | None) -> int:
     if wanted not in {None, only}:
-        raise UsageError(f"input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out")
+        raise UsageError(f"input_px = {wanted}: this encoder takes only patches of {only} px; leave it out")
     return only
 
 
 @dataclass
 class Spent:
-    """Seconds that patches took: to be read, to be encoded, to be written; the first and the last run meanwhile."""
+    """Seconds of reading, encoding and writing patches; reading and writing overlap with encoding."""
 
     read: float = 0.0
     encode: float = 0.0
@@ -315,7 +312,7 @@ class Spent:
 
 @dataclass
 class Encoded(Generic[_T]):
-    """What became of the patches of one item: features float32[n, d], or the error that reading them raised."""
+    """Features float32[n, d] of one item's patches, or the error of reading them."""
 
     item: _T
     features: _Features
@@ -328,9 +325,8 @@ def encode_each(
 ) -> Generator[Encoded[_T], None, None]:
     """Encode the patches of many items, each in batches uint8[b, h, w, 3] of any length, and yield them in order.
 
-    One thread reads on from item to item while the encoder runs, a few batches ahead, so the encoder does not wait
-    where an item ends. Items and batches are drawn in that thread. What drawing an item raises is raised here; what
-    drawing its batches raises is part of the result.
+    One thread iterates over items and batches, a few batches ahead of the encoder and across items, so the encoder does
+    not wait. Errors of iterating over items are raised here; those over an item's batches are part of its result.
     """
     found: list[_Features] = []
     spent = Spent()
@@ -349,7 +345,7 @@ def encode_each(
 def _begun(
     stream: Iterable[tuple[_T, _Patches | Exception | None, float]], encoder: Encoder
 ) -> Iterator[tuple[_T, Callable[[], _Features] | Exception | None, float, float]]:
-    """Yield what waits for a batch's features in its place, and the seconds that beginning took, one batch behind."""
+    """Replace batches by functions that wait for their features, with the seconds of the start, one batch behind."""
     before: list[Any] = []
     for item, batch, reading in stream:
         began = time.perf_counter()
@@ -366,7 +362,7 @@ def _begun(
 def _stream(
     items: Iterable[tuple[_T, Iterable[_Patches]]], encoder: Encoder
 ) -> Iterator[tuple[_T, _Patches | Exception | None, float]]:
-    """Yield (item, batch, seconds of reading), and at the end of an item its error or None in the place of a batch."""
+    """Yield (item, batch, seconds of reading), and at the end of an item its error or None instead of a batch."""
     for item, batches in items:
         ready = _regrouped(batches, encoder)
         while True:
@@ -381,10 +377,9 @@ def _stream(
 
 
 def encode(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
-    """Return the features float32[n, d] of n patches that come in batches uint8[b, h, w, 3] of any length.
+    """Encode n patches in batches uint8[b, h, w, 3] of any length to features float32[n, d].
 
-    The next batches are made in a thread of their own while the encoder runs; how they were divided makes no
-    difference.
+    A thread prefetches batches while the encoder runs; results do not depend on the batches.
     """
     with closing(encode_each([(None, batches)], encoder)) as encoded:
         (one,) = encoded
@@ -394,7 +389,7 @@ def encode(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
 
 
 def _regrouped(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:
-    """Yield the same patches in batches as the encoder wants them, copied."""
+    """Copy patches into batches of the encoder's size."""
     waiting: _Patches | None = None
     filled = 0
     for batch in batches:
@@ -414,8 +409,8 @@ def _regrouped(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patch
 
 
 def _without_last_relu(model: nn.Module) -> None:
-    """KimiaNet pools the last normalisation as it is; torchvision and timm put a ReLU between."""
+    """Remove the ReLU after the last normalisation of torchvision and timm, which KimiaNet lacks."""
     last = getattr(getattr(model, "features", None), "norm5", None)
     if last is None or not hasattr(last, "act"):
-        raise WsiFlError("weights with KimiaNet's names fit DenseNets alone; set encoder = 'densenet121'")
+        raise WsiFlError("weights with KimiaNet's names fit only DenseNets; set encoder = 'densenet121'")
     last.act = nn.Identity()

@@ -1,4 +1,4 @@
-"""Trained models as files of other programs: TorchScript and ONNX, each read back and compared before it counts."""
+"""Export of trained models to TorchScript and ONNX, each read back and compared before it is kept."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from wsi_fl.system.files import atomic
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 _TOLERANCE, _MOST_NOISE = 1e-5, 1e-3
-"""How far a file's logits may be from the model's, as a share of the largest (1 at least): what float32 makes of
-another order of sums. A model whose batches differ more from single examples may be that far from its file too."""
+"""Tolerance of a file's logits relative to the largest (at least 1): rounding of float32 in another order of sums; and
+its maximum for a model with larger differences between batches and single examples."""
 _EXAMPLES, _PATCHES = 3, 5
 
 
 class Reduced(nn.Module):
-    """A model that takes larger images, float32[b, 3, h, w] in [−1, 1], and reduces them as training did."""
+    """A model of larger images, float32[b, 3, h, w] in [−1, 1], downsampled as in training."""
 
     def __init__(self, model: nn.Module, size_px: int) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Encoded(nn.Module):
 
 
 def fit_to_leave(model: nn.Module) -> nn.Module:
-    """Return a model that holds nothing but what its answers need; of a shared head no site's own sums."""
+    """Return a model with only what its predictions need: a one-shot global head without local statistics."""
     return model.as_released() if isinstance(model, SharedHead) else model
 
 
 def _example_of(shape: Shape) -> Tensor:
-    """Return a batch of a model's inputs: noise, the same at every call; bags of different lengths."""
+    """Return a batch of model inputs: deterministic noise; bags of different lengths."""
     source = torch.Generator().manual_seed(0)
     if isinstance(shape, Images):
         size = (_EXAMPLES, shape.channels, shape.size_px, shape.size_px)
@@ -71,14 +71,14 @@ def _example_of(shape: Shape) -> Tensor:
 
 
 def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
-    """Write a traced model and return how far its logits are from the model's, as a share of the largest.
+    """Write a traced model and return the largest error of its logits relative to the largest logit.
 
     Raises:
-        WsiFlError: when that is more than 10⁻⁵, and more than the model's own noise; then there is no file.
+        WsiFlError: for an error above 10⁻⁵ and above the model's own noise; then there is no file.
     """
     example = _example_of(shape)
     with atomic(path) as temporary, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing is what WSInfer's runtime reads, deprecated or not
+        warnings.simplefilter("ignore")  # WSInfer's runtime reads traced models, deprecated or not
         torch.jit.save(torch.jit.trace(model, example), str(temporary))  # type: ignore[no-untyped-call]
         remove_torchscript_traces(temporary)
         read_back = torch.jit.load(str(temporary), map_location="cpu")  # type: ignore[no-untyped-call]
@@ -86,14 +86,14 @@ def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
 
 
 def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, str] | None = None) -> float:
-    """Write an ONNX file; return how far its logits are from the model's, as a share of the largest.
+    """Write an ONNX file and return the largest error of its logits relative to the largest logit.
 
-    Its input is named by `input_of`, its output `logits`; the dimensions `batch` and `patches` are free. `facts` is
-    what the file says of itself (`custom_metadata_map`).
+    The input is `images`, `bags` or `features`, the output `logits`; the dimensions `batch` and `patches` are free.
+    `facts` are the file's metadata (`custom_metadata_map`).
 
     Raises:
         UsageError: when the extra `export` is missing.
-        WsiFlError: when that is more than 10⁻⁵, and more than the model's own noise; then there is no file.
+        WsiFlError: for an error above 10⁻⁵ and above the model's own noise; then there is no file.
     """
     if any(find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
         raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
@@ -138,7 +138,7 @@ def input_of(shape: Shape) -> str:
 
 @torch.no_grad()
 def _difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
-    """The largest over several examples and over one: a file must not know how many it was made with."""
+    """Return the largest error over a batch and a single example: a file must work for any batch size."""
     whole = _example_of(shape)
     logits = cast(Tensor, model(whole))
     singly = torch.cat([cast(Tensor, model(whole[k : k + 1])) for k in range(len(whole))])

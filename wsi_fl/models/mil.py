@@ -1,9 +1,9 @@
 """Models of features. Of bags: Deep Sets, gated attention, CLAM's branch, a small TransMIL. Of vectors: small heads.
 
-A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. What
-stands in the other columns of padding is never looked at.
+A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. The other
+columns of padding are ignored.
 
-All begin with a LayerNorm, since encoders differ in scale, and tie no examples together. All their parameters lie in
+All begin with a LayerNorm, since encoders differ in scale, and keep examples independent. All parameters belong to
 layers, so that differential privacy has the gradients of single examples (`wsi_fl.privacy.gradients`).
 """
 
@@ -21,17 +21,17 @@ from wsi_fl.models.cnn import perceptron
 
 _HIDDEN, _ATTENDING = 256, 128  # units of φ and ρ, and of the attention
 _TOKEN, _HEADS, _LANDMARKS = 128, 4, 1024
-"""Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
+"""Units of a token of TransMIL, heads of its attention, and maximum number of patches with exact attention."""
 
 _Pool = Callable[[Tensor, Tensor], Tensor]
 """(φ float32[b, m, hidden] ≥ 0 and 0 at padding, mask bool[b, m]) → float32[b, hidden]."""
 
 
 class BagModel(nn.Module):
-    """A model of bags, which may say what its answer rests on."""
+    """A model of bags, optionally with attention weights."""
 
     def attention(self, bags: Tensor) -> Tensor | None:
-        """Return weights float32[b, m] of the patches, 0 at padding; None for a model that weighs none."""
+        """Return weights float32[b, m] of the patches, 0 at padding; None for a model without weights."""
         del bags
         return None
 
@@ -56,7 +56,7 @@ class _PooledBag(BagModel):
 
 
 def _opened(bags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (features float32[b, m, d], 0 at padding, and bool[b, m], where there is a patch)."""
+    """Return (features float32[b, m, d], 0 at padding, and the mask bool[b, m] of patches)."""
     present = bags[..., -1] > 0.5
     return torch.where(present.unsqueeze(2), bags[..., :-1], 0.0), present
 
@@ -66,7 +66,7 @@ def _mean(phi: Tensor, present: Tensor) -> Tensor:
 
 
 def _max(phi: Tensor, present: Tensor) -> Tensor:
-    del present  # φ ends in a ReLU, so that the zeros of padding exceed nothing
+    del present  # φ ends in a ReLU, so the zeros of padding are never larger
     return phi.amax(1)
 
 
@@ -78,7 +78,7 @@ class _Attention(nn.Module):
         self.score = score
 
     def weights(self, phi: Tensor, present: Tensor) -> Tensor:
-        """Return float32[b, m], 0 at padding; sums to 1 over each bag that has a patch."""
+        """Return weights float32[b, m], 0 at padding, of sum 1 over each bag with a patch."""
         scores = self.score(phi).squeeze(2).masked_fill(~present, torch.finfo(phi.dtype).min)
         return torch.softmax(scores, dim=1) * present
 
@@ -87,13 +87,13 @@ class _Attention(nn.Module):
 
 
 def deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN, pool: _Pool = _mean) -> nn.Module:
-    """Two layers on each patch, the mean over the bag or what else pools it, and two layers on that."""
+    """Build two layers on each patch, a mean or other pooling over the bag, and two layers on the result."""
     phi = nn.Sequential(nn.LayerNorm(n_features), *perceptron(n_features, hidden, hidden), nn.ReLU())
     return _PooledBag(phi, pool, nn.Sequential(*perceptron(hidden, hidden, n_classes)))
 
 
 def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
-    """A mean weighted by attention, which says what the answer rests on."""
+    """Build a deep set with attention pooling."""
     score = nn.Sequential(nn.Linear(_HIDDEN, _ATTENDING), nn.Tanh(), nn.Linear(_ATTENDING, 1))
     return deepset(n_classes, n_features, pool=_Attention(score))
 
@@ -117,7 +117,7 @@ def _gated(n_classes: int, n_features: int, hidden: int, attending: int) -> nn.M
 
 
 class _SelfAttention(nn.Module):
-    """One block of TransMIL: tokens and what they attend to, added up."""
+    """One block of TransMIL: self-attention with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +137,12 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def _landmarks(x: Tensor) -> Tensor:
-    """The class token and _LANDMARKS means over runs of patches that follow each other."""
+    """Return the class token and 1024 means over runs of consecutive patches."""
     return torch.cat([x[:1], functional.adaptive_avg_pool1d(x[1:].T, _LANDMARKS).T])
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What tokens of one bag attend to, float32[n, units]; in pieces, so that memory never holds n × n numbers.
+    """Return the attention float32[n, units] of tokens of one bag, without n × n numbers in memory.
 
     `bias`, float32[1, keys], is added to the scores.
     """
@@ -153,9 +153,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
 
 
 def _self_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What each token of one bag attends to: exact, or where patches are many by landmarks, which count as often as
-    they have patches.
-    """
+    """Return the self-attention of one bag: exact, or for many patches with landmarks weighted by their patches."""
     n = len(k) - 1
     if n <= _LANDMARKS:
         return _attended(q, k, v)
@@ -166,23 +164,22 @@ def _self_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class _TransMil(BagModel):
     """TransMIL (Shao et al., NeurIPS 2021), made small: two blocks of self-attention over 128 units, 4 heads.
 
-    What is different from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to
-    1024 means over runs of patches that follow each other, in place of Nyström's approximation; the class token attends
-    to every patch, so memory grows with the number of patches and not with its square. There are no convolutions over
-    the patches laid out in a square (PPEG and Nyström's residual), since a patch's place in a list says nothing of
-    where it was: in bags of up to 1024 patches the order does not matter. There is no dropout. The token of the class
-    comes first, then those of the patches.
+    Differences from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to 1024
+    means over runs of consecutive patches, in place of Nyström's approximation; the class token attends to every patch,
+    so memory grows linearly with the number of patches. There are no convolutions over the patches laid out in a square
+    (PPEG and Nyström's residual), since the order in a list is not spatial: in bags of up to 1024 patches it does not
+    matter. There is no dropout. The class token comes first, then those of the patches.
     """
 
     def __init__(self, n_classes: int, n_features: int) -> None:
         super().__init__()
         self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, _TOKEN), nn.ReLU())
-        self.token = nn.Linear(1, _TOKEN, bias=False)  # of a constant: a parameter that lies in a layer
+        self.token = nn.Linear(1, _TOKEN, bias=False)  # of a constant: so the parameter belongs to a layer
         self.among, self.onto = _SelfAttention(), _SelfAttention()
         self.rho = nn.Sequential(nn.LayerNorm(_TOKEN), nn.Linear(_TOKEN, n_classes))
 
     def _mixed(self, bags: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Tokens float32[b, 1 + m, units] after the first block, and which of them each bag has."""
+        """Return tokens float32[b, 1 + m, units] after the first block, and the indices of those in each bag."""
         features, present = _opened(bags)
         first = self.token(features.new_ones(len(features), 1, 1))
         tokens = torch.cat([first, self.phi(features)], dim=1)
@@ -196,14 +193,14 @@ class _TransMil(BagModel):
     def forward(self, bags: Tensor) -> Tensor:
         tokens, here = self._mixed(bags)
         found = [
-            _attended(q[:1], k[own], v[own])  # nobody looks at what patches attend to here
+            _attended(q[:1], k[own], v[own])  # the attention of patches is not needed here
             for q, k, v, own in zip(*self.onto.projected(tokens), here, strict=True)
         ]
         logits: Tensor = self.rho(tokens[:, 0] + self.onto.out(torch.cat(found)))
         return logits
 
     def attention(self, bags: Tensor) -> Tensor:
-        """Return what the class token attends to in the second block, float32[b, m], by patch: the mean over heads."""
+        """Return the attention float32[b, m] of the class token to patches in the second block, the mean over heads."""
         tokens, here = self._mixed(bags)
         rows = []
         for q, k, own in zip(*self.onto.projected(tokens)[:2], here, strict=True):
@@ -215,14 +212,14 @@ class _TransMil(BagModel):
 
 
 class MeanOfBag(nn.Module):
-    """Maps bags float32[b, m, d + 1] to the mean of their features float32[b, d]."""
+    """The mean of bags: float32[b, m, d + 1] to features float32[b, d]."""
 
     def forward(self, bags: Tensor) -> Tensor:
         return _mean(*_opened(bags))
 
 
 def linear_head(n_classes: int, n_features: int) -> nn.Module:
-    """LayerNorm and fc(n_classes): small enough that differential privacy leaves it something to learn."""
+    """Build LayerNorm and fc(n_classes), small enough to train under differential privacy."""
     return nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, n_classes))
 
 
@@ -252,7 +249,7 @@ BAG_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
 """(n_classes, n_features) → a model of bags.
 
 `abmil` is gated attention (Ilse, Tomczak and Welling, ICML 2018, eq. 9) on a projection to 256 units. `clam_sb` is the
-single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021), `small` in the paper's code. There is
-no clustering loss on the patches that are attended most and least, since what sites train and exchange here has one
-loss, that of logits; there is no dropout; and a LayerNorm comes first. So it differs from `abmil` in size alone.
+single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021), `small` in the paper's code, without
+the clustering loss on the patches of highest and lowest attention, since here every model has a single loss on its
+logits; without dropout; and with a LayerNorm first. So it differs from `abmil` only in size.
 """

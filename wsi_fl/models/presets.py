@@ -1,6 +1,6 @@
-"""Encoders that groups already have: one table of facts.
+"""Presets of published encoders.
 
-`docs/encoders.md` has the table. It says where the facts were read, and which are assumed.
+`docs/encoders.md` has the table, with the sources of all facts and the assumed ones.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Pooling = Literal["class token", "class token and mean of patches", "the model's
 _Rgb = tuple[float, float, float]
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""What weights are called on the hub, in the order in which they are wanted."""
+"""File names of weights on the hub, in order of preference."""
 
-_NEAR = 0.2  # 256 px at 0.5 µm/px, reduced to 224, are what most groups give to encoders of 0.5 µm/px
+_NEAR = 0.2  # most groups use 256 px at 0.5 µm/px, resized to 224, with encoders of 0.5 µm/px
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What is done to the pixels of a patch before a model sees them.
+    """Preprocessing of a patch's pixels for a model.
 
     Attributes:
         mean, sd: per channel, of values from 0 to 1.
-        px: width and height of what the model sees; None takes patches as they are.
-        interpolation: by which patches are resized.
-        resize_px: patches are resized to it and the middle `px` are kept; None stands for `px`.
+        px: width and height of the model's input; None for those of the patches.
+        interpolation: method of resizing.
+        resize_px: size of resized patches before a centre crop to `px`; None for `px`.
     """
 
     mean: _Rgb
@@ -44,7 +44,7 @@ class Transform:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """In words: mean, sd, and how patches get their size."""
+        """Return mean, sd and resizing in words."""
         if self.px is None:
             size = "not resized"
         elif self.resize_px in {None, self.px}:
@@ -63,17 +63,17 @@ class Preset:
     """Facts of one published encoder.
 
     Attributes:
-        architecture: timm's name, or any where `build` makes it.
+        architecture: timm's name, or any with `build`.
         n_features: d.
-        n_parameters: of the model as it is built here.
-        hub_id: of its weights on the Hugging Face hub; "" where they are not there.
-        mpp: µm per pixel of the patches that it was trained on; empty where the authors do not say.
-        pooling: how its tokens become features. A vision transformer has a class token; a convolutional network has its
-            own pooling.
+        n_parameters: of the model as built here.
+        hub_id: of its weights on the Hugging Face hub; "" without.
+        mpp: µm per pixel of its training patches; empty where not published.
+        pooling: from tokens to features. A vision transformer has a class token; a convolutional network has its own
+            pooling.
         arguments: of the architecture.
-        swiglu: whether its MLPs are SwiGLU where timm's architecture has others.
-        build: makes an encoder that timm has not, from a file of weights or from its own (None): a module from
-            normalised images float32[b, 3, px, px] to features float32[b, d] where the pooling is its own.
+        swiglu: whether its MLPs are SwiGLU instead of those of timm's architecture.
+        build: builds an encoder that is not in timm, from a file of weights or from its own (None): a module from
+            normalised images float32[b, 3, px, px] to features float32[b, d] with its own pooling.
     """
 
     architecture: str
@@ -90,14 +90,12 @@ class Preset:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What tells it apart besides its name and weights, in words."""
+        """Return preprocessing, pooling and resolution in words."""
         return (*self.transform.parts, self.pooling, *([f"trained at {self.said_mpp}"] if self.mpp else []))
 
     @property
     def needed_bytes(self) -> int:
-        """Estimate of the memory that it takes with a batch of patches: weights in float32, twice while they are
-        read.
-        """
+        """Return the estimated memory with a batch of patches: weights in float32, twice while they are read."""
         return 2 * 4 * self.n_parameters + (1 << 30)
 
     @property
@@ -231,14 +229,14 @@ _OWN = {
 }
 
 PRESETS = Table("wsi_fl.encoders", _OWN, Preset)
-"""By the name that an encoder is asked for; another package adds its own as entry points of `wsi_fl.encoders`."""
+"""Presets by name; other packages add theirs as entry points of `wsi_fl.encoders`."""
 
 _OTHER_NAMES = {"univ1": "uni", "univ2": "uni2h", "uni2": "uni2h", "midnight": "midnight12k"}
-"""What other tools call them, where that is another word."""
+"""Names in other tools → names here, without punctuation."""
 
 
 def preset_called(name: str) -> str | None:
-    """Return the preset that another tool's name of an encoder stands for; None where it stands for none.
+    """Return the preset for another tool's name of an encoder; None without one.
 
     Example:
         >>> [preset_called(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
@@ -258,11 +256,11 @@ _NOT_HERE = {
     "gpfm": "has weights under names of their own",
     "mstar": "has weights under names of their own",
 }
-"""Encoders that are no presets, by the letters that their names begin with."""
+"""Reasons why encoders are not presets, by the prefix of their names."""
 
 
 def instead_of(name: str) -> str | None:
-    """Say in words what to do where no encoder has this name; None where nobody knows.
+    """Return advice for the unknown name of an encoder; None without any.
 
     Example:
         >>> instead_of("UNI2"), instead_of("conch_v15").split(";")[0]
@@ -280,7 +278,7 @@ def _letters(name: str) -> str:
 
 
 def warning_of(name: str, size_px: int, mpp: float) -> str | None:
-    """Say that patches show an encoder another resolution than it was trained on; None where not, or unknown.
+    """Return a warning for patches of a resolution unlike the encoder's training; None where fine or unknown.
 
     Example:
         >>> warning_of("uni", 224, 0.25)
@@ -295,4 +293,5 @@ def warning_of(name: str, size_px: int, mpp: float) -> str | None:
     seen = mpp * size_px / to if to else mpp
     if any(abs(seen / one - 1) <= _NEAR for one in preset.mpp):
         return None
-    return f"{name} was trained at {preset.said_mpp}; patches of {size_px} px at {mpp:g} µm/px show it {seen:.3g} µm/px"
+    patches = f"patches of {size_px} px at {mpp:g} µm/px"
+    return f"{name} was trained at {preset.said_mpp}; {patches} show it {seen:.3g} µm/px"

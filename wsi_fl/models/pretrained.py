@@ -1,6 +1,6 @@
-"""Networks that start from published weights, and the part of them that is trained; the rest stays as it is.
+"""Networks with published initial weights, of which a part is trained and the remainder frozen.
 
-What is not trained is public and the same at all sites: it never travels, and costs no ε.
+Frozen weights are public and the same at all sites: they never leave the site, and cost no ε.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
-    """The architecture with fresh weights, ready for per-example gradients."""
+    """Build a timm architecture with random weights, ready for per-example gradients."""
     what = f"{n_classes} classes and {in_channels} channels"
     return _without_batch_norm(created(name, what, num_classes=n_classes, in_chans=in_channels))
 
 
 def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
-    """Replace every 2-d BatchNorm by GroupNorm in place, or where `frozen` every BatchNorm by its frozen form.
+    """Replace every 2-d BatchNorm by GroupNorm in place, or with `frozen` every BatchNorm by its frozen form.
 
-    What timm fuses with a norm, dropout and activation, comes after it.
+    Dropout and activation, which timm fuses with a norm, come after it.
     """
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
@@ -49,16 +49,16 @@ def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
 
 Part = Literal["all", "head", "last", "norm", "lora"]
 _RANK = 4
-"""Of low-rank adapters: a few, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
+"""Rank of adapters: low, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
 
 
 class _Pretrained(nn.Module):
-    """A timm model of images in [−1, 1], which it is shown as its weights expect them."""
+    """A timm model of images in [−1, 1], normalised as its weights require."""
 
     mean: Tensor
     sd: Tensor
-    # SHA-256 uint8[32] of the weights that it started from, kept with the weights, 0 where they are loaded
-    # afterwards; models that started from others cannot be mixed
+    # SHA-256 uint8[32] of the initial weights, stored with the weights, 0 where they are loaded afterwards; models of
+    # different initial weights cannot be averaged
     started: Tensor
 
     def __init__(self, model: Any, start: str) -> None:
@@ -74,11 +74,11 @@ class _Pretrained(nn.Module):
 
 
 def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> _Pretrained:
-    """Return a timm architecture with given weights and a fresh classifier; its BatchNorm is frozen.
+    """Build a timm architecture with initial weights and a random classifier; its BatchNorm is frozen.
 
     Raises:
-        UsageError: when timm has no such model, or none of this size, or it has no such part.
-        WsiFlError: when the weights cannot be had or do not fit.
+        UsageError: when timm has no such model, or none of this size, or the model no such part.
+        WsiFlError: when the weights are not available or do not fit.
     """
     if shape.channels != 3:
         raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
@@ -98,7 +98,7 @@ def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> 
 
 
 def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
-    """Load weights into a model without classifier; return their digest, with what they expect of images."""
+    """Load weights into a model without classifier; return the digest of weights and normalisation."""
     if isinstance(weights, str):
         path = published_weights(name, model.pretrained_cfg.get("hf_hub_id"))
     else:
@@ -108,7 +108,7 @@ def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | N
 
 
 def _fit_size(model: Any, name: str, size_px: int) -> None:
-    """Let a model that sees one size of images see this one: its embeddings of places are interpolated."""
+    """Set the size of images of a model, which interpolates its positional embeddings."""
     if hasattr(model, "set_input_size"):
         try:
             model.set_input_size(img_size=size_px)
@@ -117,7 +117,7 @@ def _fit_size(model: Any, name: str, size_px: int) -> None:
 
 
 def _classifier(model: Any) -> list[nn.Module]:
-    """Return the layers that make logits; some architectures have two."""
+    """Return the layers of the classifier; some architectures have two."""
     found = model.get_classifier()
     return list(found) if isinstance(found, tuple) else [found]
 
@@ -127,10 +127,10 @@ def _head(model: Any) -> list[nn.Parameter]:
 
 
 def _last(model: Any) -> list[nn.Parameter]:
-    """Return the parameters of the last block and of what comes after it, as timm divides its models."""
+    """Return the parameters of the last block and after it, as timm divides its models."""
     if not hasattr(model, "group_matcher"):
         raise UsageError(
-            f"timm does not say what is last in a {type(model).__name__}; set model.train = 'norm'"
+            f"timm does not divide a {type(model).__name__} into blocks; set model.train = 'norm'"
         )
     depth = group_parameters(model, model.group_matcher(), return_values=False, reverse=True)
     last = sorted(set(depth.values()))[-2:]
@@ -144,7 +144,7 @@ def _norm(model: Any) -> list[nn.Parameter]:
 
 
 def _lora(model: Any) -> list[nn.Parameter]:
-    """Give linear layers low-rank adapters (Hu et al., 2021), or convolutions where there are none; return these."""
+    """Add low-rank adapters to linear layers (Hu et al., 2021), else to convolutions; return the trained parameters."""
     kept = {id(module) for layer in _classifier(model) for module in layer.modules()}
     layers = [module for module in model.modules() if id(module) not in kept]
     linear = [one for one in layers if type(one) is nn.Linear]
@@ -153,7 +153,7 @@ def _lora(model: Any) -> list[nn.Parameter]:
 
 
 class _Adapted(nn.Module):
-    """Adds a product of two small layers to what a layer says; at first it is 0 (Hu et al., 2021)."""
+    """A layer plus a product of two small layers, initially 0 (Hu et al., 2021)."""
 
     down: nn.Module
     up: nn.Module
@@ -176,7 +176,7 @@ _OF_KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
 def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
-    """Turn a layer into one with an adapter, in place: its own parameters keep their names. Return the adapter's."""
+    """Add an adapter to a layer in place, whose parameters keep their names; return the adapter's parameters."""
     if isinstance(layer, nn.Linear):
         down: nn.Module = nn.Linear(layer.in_features, _RANK, bias=False)
         up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)

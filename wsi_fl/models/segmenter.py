@@ -1,6 +1,6 @@
-"""A segmenter of faults that a group has trained: a torchvision segmentation model with its weights in safetensors.
+"""User-supplied segmenters of artifacts: torchvision segmentation models with weights in safetensors.
 
-The header of the file says what it is, in one entry `segmenter` of JSON:
+The header of the file describes the model in one entry `segmenter` of JSON:
 
     {"architecture": "lraspp_mobilenet_v3_large", "classes": ["tissue", "pen", "fold"], "mpp": 2.0,
      "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -25,11 +25,11 @@ from wsi_fl.models.weights import read_weights
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError, one_line
 
-_PX_AT_ONCE = 1 << 20  # pixels that go through the model together
+_PX_AT_ONCE = 1 << 20  # pixels per forward pass
 
 
 class _Facts(BaseModel):
-    """What the file says of its model."""
+    """Metadata of a segmenter file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     architecture: str
@@ -41,9 +41,7 @@ class _Facts(BaseModel):
 
 @dataclass(frozen=True)
 class Segmenter:
-    """A model that gives each pixel of a patch, at `mpp` µm per pixel, one of `classes`, the model's channels in
-    order.
-    """
+    """A model of the class of each pixel of a patch at `mpp` µm per pixel; `classes` are its channels in order."""
 
     classes: tuple[str, ...]
     mpp: float
@@ -53,7 +51,7 @@ class Segmenter:
 
     @torch.inference_mode()
     def shares(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return which share float32[b, n_classes] of each of the patches uint8[b, h, w, 3] has which class."""
+        """Return the share float32[b, n_classes] of each class in the patches uint8[b, h, w, 3]."""
         n, height, width, _ = patches.shape
         mean, std = (torch.tensor(of)[:, None, None] for of in (self.mean, self.std))
         step = max(1, _PX_AT_ONCE // (height * width))
@@ -70,7 +68,7 @@ def load_segmenter(path: Path) -> Segmenter:
     """Load a segmenter from a safetensors file.
 
     Raises:
-        WsiFlError: when the file is missing or damaged, does not say what it is, or its weights do not fit that.
+        WsiFlError: when the file is missing or damaged, lacks its metadata, or its weights do not fit these.
     """
     facts, state = _facts(path), read_weights(path)
     from torchvision.models import get_model, list_models, segmentation
@@ -100,11 +98,11 @@ def _facts(path: Path) -> _Facts:
         raise WsiFlError(f"{path}: not a readable safetensors file ({one_line(error)})") from None
     if said is None:
         raise WsiFlError(
-            f"{path}: its header does not say what it is; docs/quality.md says how to write the entry `segmenter`"
+            f"{path}: its header has no entry `segmenter`; docs/quality.md shows how to write it"
         )
     try:
         return _Facts.model_validate_json(said)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
+        where = ".".join(map(str, first["loc"])) or "document"
         raise WsiFlError(f"{path}: entry `segmenter` of its header: {where}: {first['msg']}") from None

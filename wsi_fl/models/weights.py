@@ -1,4 +1,4 @@
-"""Models of timm, and their weights: from a file or the model hub, whatever their keys are called; their digest."""
+"""Models of timm and their weights, from a file or the model hub, with keys of several libraries; their digest."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ State = Mapping[str, torch.Tensor]
 
 
 class NoWeightsError(WsiFlError):
-    """Published weights that cannot be had here; a file of them can be given."""
+    """Published weights are not available here; the user can give a file."""
 
 
 _CLASSIFIERS = ("classifier", "fc", "fc_4", "head", "head.fc", "head_dist")
-"""Where architectures keep what makes classes of features; `fc_4` is KimiaNet's."""
+"""Names of classifiers; `fc_4` is KimiaNet's."""
 _KIMIANET = "model.0."
-"""The convolutions of KimiaNet, and of any torchvision DenseNet in an `nn.Sequential` with its pooling."""
+"""Prefix of the convolutions of KimiaNet, and of any torchvision DenseNet in an `nn.Sequential` with its pooling."""
 _WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "state_dict.")
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.")
 
@@ -42,14 +42,14 @@ _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.")
 def read_weights(
     path: Path, cache: Path | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, half precision made single; those of a pickle by way of such a file.
+    """Read the tensors of a safetensors file, half precision cast to single; a pickle is converted first.
 
     Args:
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
-        tell: is told when they are.
+        cache: folder for the tensors of a pickle whose own folder is read-only.
+        tell: called with a line after a conversion.
 
     Raises:
-        WsiFlError: when it is missing, damaged, or a pickle with more than tensors, which can run any program.
+        WsiFlError: for a missing or damaged file, or a pickle with more than tensors, which can run any program.
     """
     if not path.is_file():
         raise WsiFlError(f"{path}: no such file; weights are a safetensors, .bin, .pt or .pth file")
@@ -63,7 +63,7 @@ def read_weights(
 
 
 def cached_weights(hub_id: str, files: Sequence[str] = ("model.safetensors",)) -> Path | None:
-    """The first of these files that was downloaded before; None where none was."""
+    """Return the first of these files in the cache of downloads; None without any."""
     from huggingface_hub import try_to_load_from_cache
 
     found = (try_to_load_from_cache(hub_id, file) for file in files)
@@ -71,19 +71,19 @@ def cached_weights(hub_id: str, files: Sequence[str] = ("model.safetensors",)) -
 
 
 def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("model.safetensors",)) -> Path:
-    """The file that an encoder's authors publish, downloaded with the user's own token unless it is here already.
+    """Return the published file of an encoder, downloaded with the user's token unless cached.
 
     Args:
-        files: what it may be called, in the order in which they are wanted.
+        files: possible names, in order of preference.
 
     Raises:
-        NoWeightsError: when there is none or it cannot be had.
+        NoWeightsError: when there is none or it is not available.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
     if not hub_id:
-        raise NoWeightsError(f"{name}: timm publishes no weights of it by name; give them in a file")
+        raise NoWeightsError(f"{name}: timm publishes no weights of this name; give them in a file")
     if found := cached_weights(hub_id, files):
         return found
     host = urlsplit(constants.ENDPOINT).hostname or ""
@@ -111,13 +111,13 @@ def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) ->
     """Load weights into a model without classifier; the keys may be timm's, torchvision's, transformers' or KimiaNet's.
 
     Args:
-        assign: puts the tensors themselves into the model, as one without memory needs it.
+        assign: whether the tensors themselves become the parameters, as a model on the meta device needs.
 
     Returns:
         Whether they are KimiaNet's, whose features are pooled without the last ReLU.
 
     Raises:
-        WsiFlError: when a key is missing, too many or of another shape; it names one of each kind, with shapes.
+        WsiFlError: for missing or unexpected keys or another shape, with the first of each kind and shapes.
     """
     wanted = {name: one for name, one in model.state_dict().items() if not _bookkeeping(name)}
     named, kimianet = _renamed(_timm_named(state, model), wanted)
@@ -146,7 +146,7 @@ def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) ->
 
 
 def digest_of(model: nn.Module) -> str:
-    """SHA-256 of all tensors by name: the same weights have it wherever they came from."""
+    """Return the SHA-256 of all tensors by name, the same for weights of any source."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if not _bookkeeping(name):
@@ -156,7 +156,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def _renamed(state: State, wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], bool]:
-    """The weights under the names of the model that fit best, and whether they were KimiaNet's."""
+    """Return the weights under the best matching names of the model, and whether they are KimiaNet's."""
     expected = set(wanted)
     best, best_kimianet = dict(state), False
     names = {name: name for name in state}
@@ -177,7 +177,7 @@ def _renamed(state: State, wanted: Iterable[str]) -> tuple[dict[str, torch.Tenso
 
 
 def _bookkeeping(name: str) -> bool:
-    """A counter of training steps, which older files lack."""
+    """Return whether a tensor is a counter of training steps, absent from older files."""
     return name.endswith("num_batches_tracked")
 
 
@@ -192,19 +192,19 @@ def _others(names: list[str]) -> str:
 
 
 def refuse_file_name(name: str) -> None:
-    """An encoder is a name; a path belongs into `weights`."""
+    """Refuse a path as the name of an encoder; paths belong in `weights`."""
     if ("/" in name and ":" not in name) or name.endswith((".safetensors", *_PICKLES)):
         raise UsageError(f"encoder = {name!r} is a preset's or a timm model's name; a file goes into weights")
 
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".torch")
-_INNER = ("state_dict", "model", "teacher")  # under which key training programs put the weights
+_INNER = ("state_dict", "model", "teacher")  # keys of weights in files of training programs
 _PLAIN = re.compile(r"[\w./ -]+")
 
 
 def _conversion(path: Path, *, tensors_alone: bool) -> str:
-    """Return the command that makes a safetensors file of a pickle, as far as programs nest weights in it."""
-    source = str(path) if _PLAIN.fullmatch(str(path)) else "in.pth"  # else a shell might read it otherwise
+    """Return the command to convert a pickle to a safetensors file, with the usual nesting of weights."""
+    source = str(path) if _PLAIN.fullmatch(str(path)) else "in.pth"  # else a shell might misread it
     nested = "d"
     for key in reversed(_INNER):
         nested = f"d.get('{key}', {nested})"
@@ -216,7 +216,7 @@ def _conversion(path: Path, *, tensors_alone: bool) -> str:
 
 
 def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
-    """Return a safetensors file with the tensors of a pickle, made once beside it, or else in the cache.
+    """Convert a pickle once to a safetensors file beside it, or else in the cache, and return its path.
 
     Only tensors and plain containers are unpickled (`torch.load(weights_only=True)`).
     """
@@ -240,7 +240,7 @@ def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None])
             raise
         except OSError:
             continue
-        tell(f"{path.name}: tensors alone were read and kept as {place}")
+        tell(f"{path.name}: only tensors were read and kept as {place}")
         return place
     raise WsiFlError(
         f"{path}: its folder cannot be written; convert it elsewhere: {_conversion(path, tensors_alone=True)}"
@@ -248,7 +248,7 @@ def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None])
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a pickle by name; those that share memory get their own."""
+    """Read the tensors of a pickle by name, each in memory of its own."""
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and PyTorch have many ways to refuse
@@ -269,10 +269,10 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def created(name: str, what: str, **arguments: Any) -> Any:
-    """Return a timm model with fresh weights, as timm makes it; `what` says in words what is asked for.
+    """Create a timm model with random weights; `what` describes it in errors.
 
-    UsageError for a name that timm would look up elsewhere, on a hub or in a file: what was agreed on by name could
-    become another model, and whoever names it could make this process open connections or files.
+    UsageError for a name that timm would look up on a hub or in a file: a name common to sites could become another
+    model, and its author could make this process open connections or files.
     """
     import timm
 
@@ -292,14 +292,14 @@ _BATCH = 64
 
 
 def untrained_weights(name: str, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
-    """Return weights with timm's names that were never trained, always the same for the same images.
+    """Return random weights with timm's names, deterministic for the same images.
 
-    Random filters tell textures apart. Normalisation layers have seen the images, without which all features would
-    look alike.
+    Random filters distinguish textures. Normalisation layers have statistics of the images, without which features
+    would hardly differ.
 
     Args:
         name: of a timm architecture with BatchNorm.
-        images: uint8[n, h, w, 3] that its normalisation layers see.
+        images: uint8[n, h, w, 3] for the statistics of its normalisation layers.
     """
     import timm
     from timm.data import resolve_model_data_config
@@ -352,11 +352,11 @@ _THREE = {
 
 
 def _timm_named(state: State, model: nn.Module) -> State:
-    """Return the weights under timm's names where they have those of ViT or DINOv2 in transformers; else as they are.
+    """Convert names of ViT or DINOv2 in transformers to timm's; other weights stay unchanged.
 
     Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers,
-    what the class token's place adds is added to the token itself, as timm adds no place to it. Places are interpolated
-    to the grid of the model as `Dinov2Embeddings.interpolate_pos_encoding` does it.
+    the positional embedding of the class token is added to the token, as timm has none for it. Positional embeddings
+    are interpolated to the grid of the model as in `Dinov2Embeddings.interpolate_pos_encoding`.
     """
     prefix = next((name.removesuffix(_CLASS_TOKEN) for name in state if name.endswith(_CLASS_TOKEN)), None)
     if prefix is None:
@@ -381,7 +381,7 @@ def _timm_name(name: str) -> str:
 
 
 def _placed(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Fit the embeddings of places, [1, 1 + side², d], to those of the model."""
+    """Interpolate positional embeddings [1, 1 + side², d] to those of the model."""
     places = state.get("pos_embed")
     wanted = model.state_dict().get("pos_embed")
     if places is None or wanted is None or places.ndim != wanted.ndim:

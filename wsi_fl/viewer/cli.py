@@ -30,7 +30,7 @@ def view(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Look at slides in a page on this machine: what was kept of them, and what models say. Read-only."""
+    """View slides in a browser on this machine, with kept patches and predictions. Read-only."""
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()

@@ -1,4 +1,4 @@
-"""The slides that a viewer shows, each by its number, and the few of them that are open."""
+"""The slides of a viewer by number, with a cache of open ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LAYERS_BYTES = 64 << 20
 _QUALITY = 85
 
 Layer = Mapping[str, Any]
-"""What the page gets of a layer, beside its name and kind. All coordinates are whole level-0 pixels, [x, y, x, y, …] in
-one list."""
+"""The document of a layer without its name and kind. All coordinates are integer level-0 pixels, [x, y, x, y, …] in one
+list."""
 
 
 def encoded(document: Mapping[str, Any]) -> bytes:
@@ -33,20 +33,20 @@ def encoded(document: Mapping[str, Any]) -> bytes:
 
 
 def finite(number: float | None) -> float | None:
-    """Return a number that JSON can say, or None."""
+    """Return a finite number or None, as JSON needs."""
     return number if number is not None and isfinite(number) else None
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A layer that can be drawn over a slide."""
+    """A layer over a slide."""
 
     name: str
-    """What the page calls it; the same on every slide."""
+    """Its title on the page, the same for all slides."""
     kind: Literal["outlines", "patches", "values"]
-    """How the page draws it: lines, squares by group, or squares by value."""
+    """Lines, squares coloured by group, or squares coloured by value."""
     draw: Callable[[Slide], Layer]
-    """Makes its document from the open slide, when it is first asked for."""
+    """The open slide → the document, at the first request."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Exhibit:
 
     name: str
     path: Path | None
-    """None where it is not shown."""
+    """None for a slide that is not shown."""
     note: str = ""
-    """What is said beside its name, or why it is not shown."""
+    """Text beside its name, or the reason why it is not shown."""
     score: float | None = None
-    """By which the list can be sorted."""
+    """Sort key of the list."""
     mpp_override: float | None = None
     overlays: Sequence[Overlay] = ()
-    """Its layers, in the order in which they are drawn."""
+    """Its layers, in drawing order."""
 
 
 @dataclass
 class _Lent:
-    """A slide while it is opened, or open: whoever wants it waits for `opening`, and whoever wants another does not."""
+    """A slide while it is opened, or open; `opening` locks only this slide."""
 
     opening: Lock = field(default_factory=Lock)
     slide: Slide | None = None
@@ -75,8 +75,7 @@ class _Lent:
 
 
 class Gallery:
-    """What a viewer shows, and nothing else; `patients_of` are the real sites whose patients' slides are shown. All
-    methods may be called from several threads."""
+    """The slides of a viewer; `patients_of` are the real sites of their patients. All methods are thread-safe."""
 
     def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
         self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
@@ -133,7 +132,7 @@ class Gallery:
         """Return a tile as JPEG; None where there is no such slide or tile.
 
         Raises:
-            NotAwaited: when nobody wants it any more.
+            NotAwaited: when the client has hung up.
             WsiFlError: when the slide cannot be decoded there.
         """
         if self._exhibit(number) is None:
@@ -143,7 +142,7 @@ class Gallery:
         return None if pixels is None else jpeg.encode(pixels, _QUALITY)
 
     def open_first(self) -> None:
-        """Open the slide that the page shows first, so that it is there when somebody comes; errors are told then."""
+        """Open the first slide of the page in advance; its errors are reported on request."""
         scores = [(finite(one.score), -k) for k, one in enumerate(self.exhibits) if one.path is not None]
         if scores:
             _, number = max((-inf if score is None else score, k) for score, k in scores)
@@ -156,7 +155,7 @@ class Gallery:
 
     @contextmanager
     def lent(self, number: int) -> Iterator[Slide]:
-        """Lend an open slide of the list; the least recently used that nobody reads are closed."""
+        """Lend an open slide of the list, and close the least recently used idle ones."""
         with self._lock:
             one = self._lent.setdefault(number, _Lent())
             self._lent.move_to_end(number)
@@ -166,7 +165,7 @@ class Gallery:
                 if one.slide is None:
                     shown = self.exhibits[number]
                     assert shown.path is not None
-                    # OpenSlide opens at once and keeps few tiles; native tiles pay where all patches are read.
+                    # OpenSlide opens fast and caches few tiles; native tiles pay off where all patches are read.
                     check_opens_safely(shown.path, shown.mpp_override, "openslide")
                     one.slide = Slide(shown.path, shown.mpp_override, "openslide")
             yield one.slide
@@ -176,7 +175,7 @@ class Gallery:
                 self._close_idle(_OPEN_SLIDES)
 
     def close(self) -> None:
-        """Close the slides that nobody reads."""
+        """Close all idle slides."""
         with self._lock:
             self._close_idle(0)
 

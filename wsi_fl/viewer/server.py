@@ -1,9 +1,9 @@
-"""The viewer's server: read-only, on this machine alone, behind a random token in the address.
+"""The viewer's server: read-only, on 127.0.0.1, behind a random token in the address.
 
-Whoever is logged in on the same machine can reach 127.0.0.1, and a page of another origin can make a browser ask it
-(DNS rebinding). So every request must carry the token and name this address as its Host, no answer may be read by
-another origin, and the page may ask for nothing but this server. Paths are compared with a short list of forms;
-slides are numbers, and no path from a request ever reaches the file system.
+All users of the same machine can reach 127.0.0.1, and a page of another origin can make a browser send requests to it
+(DNS rebinding). So every request must have the token and this address as its Host, responses are not readable by
+another origin, and the page may load only from this server. Paths are matched with a few patterns; slides are numbers,
+and no path from a request reaches the file system.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HttpResponse = tuple[HTTPStatus, str, bytes]
 
 
 class _Refused(Exception):
-    """A request that gets no answer but its status, and in one line why."""
+    """A refused request with its status and a reason of one line."""
 
     def __init__(self, status: HTTPStatus, why: str = "") -> None:
         super().__init__(why or status.phrase)
@@ -56,7 +56,7 @@ class _Refused(Exception):
 
 
 def _answer(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpResponse:
-    """What a path behind the token asks for, which is refused where there is no such slide, layer or tile."""
+    """Return the response for a path after the token; refused without such a slide, layer or tile."""
     if path in _FILES:
         name, kind = _FILES[path]
         return HTTPStatus.OK, kind, (files("wsi_fl.viewer") / "page" / name).read_bytes()
@@ -89,12 +89,12 @@ _USUAL_PORT = 8642
 _IDLE_S = 120
 """Seconds after which a connection without a request ends."""
 _HEAD_S = 10
-"""Seconds within which a request that has begun must have been said."""
+"""Timeout of a request's head in seconds."""
 _MOST_CONNECTIONS = 64
 """A browser opens six."""
 _TOKEN_BYTES = 32
 _EMPTY = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
-"""SHA-256 of nothing: the page holds an empty style element, in whose place OpenSeadragon would put one of its own."""
+"""SHA-256 of the page's empty style element, which OpenSeadragon would otherwise add."""
 _HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'self' {_EMPTY}; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -108,17 +108,17 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves a gallery on 127.0.0.1, at `url`, until it is closed; a context manager, as its base class is.
+    """A server of a gallery on 127.0.0.1, at `url`, until closed; a context manager.
 
-    The slide that the page shows first is opened at once, in a thread. Without a port it takes the usual one, or a free
-    one where that is taken. Every address must hold a new random token.
+    A thread opens the first slide of the page in advance. The default port is 8642, or a free one if it is taken. Every
+    server has a new random token in its address.
 
     Raises:
-        UsageError: when the port that was asked for is taken or not allowed.
+        UsageError: when the given port is taken or not allowed.
     """
 
     timeout = 0.2  # seconds after which `handle_request` returns without one
-    daemon_threads = False  # Python may hang where it ends under a thread that is at work
+    daemon_threads = False  # Python may hang if it exits during a running thread
     request_queue_size = _MOST_CONNECTIONS
 
     def __init__(self, gallery: Gallery, port: int | None = None) -> None:
@@ -140,21 +140,21 @@ class ViewServer(ThreadingHTTPServer):
         self._first.start()
 
     def server_bind(self) -> None:
-        """Bind without asking the name service who this machine is."""
+        """Bind without a look-up of the machine's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a browser that goes away in the middle of a tile is no error."""
+        """Ignore errors: a browser may hang up in the middle of a tile."""
 
     def get_request(self) -> tuple[socket, Any]:
-        """Accept a connection, and remember it: browsers keep theirs open."""
+        """Accept and register a connection: browsers keep theirs open."""
         connection, address = super().get_request()
         self._connections.add(connection)
         return connection, address
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there are few enough connections for one more; others are hung up on."""
+        """Return whether the number of connections allows another; else it is closed."""
         return len(self._connections) <= _MOST_CONNECTIONS
 
     def shutdown_request(self, request: Any) -> None:
@@ -163,7 +163,7 @@ class ViewServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def server_close(self) -> None:
-        """Stop listening, hang up, wait for what is at work, and close the slides."""
+        """Stop listening, close connections, wait for running threads, and close the slides."""
         for connection in tuple(self._connections):
             with suppress(OSError):  # it may have ended by itself
                 connection.shutdown(SHUT_RDWR)
@@ -178,10 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "wsi-fl", ""
     timeout = _IDLE_S
-    wbufsize, disable_nagle_algorithm = -1, True  # head and content go together: apart, each tile waits 40 ms
+    wbufsize, disable_nagle_algorithm = -1, True  # head and content in one packet: else each tile waits 40 ms
 
     def handle_one_request(self) -> None:
-        """Wait for a request to begin, and hang up where the rest of its head does not follow soon."""
+        """Wait for a request, and hang up if its head is not complete in time."""
         try:
             self.rfile.peek(1)  # type: ignore[attr-defined]  # it is a BufferedReader
         except OSError:
@@ -195,14 +195,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._deadline.cancel()
 
     def parse_request(self) -> bool:
-        """Read the head of a request, which is all that has to come in time."""
+        """Read the head of a request, and stop its timer."""
         try:
             return super().parse_request()
         finally:
             self._deadline.cancel()
 
     def do_GET(self) -> None:
-        """Answer with a content."""
+        """Send the content of a path."""
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # a body is not read
         try:
@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is no request as all others are answered."""
+        """Send errors of malformed requests with the same headers as all responses."""
         self.close_connection, self.request_version = True, self.protocol_version
         status = HTTPStatus(code)
         self._say(status, _TEXT, status.phrase.encode())
@@ -250,12 +250,12 @@ class _Handler(BaseHTTPRequestHandler):
             return _answer(self.server.gallery, path, self._is_awaited)
         except (_Refused, NotAwaited):
             raise
-        except Exception as error:  # what a library chokes on must not end the other slides
+        except Exception as error:  # an error of a library must not affect other slides
             said = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
             return HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encoded({"error": said + one_line(error)})
 
     def _is_awaited(self) -> bool:
-        """Whether the client has not hung up, as a browser does that shows another slide by now."""
+        """Return whether the client has not hung up, as a browser does on a change of slide."""
         try:
             said = select([self.connection], [], [], 0)[0]
             return not said or bool(self.connection.recv(1, MSG_PEEK))
@@ -263,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep no log: addresses hold the token."""
+        """Write no log: addresses contain the token."""
 
 
 def _hang_up(connection: socket) -> None:
@@ -272,7 +272,7 @@ def _hang_up(connection: socket) -> None:
 
 
 def describe(server: ViewServer) -> dict[str, Any]:
-    """Return the `--json` document: where the page is, and how to reach it from elsewhere."""
+    """Return the `--json` document: the page's address, and the command of a tunnel."""
     port, slides = server.port, server.gallery.exhibits
     return {
         "url": server.url,
@@ -285,7 +285,7 @@ def describe(server: ViewServer) -> dict[str, Any]:
 
 
 def address_lines(document: dict[str, Any]) -> Lines:
-    """Say where the page is, and the line of a tunnel to it."""
+    """Yield the page's address and the command of a tunnel."""
     n = document["slides"]
     yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"
     for one in document["not_shown"]:
@@ -297,7 +297,7 @@ def address_lines(document: dict[str, Any]) -> Lines:
 def serve(server: ViewServer, *, open_browser: bool) -> None:
     """Serve until Ctrl-C.
 
-    It is noted rather than raised: raised while a thread starts, it would leave Python hanging.
+    The signal sets a flag: an exception during the start of a thread would make Python hang.
     """
     asked_to_end: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: asked_to_end.append(number))

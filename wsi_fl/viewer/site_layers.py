@@ -1,4 +1,4 @@
-"""What lies over a slide in `view`: what the site's table and stores say of it, and what models do."""
+"""Layers over a slide in `view`: from the site's table and stores, and from predictions."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _DECIMALS = 4
 
 
 def _outlines(rings: Iterable[NDArray[np.float64]]) -> Layer:
-    """A layer of closed lines through points [m, 2] each."""
+    """Return a layer of closed lines through points [m, 2] each."""
     return {"rings": [_flat(ring) for ring in rings if len(ring) > 2]}
 
 
 def _tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.float64]]:
-    """The edges [m, 2] of a mask bool[h, w] in level-0 pixels, thinned to a quarter of a pixel of the mask."""
+    """Return the edges [m, 2] of a mask bool[h, w] in level-0 pixels, simplified to 1/4 pixel of the mask."""
     from skimage.measure import approximate_polygon, find_contours
 
     edges = find_contours(np.pad(mask.astype(np.float32), 1), 0.5)
-    # Row and column count from the middle of a pixel, and from before the frame of one pixel.
+    # Row and column refer to the centres of pixels, with a frame of one pixel.
     return [(approximate_polygon(edge, 0.25)[:, ::-1] - 0.5) * downsample for edge in edges]
 
 
@@ -63,7 +63,7 @@ def patches(
 ) -> Layer:
     """Return a layer of squares with top-left corners [n, 2], coloured by their group [n], a position in `groups`.
 
-    `first` is the colour of the first group, after those of another layer; squares may be crossed out.
+    `first` is the index of the first group's colour; squares may be crossed out.
     """
     said = {"group": group.tolist(), "groups": list(groups), "first": first, "crossed": crossed}
     return {"xy": _flat(xy_l0), "side": float(side_l0), **said}
@@ -72,7 +72,7 @@ def patches(
 def values(
     xy_l0: NDArray[np.int64], side_l0: float, columns: Mapping[str, NDArray[np.float64]], shown: str
 ) -> Layer:
-    """Return a layer of squares coloured by a column of values [n] from 0 to 1 that people choose; first by `shown`."""
+    """Return a layer of squares coloured by a selectable column of values [n] from 0 to 1, initially `shown`."""
     rounded = [[*map(finite, np.round(column, _DECIMALS).tolist())] for column in columns.values()]
     names = list(columns)
     return {
@@ -90,10 +90,10 @@ def _flat(points: NDArray[Any]) -> list[int]:
 
 
 class SiteLayers:
-    """The layers that a site's own table and stores have for its slides; `store` and `mosaic` are what there is of it.
+    """Layers of a site's slides from its table and stores; `store` and `mosaic` are None where missing.
 
     Raises:
-        WsiFlError: when a store is damaged, or another site's.
+        WsiFlError: for a damaged store, or another site's.
     """
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline) -> None:
@@ -102,7 +102,7 @@ class SiteLayers:
         self.store: PatchStore | None = None
         self.mosaic: BagStore | None = None
         self._set_aside: Mapping[str, Mapping[str, int]] = {}
-        """Slide → how many of its patches were set aside for which fault."""
+        """Slide → artifact → number of excluded patches."""
         self._rows: Mapping[str, NDArray[np.int64]] = {}
         self._bags: Mapping[str, int] = {}
         self._reading = Lock()
@@ -116,17 +116,17 @@ class SiteLayers:
 
     @property
     def _spec(self) -> GridSpec:
-        """The grid of the site's patches; where it has none yet, the pipeline's."""
+        """The grid of the site's patches, by default the pipeline's."""
         return self.store.meta.spec if self.store is not None else spec_of(self._pipeline)
 
     def over(self, record: SlideRecord) -> list[Overlay]:
-        """Return the layers of a slide, in the order in which they are drawn."""
+        """Return the layers of a slide, in drawing order."""
         slide = record.slide
         layers: list[Overlay] = []
         if slide in self._rows:
             layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
             if self._set_aside.get(slide):
-                layers.append(Overlay("set aside", "patches", partial(self._aside, slide)))
+                layers.append(Overlay("excluded", "patches", partial(self._aside, slide)))
         if self.mosaic is not None and slide in self._bags:
             draw = partial(_mosaic, self.mosaic, self._bags[slide])
             layers.append(Overlay("mosaic", "patches", draw))
@@ -136,14 +136,14 @@ class SiteLayers:
         return layers
 
     def note(self, slide: str) -> str:
-        """Return in a few words what the stores kept of a slide, and why nothing."""
+        """Summarise the kept patches of a slide, or the reason why there are none."""
         parts: list[str] = []
         if (store := self.store) is not None:
             rows = self._rows.get(slide, _NO_ROWS)
             labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))
             counts = [f"{n} {name}" for n, name in zip(labels, store.meta.classes, strict=True) if n]
             faults = ", ".join(f"{n} {kind}" for kind, n in self._set_aside.get(slide, {}).items())
-            none = f"no patch kept: all set aside ({faults})" if faults else "no patch kept"
+            none = f"no patch kept: all excluded ({faults})" if faults else "no patch kept"
             parts = [", ".join(counts) or none, *np.unique(store.table.split[rows]).tolist()]
         if self.mosaic is not None and slide in self._bags:
             parts.append(f"mosaic of {self.mosaic.sizes[self._bags[slide]]}")
@@ -156,7 +156,7 @@ class SiteLayers:
         return patches(table.xy_l0[rows], side_l0, table.label[rows], self.store.meta.classes)
 
     def _aside(self, name: str, slide: Slide) -> Layer:
-        """The patches that were set aside; a fault has the same colour on each slide, and is no class."""
+        """Return the excluded patches; an artifact has the same colour on each slide, unlike all classes."""
         assert self.store is not None
         with self._reading:
             aside = read_marked(self.store.shard(name), "aside")
@@ -167,7 +167,7 @@ class SiteLayers:
         return patches(corners, size_in_l0(self._spec, slide.mpp), reason, groups, first=after, crossed=True)
 
     def _tissue(self, record: SlideRecord, slide: Slide) -> Layer:
-        """The tissue as `tile` and `predict` find it, which do not ask what the slide is labelled with for that."""
+        """Return the tissue outlines as in `tile` and `predict`, independent of the slide's label."""
         plain = replace(record, annotation=None, supervision="negative", positive=False)
         params = PlanParams(min_tissue=self._pipeline.tile.min_tissue, tissue=self._found_by)
         reader = self._pipeline.slides.reader
@@ -176,7 +176,7 @@ class SiteLayers:
         return _outlines(_tissue_rings(plan.tissue, plan.downsample))
 
     def _annotation(self, path: Path, slide: Slide) -> Layer:
-        """The outlines of tumour, and those of which nobody said what they hold."""
+        """Return the outlines of tumour, and those without a known class."""
         ground = ground_of(slide, replace(self._found_by, masks=""))
         found = read_annotations(path, self._pipeline.tile.groups, ground, self._origin)
         rings = shapely.get_rings(shapely.get_parts([found.tumor, found.unsure]))
@@ -190,7 +190,7 @@ def _rows_by_slide(slides: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
 
 
 def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
-    """The patches of a bag; those of imported features may lie nobody knows where."""
+    """Return the layer of a bag's patches; imported features may lack their places."""
     found = store.bag(bag)
     if not found.placed:
         raise WsiFlError(f"{store.path.name}: the places of these features' patches are unknown")
@@ -200,7 +200,7 @@ def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `predict` wrote of one slide: the folder with its files, and the document `score.json`."""
+    """The prediction of one slide by `predict`: the folder with its files, and the document `score.json`."""
 
     folder: Path
     score: Mapping[str, Any]
@@ -211,12 +211,12 @@ class Prediction:
 
     @property
     def site(self) -> str:
-        """The site whose models answered."""
+        """The site of the models."""
         return str(self.score["site"])
 
     @property
     def value(self) -> float | None:
-        """The number by which slides are ranked; None where there is none."""
+        """The ranking score of the slide; None without any."""
         score = self.score
         try:
             if "score" in score:
@@ -232,10 +232,7 @@ class Prediction:
         return f"{said} {self.value:.2f}" if self.value is not None else str(said)
 
     def overlays(self) -> list[Overlay]:
-        """Return its layers: what is said of each patch, and the attention of models of whole slides.
-
-        Patches of imported features may have no place.
-        """
+        """Return its layers: predictions of patches, and the attention of slide-level models; none without places."""
         with _opened(self.folder / "patches.csv") as file:
             rows = csv.DictReader(file)
             first, names = next(rows, None), rows.fieldnames or []
@@ -250,7 +247,7 @@ class Prediction:
         ]
 
     def _draw(self, columns: Sequence[str], slide: Slide) -> Layer:
-        """A layer of some columns of the table; attention as a share of the highest, as in the heatmap."""
+        """Return a layer of columns of the table; attention relative to the highest, as in the heatmap."""
         if self.score.get("quickhash", slide.quickhash) != slide.quickhash:
             raise WsiFlError(
                 f"{slide.path.name}: not the slide that was predicted; run `wsi-fl predict` again"
@@ -265,10 +262,10 @@ class Prediction:
 
 
 def of_folder(folder: Path) -> Prediction:
-    """Return what `predict` wrote in a folder.
+    """Read the prediction in a folder.
 
     Raises:
-        WsiFlError: when it did not write that.
+        WsiFlError: for another document.
     """
     score = read_json(folder / "score.json")
     if not isinstance(score, dict) or not score.keys() >= {"run", "site", "slide", "model"}:
@@ -283,7 +280,7 @@ def _foreign(folder: Path) -> WsiFlError:
 def _read(
     path: Path, columns: Sequence[str]
 ) -> tuple[NDArray[np.int64], float, dict[str, NDArray[np.float64]]]:
-    """(corners [n, 2], side, column → [n]) of a patches.csv."""
+    """Read (corners [n, 2], side, column → [n]) from a patches.csv."""
     try:
         with _opened(path) as file:
             rows = list(csv.DictReader(file))

@@ -1,7 +1,7 @@
 """Deep Zoom: a slide as square tiles of levels that halve, and their pixels, for several people at once.
 
 Levels are counted as in Microsoft's Deep Zoom: level 0 is one pixel, the last one the slide itself. As many tiles are
-read at a time as there are processors, and none that nobody awaits.
+read at a time as there are CPU cores, and only for clients still connected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from wsi_fl.system.machine import n_cores
 
 TILE_PX = 512
 _STRIP_PX = 1 << 24
-"""Most pixels of a slide that are held while a tile is averaged from them."""
+"""Maximum number of a slide's pixels in memory while a tile is averaged."""
 _LEVEL_TOLERANCE = 1.01
 _COARSE_PX = 4096
 _COARSE_BYTES = 256 << 20
 _MOST_REDUCTION = 4
-"""Pixels of a slide's level per pixel of a tile, in each direction, beyond which a tile is cut from a coarse level."""
+"""Maximum reduction in each direction from a slide's level to a tile; beyond it tiles are cut from a coarse level."""
 _Box = tuple[int, int, int, int]
 """Left, top, width, height in pixels of a level."""
 _Awaited = Callable[[], bool]
-"""Whether somebody still wants a tile; asked before each part of it is read."""
+"""Whether the client still waits for a tile; called before each part is read."""
 _T = TypeVar("_T", bytes, NDArray[np.uint8])
 
 
@@ -51,17 +51,17 @@ class Pyramid:
 
     @property
     def last(self) -> int:
-        """The level that is the slide itself."""
+        """The level of the slide's full resolution."""
         return (max(self.size_l0) - 1).bit_length()
 
     @property
     def first(self) -> int:
-        """The finest level that is a single tile; a viewer needs none below it."""
+        """The finest level of a single tile, the lowest for a viewer."""
         return min(self.last, TILE_PX.bit_length() - 1)
 
     @property
     def coarse(self) -> int:
-        """The finest level of at most 4096 pixels a side; all of it fits in 50 MB."""
+        """The finest level of at most 4096 pixels a side, which fits in 50 MB."""
         return min(self.last, _COARSE_PX.bit_length() - 1)
 
     def scale(self, level: int) -> int:
@@ -74,7 +74,7 @@ class Pyramid:
         return width, height
 
     def box(self, level: int, column: int, row: int) -> _Box | None:
-        """Return where a tile lies in its level; None where there is no such tile."""
+        """Return the box of a tile in its level; None where there is no such tile."""
         if not 0 <= level <= self.last:
             return None
         width, height = self.size(level)
@@ -85,16 +85,16 @@ class Pyramid:
 
 
 class NotAwaited(Exception):
-    """A tile that nobody waits for any more."""
+    """The client no longer waits for a tile."""
 
 
 def _downsample_for(slide: Slide, scale: float) -> float:
-    """Return the level-0 pixels per pixel of the slide's own level from which a level of this scale is averaged."""
+    """Return the downsampling of the slide's level from which a level of this scale is averaged."""
     return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
 
 
 def _averaged(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda: True) -> NDArray[np.uint8]:
-    """The pixels uint8[h, w, 3] of a box of a level with so many level-0 pixels per pixel, averaged by area.
+    """Return the pixels uint8[h, w, 3] of a box, averaged by area from `scale` level-0 pixels per pixel.
 
     Averages of neighbouring tiles share no pixel of the slide, so tiles need no overlap.
     """
@@ -110,8 +110,7 @@ def _averaged(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda:
 
 
 class Recent(Generic[_T]):
-    """The values that were asked for last, of so many bytes; the latest is kept whatever its size. All methods may be
-    called from several threads."""
+    """A cache of recently used values with a limit in bytes, except that the latest is always kept; thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -120,10 +119,10 @@ class Recent(Generic[_T]):
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return the value of a key; whoever asks while it is made waits for it, and nobody else does.
+        """Return the value of a key; concurrent calls for the same key wait, others do not.
 
         Args:
-            make: makes the value where it is not kept. What it raises is raised, and the next who asks tries again.
+            make: computes a missing value. Its errors are raised, and the next call tries again.
         """
         with self._lock:
             making = self._making.setdefault(key, Lock())
@@ -144,7 +143,7 @@ class Recent(Generic[_T]):
 
 
 class TileReader:
-    """Reads tiles of slides; may be called from several threads."""
+    """Reader of tiles of slides; thread-safe."""
 
     def __init__(self) -> None:
         self._slots = Semaphore(n_cores())
@@ -153,7 +152,7 @@ class TileReader:
     def read(
         self, slide: Slide, level: int, column: int, row: int, awaited: _Awaited = lambda: True
     ) -> NDArray[np.uint8] | None:
-        """Return the pixels uint8[h, w, 3] of a tile; None where there is none. NotAwaited: nobody wants it.
+        """Return the pixels uint8[h, w, 3] of a tile; None where there is none. NotAwaited: the client hung up.
 
         If no pyramid level is coarse enough, build one in memory and cache it.
         """
@@ -172,7 +171,7 @@ class TileReader:
         return np.asarray(Image.fromarray(part).reduce(factor))
 
     def _coarse_level(self, slide: Slide, pyramid: Pyramid, awaited: _Awaited) -> NDArray[np.uint8]:
-        """A whole level, uint8[h, w, 3]."""
+        """Return the coarse level, uint8[h, w, 3]."""
         width, height = pyramid.size(pyramid.coarse)
         out = np.empty((height, width, 3), np.uint8)
         for row in range(-(-height // TILE_PX)):

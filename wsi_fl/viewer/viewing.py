@@ -1,9 +1,8 @@
-"""What `view` shows: the slides of a site, or those that were predicted, with what lies over each.
+"""Slides for `view`, of a site or with predictions, and their layers.
 
-Whoever names a site sees that site's slides and nobody else's. Without a site, a run shows its predictions as its
-report shows patches: of the only site that has some here, else of the sites that allow `patches`; their slides may then
-be those of any site that allows it. What another site's model says of a slide is shown where that model left its
-hospital, or may.
+With a site, only its slides are shown. Without a site, predictions of a run are shown by the rule for patches in
+reports: of the only site with predictions here, else of the sites that allow `patches`; their slides may then be those
+of any site that allows it. Predictions by another site's model are shown where this model left its site, or may.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def gallery(
     predictions: Path | None = None,
     pipeline: str | None = None,
 ) -> Gallery:
-    """Return what a viewer shows: a site's slides, or those that were predicted in a run or into a folder.
+    """Return the gallery of a site's slides, or of predictions in a run or a folder.
 
     Args:
-        pipeline: how the site's slides are cut, where it has no store.
+        pipeline: the pipeline of a site without a store.
 
     Raises:
-        UsageError, WsiFlError: when there is nothing to show, or it may not be shown.
+        UsageError, WsiFlError: without slides to show, or where they may not be shown.
     """
     if run is None and predictions is None:
         if site is None:
@@ -69,10 +68,7 @@ def _gallery_of_site(study: Study, name: str, pipeline_name: str | None) -> Gall
 def _gallery_of_predictions(
     study: Study, run_name: str | None, folder: Path | None, site: str | None
 ) -> Gallery:
-    """The slides that were predicted, with what models said of them and what their site kept of them.
-
-    Without a site, predictions that may be shown together.
-    """
+    """Return the gallery of slides with predictions and layers of their site; without a site, of all visible sites."""
     found = _predictions(study, run_name, folder)
     run = RunFolder(study.run(run_name or str(found[0].score["run"])))
     study = as_begun(study, run)
@@ -101,24 +97,24 @@ def _gallery_of_predictions(
 
 
 class _Room:
-    """A site's slides, and what is known of them."""
+    """The slides of a site with their records and layers."""
 
     def __init__(self, study: Study, site: SiteFile, pipeline: Pipeline) -> None:
         self._study, self.site = study, site
         self.layers = SiteLayers(study, site.name, pipeline)
         try:
             records = list_site(site.layout, sources_of(study, site))[0]
-        except UsageError:  # the archive is elsewhere by now; predictions say where their slides were
+        except UsageError:  # the archive was moved; predictions have the paths of their slides
             records = []
         self._by_file = {record.path.resolve(): record for record in records}
         self._by_name = {record.slide: record.path.resolve() for record in records}
 
     def file(self, prediction: Prediction) -> Path | None:
-        """Where the slide is: where it was predicted, else the site's slide of that name; None for nowhere."""
+        """Return the slide's path in the prediction, else of the site's slide of this name; None if missing."""
         return _stated(self._study, prediction) or self._by_name.get(prediction.slide)
 
     def record(self, path: Path, name: str) -> SlideRecord:
-        """What the site's table says of a slide; of others what `predict` assumes."""
+        """Return the record of a slide in the site's table, by default as in `predict`."""
         site = self.site
         new = SlideRecord(path, name, "", site.name, "negative", False, mpp_override=site.mpp_override)
         return self._by_file.get(path, new)
@@ -127,8 +123,7 @@ class _Room:
 def _exhibit(
     room: _Room, predictions: Sequence[Prediction], owners: Mapping[Path, set[str]], whose: set[str]
 ) -> Exhibit:
-    """One slide with all that is said of it; not shown where it is no slide of the room's site and one of a site
-    that is not among `whose`."""
+    """Return a slide with its predictions; not shown where it belongs to another site that is not visible."""
     first = predictions[0]
     path = room.file(first)
     if path is None:
@@ -176,7 +171,7 @@ def _shown_sites(study: Study, run: RunFolder, found: Sequence[Prediction], site
     if not shown:
         raise UsageError(f"{run.name}: predictions of several real sites lie here; name one with --site")
     if left := ", ".join(name for name in names if name not in shown):
-        say(f"  predictions of {left} are left out: real sites, to be shown alone with --site", "yellow")
+        say(f"  predictions of {left} are left out: real sites, each shown only with --site", "yellow")
     return shown
 
 
@@ -187,13 +182,13 @@ def _may_be_seen(study: Study, prediction: Prediction) -> bool:
 
 
 def _stated(study: Study, prediction: Prediction) -> Path | None:
-    """The slide's file as its prediction names it, where it still is there."""
+    """Return the path of the slide in its prediction, if it still exists."""
     path = study.root / str(prediction.score.get("path") or "?")
     return path.resolve() if path.exists() else None
 
 
 def _owners(study: Study) -> dict[Path, set[str]]:
-    """Place of a slide → the sites whose files name it, of all sites of a study."""
+    """Return the sites of a study by the slides that their files list."""
     owners: dict[Path, set[str]] = {}
     for site in map(study.site, study.site_names()):
         for path in slides_of(study, site) if site.slides is not None else ():
