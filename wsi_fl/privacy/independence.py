@@ -41,7 +41,7 @@ from torch.nn.modules import (
     pooling,
     upsampling,
 )
-from torch.nn.modules import module as room
+from torch.nn.modules import module as module_api
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
@@ -103,7 +103,7 @@ def standing_of(model: nn.Module) -> Standing:
     if (
         hooked
         or any(map(_is_changed, model.modules()))
-        or any(getattr(room, hooks) for hooks in _GLOBAL_HOOKS)
+        or any(getattr(module_api, hooks) for hooks in _GLOBAL_HOOKS)
     ):
         return "custom"
     rest = [part for part in model.modules() if type(part) not in _LAYERS]
