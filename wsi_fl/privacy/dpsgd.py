@@ -69,8 +69,8 @@ def _summed_by_unit(
     patient, and any number of them, the sum changes by at most C when the patient is added or removed; patients are
     sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise multiplier
     σ and one patient as its unit. A patient's rows in a step are drawn independently of all others: given the draw the
-    bound holds, and so it does on average (Rényi divergence is quasi-convex). The mean is used instead of the sum, since
-    its length does not grow with the number of rows: the same C suits rows and patients.
+    bound holds, and so it does on average (Rényi divergence is quasi-convex). The length of the mean, unlike that of
+    the sum, does not grow with the number of rows: the same C suits rows and patients.
 
     Plain backward passes, one unit after the other: memory holds two gradients and the activations of one chunk.
 
