@@ -52,7 +52,8 @@ class Table(Mapping[str, _T], Generic[_T]):
         found = _found(self._group)
         for name in found.keys() & self.own.keys():
             raise WsiFlError(
-                f"{_named(found[name])} adds {name!r} to {self._group}, which wsi-fl has itself; uninstall it"
+                f"{_named(found[name])} adds {name!r} to {self._group}, "
+                "which wsi-fl has itself; uninstall it"
             )
         return found
 
@@ -64,8 +65,8 @@ class Table(Mapping[str, _T], Generic[_T]):
         if not isinstance(row, self._kind):
             wanted = getattr(self._kind, "__name__", self._kind)
             raise WsiFlError(
-                f"{_named(point)} adds {name!r} to {self._group}, but {point.value} is no {wanted}; update or "
-                "uninstall it"
+                f"{_named(point)} adds {name!r} to {self._group}, but {point.value} is no {wanted}; "
+                "update or uninstall it"
             )
         return row
 
@@ -111,8 +112,8 @@ def _loaded(point: EntryPoint) -> Any:
     except Exception as error:  # any error of the package's import
         why = f"{type(error).__name__}: {one_line(error)}"
         raise WsiFlError(
-            f"{_named(point)} adds {point.name!r} to {point.group}, but {point.value} cannot be imported ({why}); "
-            "update or uninstall it"
+            f"{_named(point)} adds {point.name!r} to {point.group}, but {point.value} cannot be imported "
+            f"({why}); update or uninstall it"
         ) from None
 
 

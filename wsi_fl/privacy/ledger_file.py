@@ -156,8 +156,8 @@ class LedgerFile:
             if [was.sha256] != self._digests[was.lines - 1 : was.lines]:
                 raise WsiFlError(
                     f"{self.path}: this is not the ledger that {head} records, which had {was.lines} lines or more"
-                    f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
-                    "even where its studies were deleted"
+                    f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's "
+                    "budget, even where its studies were deleted"
                 )
 
     def catch_up(self) -> None:

@@ -171,8 +171,8 @@ class RowwiseLoss:
             )
         if any(gradient is not None for gradient in of_weights):
             raise UsageError(
-                f"{_TIES}: it depends on the model's weights not only by the outputs (a penalty, or the model called "
-                "again), and that gradient has no bound; use weight_decay of the optimizer, or torch.no_grad()"
+                f"{_TIES}: it depends on the model's weights not only by the outputs (a penalty, or the model "
+                "called again), and that gradient has no bound; use weight_decay of the optimizer, or torch.no_grad()"
             )
         in_batch = torch.zeros_like(batch) if of_batch is None else of_batch
         finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # other rows have no part in the sum
@@ -181,12 +181,12 @@ class RowwiseLoss:
             return
         if _agree(in_batch, gradients):
             raise UsageError(
-                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses of all "
-                "its rows, .mean()"
+                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses "
+                "of all its rows, .mean()"
             )
         raise UsageError(
-            f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
-            "make it; use the mean of losses of single rows"
+            f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics "
+            "of the batch make it; use the mean of losses of single rows"
         )
 
 
