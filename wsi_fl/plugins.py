@@ -52,8 +52,7 @@ class Table(Mapping[str, _T], Generic[_T]):
         found = _found(self._group)
         for name in found.keys() & self.own.keys():
             raise WsiFlError(
-                f"{_named(found[name])} adds {name!r} to {self._group}, "
-                "which wsi-fl has itself; uninstall it"
+                f"{_named(found[name])} adds {name!r} to {self._group}, which wsi-fl has itself; uninstall it"
             )
         return found
 
