@@ -301,7 +301,7 @@ def test_a_run_keeps_the_letters_it_began_with(study):
     summary = joined(study, "train.at_least=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
-    refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "releases/")
+    refused(lambda: resume(study, summary["run"], backend="local"), "class statistics of S1", "releases/")
 
 
 @pytest.mark.parametrize("wrong", ["train.until=soon", "train.at_least=0"])
