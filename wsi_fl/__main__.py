@@ -1,4 +1,4 @@
-"""The program: runs a command; every failure is one line on stderr."""
+"""The program `wsi-fl`: every failure is one line on stderr."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """Click's UsageError, wherever typer keeps its click."""
 
 _LONG = re.compile(r"\b(?:0\.0{4,}\d+|[1-9]\d{15,})\b")
-"""A number as nobody writes it."""
-_INTERRUPTED = 130  # what typer makes of Ctrl-C
-_GO_ON = "interrupted; what was finished is kept, start the same command again to go on"
+"""A number with so many digits that it is hard to read."""
+_INTERRUPTED = 130  # typer's exit code for Ctrl-C
+_GO_ON = "interrupted; finished work is kept, start the same command again to go on"
 
 
 def main() -> None:
-    """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
-    gc.set_threshold(20_000)  # what is imported is no garbage: looking through it takes a tenth of a start
-    os.umask(os.umask(0o077) | 0o077)  # what is written holds patients' data: for its owner's eyes alone
+    """Run the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
+    gc.set_threshold(20_000)  # imported modules are no garbage: collecting them takes a tenth of a start
+    os.umask(os.umask(0o077) | 0o077)  # files may hold patients' data: readable by their owner alone
     try:
         code = app(standalone_mode=False)
     except _WrongUsage as error:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _said_of(error: Any) -> str:
-    """Return what a wrong option is told, in numbers that can be read, and with a reason also where it is no number."""
+    """Return the message on a wrong option, with readable numbers, and with a reason where the value is NaN."""
     words = error.ctx.command_path.split()[1:] if error.ctx else []
     last = getattr(error, "option_name", "") or error.format_message().partition("'")[2].partition("'")[0]
     if why := new_name(" ".join(("wsi-fl", *words, last))):
@@ -72,7 +72,7 @@ def _said_of(error: Any) -> str:
 
 
 def _values_of(name: str) -> Iterator[str]:
-    """Yield what an option is given on the command line."""
+    """Yield the values of an option on the command line."""
     words = sys.argv[1:]
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == name:

@@ -1,4 +1,4 @@
-"""The front door for notebooks: what one needs by short names, imported when it is first used.
+"""The public API for notebooks: short names, imported on first use.
 
 All of it is `wsi_fl.NAME` too. Paths may be strings, arrays are NumPy's, and errors are `WsiFlError` in one line.
 `docs/python.md` shows each in five lines.
@@ -50,7 +50,7 @@ _HOME = {
     "scored": "learning.tasks",
     "WsiFlError": "types",
 }
-"""Name → the module that it comes from."""
+"""Name → its module."""
 
 __all__ = [*_HOME, "examples", "loader", "patches"]  # noqa: PLE0604 they are strings
 
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 def patches(
     slide: Slide, spec: GridSpec, *, min_tissue: float = 0.2
 ) -> tuple[NDArray[np.int64], Iterator[NDArray[np.uint8]]]:
-    """Return the patches of a slide's grid that hold enough tissue: where they lie, and their pixels.
+    """Return positions and pixels of the patches of a slide's grid with enough tissue.
 
     Args:
         spec: size, resolution and step of the grid.
@@ -78,10 +78,10 @@ def patches(
 
     Returns:
         The top-left corners (x, y) int64[n, 2] in level-0 pixels, and batches uint8[b, size_px, size_px, 3] in the same
-        order, read when they are asked for.
+        order, read on demand.
 
     Raises:
-        WsiFlError: when the slide has no tissue or does not say its µm per pixel; while it is read, when it is damaged.
+        WsiFlError: when the slide has no tissue or no µm per pixel; while it is read, when it is damaged.
     """
     from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
     from wsi_fl.slides.patching.tissue import tissue_fraction, tissue_mask

@@ -1,6 +1,6 @@
-"""What other packages add: their entry points in the groups `wsi_fl.methods`, `.commands`, `.encoders`, `.readers`, …
+"""Plugins: entry points of other packages in the groups `wsi_fl.methods`, `.commands`, `.encoders`, `.readers`, …
 
-A package is looked up when a group is first asked for, and imported when its row is.
+Packages are looked up on first use of a group, and imported on first use of their entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWN = "wsi-fl"
 
 
 def entries(group: str) -> dict[str, Any]:
-    """Return what installed packages add to a group, by name, in the order of names; all of it is imported.
+    """Return a group's objects of installed packages by name, in the order of names; all are imported.
 
     Raises:
         WsiFlError: when a package cannot be imported, or two add the same name; it names them.
@@ -28,15 +28,15 @@ def entries(group: str) -> dict[str, Any]:
 
 
 class Table(Mapping[str, _T], Generic[_T]):
-    """Rows by name: wsi-fl's own, then those of a group of entry points, each imported when it is first asked for.
+    """Objects by name: wsi-fl's own, then those of a group of entry points, each imported on first use.
 
     Args:
         group: such as "wsi_fl.methods".
-        own: those that need no plugin.
-        kind: what a plugin's row has to be.
+        own: objects that need no plugin.
+        kind: required type of a plugin's object.
 
     Attributes:
-        own: as given.
+        own: objects that need no plugin.
 
     Example:
         >>> table = Table("wsi_fl.nothing", {"own": 1}, int)
@@ -64,8 +64,8 @@ class Table(Mapping[str, _T], Generic[_T]):
         if not isinstance(row, self._kind):
             wanted = getattr(self._kind, "__name__", self._kind)
             raise WsiFlError(
-                f"{_named(point)} adds {name!r} to {self._group}, but {point.value} is no {wanted}; update or "
-                "uninstall it"
+                f"{_named(point)} adds {name!r} to {self._group}, but {point.value} is no {wanted}; "
+                "update or uninstall it"
             )
         return row
 
@@ -81,7 +81,7 @@ class Table(Mapping[str, _T], Generic[_T]):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that add anything to wsi-fl, by their names."""
+    """Return the versions of installed plugins of wsi-fl, by their names."""
     found = {
         one.name: one.version
         for one in distributions()
@@ -108,11 +108,11 @@ def _loaded(point: EntryPoint) -> Any:
         return point.load()
     except MemoryError:
         raise
-    except Exception as error:  # whatever the package does when it is imported
+    except Exception as error:  # any error of the package's import
         why = f"{type(error).__name__}: {one_line(error)}"
         raise WsiFlError(
-            f"{_named(point)} adds {point.name!r} to {point.group}, but {point.value} cannot be imported ({why}); "
-            "update or uninstall it"
+            f"{_named(point)} adds {point.name!r} to {point.group}, but {point.value} cannot be imported "
+            f"({why}); update or uninstall it"
         ) from None
 
 
@@ -121,5 +121,5 @@ def _named(point: EntryPoint) -> str:
 
 
 def _dist(point: EntryPoint) -> Distribution:
-    assert point.dist is not None  # `entry_points` always says whose they are
+    assert point.dist is not None  # always set by `entry_points`
     return point.dist

@@ -1,4 +1,4 @@
-"""What passes between rooms: frozen dataclasses of numpy arrays and plain values, and the two errors.
+"""Types shared by all packages: frozen dataclasses of numpy arrays and plain values, and the errors.
 
 Frames and units are in the names: ``xy_l0`` are (x, y) pixels of level 0, ``size_px`` pixels of a patch,
 ``mpp`` micrometres per pixel.
@@ -27,25 +27,25 @@ UNLABELLED = ("unlabelled",)
 SPLITS = ("train", "val", "test")
 
 MPP_BOUNDS = 0.01, 1000
-"""Of plausible slides, in µm per pixel of their finest level."""
+"""Plausible µm per pixel of a slide's finest level."""
 
 Supervision = Literal["negative", "annotated", "partial", "weak", "unlabelled"]
-"""How the patches of a slide get their labels.
+"""Source of the labels of a slide's patches.
 
 ``negative``   the whole slide is healthy
 ``annotated``  tumour is outlined exhaustively: inside is tumour, outside is healthy
 ``partial``    tumour is outlined, but tissue outside is not safely healthy (isolated tumour cells)
-``weak``       no outline: every patch takes the label of its slide
-``unlabelled`` nobody has said anything: every patch is of the only class, `UNLABELLED`
+``weak``       no outline: every patch has the label of its slide
+``unlabelled`` no label: every patch is of the only class, `UNLABELLED`
 """
 
 
 class WsiFlError(Exception):
-    """A failure whose message is one line that says what is wrong, where, and what to do (exit code 1)."""
+    """A failure with a one-line message: what is wrong, where, and what to do (exit code 1)."""
 
 
 class DiskFull(WsiFlError):
-    """No space is left; nothing that was finished is lost."""
+    """No space is left; finished work is not lost."""
 
 
 class UsageError(WsiFlError):
@@ -53,24 +53,24 @@ class UsageError(WsiFlError):
 
 
 class KnownToAll(WsiFlError):
-    """A failure that may be told to other sites: its text is made of nothing but what all sites told each other."""
+    """A failure that may be reported to other sites: its text has only facts that all sites exchanged."""
 
 
 class Interrupted(KnownToAll):
-    """Nothing failed, and this process does not go on as it is: whoever called knows how."""
+    """The end of this process without a failure; its caller goes on."""
 
 
 class NoCommonPlan(KnownToAll, UsageError):
-    """What the sites bring does not make one plan (exit code 2)."""
+    """Data and models of the sites that do not fit one plan (exit code 2)."""
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says in one line, or the name of its type where it says nothing."""
+    """Return an error's message in one line, or the name of its type where it is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Return the key by which people order names: numbers in them by their size.
+    """Return a sort key of names with numbers ordered by their size.
 
     Example:
         >>> sorted(["S10", "S2", "S1"], key=natural)
@@ -80,7 +80,7 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
 
 
 def printable(text: str) -> str:
-    """Return a text as people may see it: what moves a cursor, turns the order of letters round or hides is U+FFFD.
+    """Return a text with U+FFFD for characters that move a cursor, reverse the order of letters or hide text.
 
     These are control and format characters (ESC and the marks of bidirectional text among them), lone surrogates and
     breaks other than a line feed or a tab.
@@ -102,7 +102,7 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 def strange_character(text: str) -> str | None:
     """Return the first control character or lone surrogate of a text as U+0000, or None.
 
-    No name or path holds one: files, messages and other programs would each make something else of it.
+    Names and paths must not hold one: files, messages and other programs treat it differently.
 
     Example:
         >>> strange_character("Zoë 名"), strange_character("a" + chr(0))
@@ -132,15 +132,15 @@ _DIGEST, _EARLIER = " sha256:", 16
 
 
 def encoder_label(head: str, parts: Sequence[str]) -> str:
-    """Return what a store says of its encoder: name and digest of the weights, then transform and pooling."""
+    """Return a store's encoder label: name and digest of the weights, then transform and pooling."""
     return _BETWEEN_PARTS.join([head, *parts])
 
 
 def encoder_differences(labels: Sequence[str]) -> list[str]:
-    """Return of each label the parts in which the labels differ; all are empty where they mean the same features.
+    """Return the differing parts of each label; all are empty for the same features.
 
-    A label without a digest of weights, as of features that another tool made, is compared by its name alone. Digests
-    are compared whole, and with one that an earlier version wrote by the digits that it has.
+    A label without a digest of weights, as of another tool's features, is compared by its name alone. Digests are
+    compared whole, and with a shorter one of an earlier version by its digits.
 
     Example:
         >>> encoder_differences(["a sha256:1; mean 0.5; bilinear", "a sha256:1; mean 0.4; bilinear"])
@@ -160,7 +160,7 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
 
 
 def short_label(label: str) -> str:
-    """Return what a store says of its encoder with as many digits of the digest as earlier versions wrote."""
+    """Return a store's encoder label with the shorter digest of earlier versions."""
     return re.sub(f"({_DIGEST}[0-9a-f]{{{_EARLIER}}})[0-9a-f]*", r"\1", label)
 
 
@@ -192,14 +192,14 @@ class SlideRecord:
     """One of SPLITS when the archive prescribes it."""
     mpp_override: float | None = None
     diagnosis: str = ""
-    """What the whole slide is labelled with in a study of subtypes; empty elsewhere."""
+    """Label of the whole slide in a study of subtypes; empty elsewhere."""
     tumor_type: str = ""
-    """The kind of tumour that is known of the slide before its diagnosis, such as its organ; may be empty."""
+    """The kind of tumour known before the diagnosis, such as its organ; may be empty."""
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """A slide that could not be used, with its one-line reason."""
+    """An excluded slide, with its one-line reason."""
 
     slide: str
     reason: str
@@ -229,9 +229,9 @@ class BagTable:
     """The columns of s bags, one per slide; every array has length s."""
 
     label: NDArray[Any]
-    """[s] int64, position in the store's classes; what else is asked of slides stands here in its stead."""
+    """[s] int64, position in the store's classes, or the target of another task."""
     tumor_type: NDArray[np.str_]
-    """[s] what is known before the diagnosis; empty where nothing is."""
+    """[s] the kind of tumour known before the diagnosis, or empty."""
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
     split: NDArray[np.str_]
@@ -243,7 +243,7 @@ class BagTable:
         return len(self.label)
 
     def take(self, bags: NDArray[np.int64] | NDArray[np.bool_]) -> BagTable:
-        """The chosen bags, by position or mask."""
+        """Return the bags at these positions or in a mask."""
         return BagTable(**{f.name: getattr(self, f.name)[bags] for f in fields(self)})
 
 
@@ -263,7 +263,7 @@ class PatchTable:
 
     @staticmethod
     def of_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
-        """Return the table of images that were cut from no slide, but lie in one shard."""
+        """Return the table of images in one shard that were cut from no slide."""
         import numpy as np
 
         n = len(label)
@@ -277,7 +277,7 @@ class PatchTable:
         return len(self.label)
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> PatchTable:
-        """The chosen rows, by position or mask, or between two positions."""
+        """Return the rows at these positions, in a mask or in a slice."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
@@ -313,4 +313,4 @@ class Vectors:
 
 
 Shape = Images | Bags | Vectors
-"""What a model sees."""
+"""Shape of a model's input."""

@@ -107,7 +107,7 @@ def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
     released(ledger, round_=2)
     # killed between checkpoint and `sending`: the resumed run sends the same bytes
     ledger_at(path).reissue(2, VECTOR, schema="ab" * 32)
-    with pytest.raises(WsiFlError, match="was sent already and is never redone"):
+    with pytest.raises(WsiFlError, match="was sent already and is not trained again"):
         ledger_at(path).record(2, ROUND, "model other")
     assert ledger_at(path).n_rounds() == 1
 
@@ -181,7 +181,7 @@ def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
         return learners(*rest, replace(plan, **other), train)
 
     monkeypatch.setattr(workshop, "_learners_of", changed)
-    refused(lambda: run(hospital), "would not keep to its privacy plan", what, error=WsiFlError)
+    refused(lambda: run(hospital), "differs from its privacy plan", what, error=WsiFlError)
     assert not hospital.ledger("S0").exists()
 
 
@@ -415,7 +415,7 @@ def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
     site, kept = path / "sites" / "S0" / "site.toml", path / "sites" / "S0" / "plan.json"
     said, plan = site.read_text(), json.loads(kept.read_text())
     site.write_text(said.replace("max_epsilon = 3.0", "max_epsilon = 2.9"))
-    refused(lambda: go_on(hospital, path), "began with another", "site.toml", error=WsiFlError)
+    refused(lambda: go_on(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
     site.write_text(said)
     write_sealed(kept, plan | {"sigma": plan["sigma"] / 2})  # whoever edits it on purpose
     words = ("privacy plan of this run was changed", "sigma was")

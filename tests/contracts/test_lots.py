@@ -186,7 +186,7 @@ def test_a_run_is_refused_once_its_secret_is_another(study):
     kept = lots_path(study, "S0").read_text()
     lots_path(study, "S0").unlink()
     again = lambda: resume(study, run, backend="local")  # noqa: E731
-    refused(again, "site S0: its store", "or the secret of its lots was", "put its backup back")
+    refused(again, "site S0: its store", "or the secret of its held-out draw was", "put its backup back")
     lots_path(study, "S0").write_text(kept)
     assert again()["run"] == run
 

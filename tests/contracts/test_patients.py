@@ -82,7 +82,9 @@ def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
         wanted += mean * min(1.0, clip / float(mean.norm()))
     found = step(net(kind), x, y, patient, clip=clip, divisor=5)
     torch.testing.assert_close(found, wanted / 5, rtol=1e-3, atol=1e-6)
-    refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "whose each row is", error=WsiFlError)
+    refused(
+        lambda: step(net(), x, y, None, clip=1, divisor=2), "needs the patient of each row", error=WsiFlError
+    )
 
 
 def test_rows_go_through_in_chunks_and_nothing_changes():

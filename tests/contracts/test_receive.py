@@ -303,7 +303,7 @@ def test_a_run_keeps_the_letters_it_began_with(study):
     summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
-    refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "statistics/")
+    refused(lambda: resume(study, summary["run"], backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])

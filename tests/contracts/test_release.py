@@ -618,7 +618,7 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     with interrupted_after(2):
         started(study)
     released(study, "S1", again=True)
-    refused(lambda: resume(study, "1", backend="local"), "release of S1", "statistics/")
+    refused(lambda: resume(study, "1", backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.slow

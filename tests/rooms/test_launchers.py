@@ -78,8 +78,8 @@ def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
             "Too few slots: 2.",
         ),
         (f"Traceback\n  File\nImportError: no libmpi\n{BOX}\nexited on 1\n{BOX}", "ImportError: no libmpi"),
-        ("", "it said nothing"),
-        (f"{BOX}\n", "it said nothing"),
+        ("", "it printed nothing"),
+        (f"{BOX}\n", "it printed nothing"),
         (f"{BOX}\n{'slot ' * 100}\n{BOX}\n", ("slot " * 40)),
     ],
 )
@@ -94,7 +94,7 @@ def test_what_a_launcher_says_last_is_its_reason_and_no_frame(said, reason):
             "echo 'no such slot' >&2; exit 213",
             "^no site's process began: no such slot .*exit code 213.*doctor",
         ),
-        ("exit 1", "^no site's process began: it said nothing "),
+        ("exit 1", "^no site's process began: it printed nothing "),
         ("""echo '{"site": "A", "pid": 1}'; exit 7""", "^a site's process died .*; continue with `again`$"),
     ],
 )

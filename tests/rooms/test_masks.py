@@ -160,8 +160,8 @@ ORDER_8 = bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd8662051
         (lambda own: b"short", "not 32 bytes"),
         (lambda own: own[:-1] + bytes([own[-1] | 128]), "canonical"),
         (lambda own: (2**255 - 19).to_bytes(32, "little"), "canonical"),
-        (lambda own: ORDER_8, "anybody"),
-        (lambda own: bytes(32), "anybody"),
+        (lambda own: ORDER_8, "can be computed by others"),
+        (lambda own: bytes(32), "can be computed by others"),
     ],
 )
 def test_public_keys_that_are_no_good_are_refused(peer, words):

@@ -288,7 +288,7 @@ def test_too_few_who_stay_make_the_sum_void_and_cost_nothing_before_messages():
 def test_a_site_that_the_others_did_not_hear_sends_nothing():
     sum_ = Sum(4)
     sum_.taken(0, range(4))
-    refused(lambda: sum_.parts[0].join([{1, 2, 3}] * 3), "did not hear this site in time")
+    refused(lambda: sum_.parts[0].join([{1, 2, 3}] * 3), "did not reach the others in time")
 
 
 @pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(3, 1, 1), (2, 1, 0), (50, 1, 25), (9, 3, 3)])

@@ -1,22 +1,22 @@
 """ε of the subsampled Gaussian mechanism by Rényi differential privacy (Mironov et al., 2019).
 
-Where nothing is sampled, as in a release of noisy sums, ε is exact: the composition of Gaussian mechanisms is one
-Gaussian mechanism, whose δ(ε) is known (Balle and Wang, ICML 2018, theorem 8). The unit of privacy is one row of a
-store unless told otherwise; the number of rows is public.
+Without sampling, as for class statistics, ε is exact: the composition of Gaussian mechanisms is one Gaussian mechanism
+with a known δ(ε) (Balle and Wang, ICML 2018, theorem 8). The privacy unit is one row of a store by default; the number
+of rows is public.
 
 Group privacy, ε of a patient with k rows, follows from an ε per row. Of the k rows of a group each enters a batch with
 probability q, so the sum moves by a vector v_S with |v_S| ≤ |S| C, where |S| is binomial. One step is then a mixture P
 = Σ_S p_S N(v_S, σ²C²) against Q = N(0, σ²C²). The likelihood ratio dP/dQ = Σ_S p_S exp(⟨x, v_S⟩/σ²C² − |v_S|²/2σ²C²) is
 a sum of log-normals whose exponents have the covariances ⟨v_S, v_T⟩/σ²C² ≤ |S||T|/σ². By Kahane's convexity inequality
 (1985) its expectation under every convex function is largest where these are equalities: where all gradients have norm
-C and one direction. Rényi divergences of both directions are such expectations, so what is left is a mixture of normals
-on a line,
+C and one direction. Rényi divergences of both directions are such expectations, so a mixture of normals on a line
+remains,
 
     L(x) = Σ_j Binom(k, q)(j) exp(jx/σ − j²/2σ²),   x ~ N(0, 1),
 
 integrated numerically. (Ganesh, "Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
-mechanisms", 2024, shows the same of hockey-stick divergences, which are expectations of convex functions too; `loss`
-adds those up, which is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may
+mechanisms", 2024, shows the same of hockey-stick divergences, which are expectations of convex functions too; their
+sum, `epsilon_by_loss`, is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may
 be 0.
 """
 
@@ -39,16 +39,16 @@ from numpy.typing import NDArray
 from wsi_fl.types import UsageError
 
 _ORDERS = (*(1 + tenths / 10 for tenths in range(1, 100)), *range(12, 64))
-"""The Rényi orders of Opacus, written down because its import takes seconds."""
+"""The Rényi orders of Opacus, copied because its import takes seconds."""
 WHOLE_ORDERS: tuple[float, ...] = tuple(range(2, 65))
-"""With these orders alone ε is found a hundred times faster, and is a little too high."""
+"""Orders for an ε that is computed a hundred times faster and is a little too high."""
 ACCOUNTANT = "rdp"
 _MOST_SIGMA = 1e6
 _LARGE_SIGMA = 20.0
 _STEP, _UNIT, _ROUND_OFF = 1 / 16, 1e-15, 1e-12  # of an integral
 _PRECISION = 1e-12  # relative precision of an exact ε
 _HALVINGS = 60  # of an interval of rates, to the precision of a float64
-_LEAST_LEFT = 0.005  # fraction of the target ε: less than it is left over for nothing
+_LEAST_LEFT = 0.005  # fraction of the target ε below which no noise multiplier is searched
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Mechanism:
 
     Attributes:
         sigma: noise multiplier; the noise's standard deviation is sigma * clip.
-        clip: bound C on the L2 norm of one unit's gradient.
-        sample_rate: probability q with which each unit enters a batch.
+        clip: clipping norm C, bound on the L2 norm of one unit's gradient.
+        sample_rate: probability q of each unit to enter a batch.
         steps: number of applications.
     """
 
@@ -69,7 +69,7 @@ class Mechanism:
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Return ceil(n / B). The sample rate is its inverse, so that an epoch sees each row once on average.
+    """Return ceil(n / B), the inverse of the sample rate: an epoch sees each row once on average.
 
     Raises:
         UsageError: when n or B is below 1.
@@ -95,7 +95,7 @@ def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> M
 
 @cache
 def _opacus() -> ModuleType:
-    """Return Opacus's accountant alone, since importing the whole package takes each rank a second."""
+    """Return Opacus's accountant without the rest of the package, whose import takes each rank a second."""
     package = find_spec("opacus")
     assert package is not None and package.origin is not None
     spec = spec_from_file_location(
@@ -120,11 +120,11 @@ def _rdp_of_one_step(
 
 
 def _rdp_of_large_sigma(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the divergences by their integral (Mironov et al., 2019, eq. 7), where Opacus' series takes seconds.
+    """Return the divergences by their integral (Mironov et al., 2019, eq. 7); Opacus' series takes seconds here.
 
-    With u = dP/dQ − 1, whose mean is 0, E_Q[(1 + u)^α] = 1 + E_Q[(1 + u)^α − 1 − αu]: what is integrated is never
-    negative, so that a divergence of 1e-12 has its digits too, which the series has lost. The trapezoid rule is exact
-    to round-off for such smooth integrands on the whole line; a bound on round-off is added.
+    With u = dP/dQ − 1, whose mean is 0, E_Q[(1 + u)^α] = 1 + E_Q[(1 + u)^α − 1 − αu]. This integrand is never negative,
+    so a divergence of 1e-12 keeps the digits that the series loses. The trapezoid rule is exact to round-off for such
+    smooth integrands on the whole line; a bound on round-off is added.
     """
     order = np.asarray(orders)
     x = np.arange(-_FAR, _FAR + order.max() / sigma + _STEP, _STEP)
@@ -143,11 +143,11 @@ def epsilon(
 ) -> float:
     """Return ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
 
-    It is exact where every mechanism sees all records, and an upper bound elsewhere.
+    ε is exact where every mechanism sees all records, and an upper bound elsewhere.
 
     Args:
-        mechanisms: one, such as the plan of a round, or several.
-        delta: None takes that of the one plan.
+        mechanisms: a single one, such as the plan of a round, or several.
+        delta: None for the δ of a single plan.
         orders: Rényi orders to take the least bound over; every choice is valid.
 
     Raises:
@@ -175,7 +175,7 @@ def epsilon(
 def renyi_epsilon(
     mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS
 ) -> float:
-    """Return ε by Rényi divergences alone, also of what `epsilon` prices exactly: so that plans can be compared.
+    """Return ε by Rényi divergences for every mechanism, so that plans can be compared.
 
     Args:
         mechanisms: with noise.
@@ -190,7 +190,7 @@ def renyi_epsilon(
 
 
 def priced_by(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
-    """Return how `epsilon` finds what it says: exactly, by Rényi divergences, or as if nothing was sampled."""
+    """Return how ε is computed: exactly, by Rényi divergences, or as if nothing was sampled."""
     applied = [one for one in mechanisms if one.steps]
     if any(one.sigma <= 0 for one in applied) or all(one.sample_rate == 1 for one in applied):
         return "exact"
@@ -198,11 +198,11 @@ def priced_by(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact",
 
 
 def detection(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
-    """Return the largest true positive rate of any test that tells whether one record is among the data.
+    """Return the largest true positive rate of any membership test at a false positive rate.
 
-    The test may see all that the mechanisms release and know all other records. This is the trade-off curve of the
-    composition itself (Dong, Roth and Su, "Gaussian differential privacy", JRSS B 2022), and says more than any (ε, δ)
-    does. It is exact where every mechanism sees all records, and elsewhere an upper bound (Balle et al., "Hypothesis
+    The test may use all releases of the mechanisms and all other records. This is the trade-off curve of the
+    composition itself (Dong, Roth and Su, "Gaussian differential privacy", JRSS B 2022), more informative than any
+    (ε, δ). It is exact where every mechanism sees all records, and elsewhere an upper bound (Balle et al., "Hypothesis
     testing interpretations and Rényi differential privacy", AISTATS 2020). Mechanisms without noise hide nothing.
 
     Raises:
@@ -230,7 +230,7 @@ def detection(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01
 
 
 def _renyi_of_rates(p: NDArray[np.float64], q: float, order: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the Rényi divergence of every order of a coin that falls on heads with p from one with q."""
+    """Return the Rényi divergence, for every order, of a coin with probability p of heads from a coin with q."""
     with np.errstate(divide="ignore"):
         heads = order * np.log(p) + (1 - order) * np.log(q)
         tails = order * np.log1p(-p) + (1 - order) * np.log1p(-q)
@@ -239,12 +239,12 @@ def _renyi_of_rates(p: NDArray[np.float64], q: float, order: NDArray[np.float64]
 
 
 def _mu_of(mechanisms: Iterable[Mechanism]) -> float:
-    """Return μ of the one Gaussian mechanism that Gaussian mechanisms without sampling compose to."""
+    """Return μ of the composition of Gaussian mechanisms without sampling, which is one Gaussian mechanism."""
     return float(sum(one.steps / one.sigma**2 for one in mechanisms) ** 0.5)
 
 
 def _divergences(mechanisms: Iterable[Mechanism], orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the Rényi divergence of the composition for every order: those of all steps add up."""
+    """Return the Rényi divergence of the composition for every order, the sum over all steps."""
     total = np.zeros(len(orders))
     for one in mechanisms:
         total = total + one.steps * _rdp_of_one_step(one.sigma, one.sample_rate, orders)
@@ -252,9 +252,9 @@ def _divergences(mechanisms: Iterable[Mechanism], orders: tuple[float, ...]) -> 
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return ε at `delta` of a Gaussian mechanism whose sensitivity is `mu` standard deviations of its noise.
+    """Return ε at `delta` of a Gaussian mechanism with a sensitivity of `mu` standard deviations of its noise.
 
-    It is that of Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem 8.
+    Source: Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem 8.
     """
     if mu == 0 or _gaussian_delta(0.0, mu) <= delta:
         return 0.0
@@ -288,12 +288,12 @@ def sigma_for(
     near: float = 1.0,
     price: Callable[[Sequence[Mechanism], float, tuple[float, ...]], float] = epsilon,
 ) -> float:
-    """Return the smallest noise multiplier, of three decimals, whose ε together with what was `spent` meets the target.
+    """Return the smallest noise multiplier, to three decimals, for a target ε on top of the mechanisms in `spent`.
 
-    The search begins at `near`, and `price` says what is spent.
+    The search begins at `near`; `price` computes ε of all mechanisms.
 
     Raises:
-        UsageError: when no noise multiplier up to 1000 suffices, or what was spent leaves next to nothing.
+        UsageError: when no noise multiplier up to 1000 suffices, or next to nothing of the target is left.
     """
 
     def spends(thousandths: int) -> float:
@@ -311,7 +311,7 @@ def sigma_for(
     while high - low > 1:
         value = spends(at)
         low, high = (low, at) if value <= target_epsilon else (at, high)
-        # ε falls roughly as 1/σ; an evaluation can take half a second, so few of them
+        # ε falls roughly as 1/σ; an evaluation can take half a second
         nearer = round(at * min(4.0, max(0.25, value / target_epsilon)))
         if abs(nearer - at) <= 2:  # then on to the other side of the target
             step = 2 * step + 1
@@ -321,20 +321,20 @@ def sigma_for(
 
 
 MOST_EPSILON = 1e3
-"""Beyond it an ε says nothing."""
+"""The largest ε that is reported."""
 
 _GROUP_ORDERS = 1 + np.geomspace(0.01, 63, 40)
 _FAR = 12.0  # standard deviations beyond which a normal density is nothing
-_WIDEST = 4000.0  # largest half-width of the range of integration; orders that need a wider one are left out
+_WIDEST = 4000.0  # largest half-width of the range of integration; orders that need more are left out
 _CELLS = 1 << 21
-_LARGE = 128  # rows of a group beyond which smaller ones are looked at first
+_LARGE = 128  # rows of a group beyond which smaller groups are computed first
 _LARGEST = 2048  # beyond which the integrals take too long
 
 
 def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> float | None:
-    """Return ε at `delta` for all k rows of a group together, an upper bound; None above 1000.
+    """Return an upper bound on ε at `delta` for all k rows of a group; None above 1000.
 
-    It is never less than what `epsilon` says of one row, which is by another bound.
+    The bound is never below ε of one row, which is computed another way.
 
     Raises:
         UsageError: when k is below 1.
@@ -349,7 +349,7 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
     applied = [one for one in mechanisms if one.steps]
     if k == 1 or any(one.sigma <= 0 for one in applied):
         value = epsilon(applied, delta)
-    elif all(one.sample_rate == 1 for one in applied):  # the group is a row that is k times as long
+    elif all(one.sample_rate == 1 for one in applied):  # the group is a row of k times the length
         value = epsilon([replace(one, sigma=one.sigma / k) for one in applied], delta)
     else:
         value = max(epsilon(applied, delta), _of_sampled(tuple(applied), delta, k))
@@ -358,10 +358,10 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
 
 @lru_cache(maxsize=256)
 def _of_sampled(mechanisms: tuple[Mechanism, ...], delta: float, k: int) -> float:
-    """Return ε of k rows where batches are sampled; infinite where it is beyond 1000.
+    """Return ε of k rows where batches are sampled; infinite beyond 1000.
 
-    The distribution of the loss gives the least bound wherever it can be computed. Elsewhere it is the lesser of those
-    by Rényi divergences and by the textbook.
+    The distribution of the privacy loss gives the least bound wherever it can be computed. Elsewhere the bound is the
+    lesser of the bounds by Rényi divergences and by the textbook.
     """
     from wsi_fl.privacy.loss import epsilon_by_loss, least_loss  # and with it SciPy
 
@@ -381,7 +381,7 @@ def _of_sampled(mechanisms: tuple[Mechanism, ...], delta: float, k: int) -> floa
 
 
 def _by_mixture(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
-    """Return ε by the mixture of normals, at `delta` and for k rows."""
+    """Return ε of k rows at `delta` by the mixture of normals."""
     # 1. Rényi divergences in both directions, added over all steps
     total = np.zeros((2, len(_GROUP_ORDERS)))
     for one in mechanisms:
@@ -393,7 +393,7 @@ def _by_mixture(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
 
 @lru_cache(maxsize=256)
 def _group_divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where that is beyond computing."""
+    """Return (D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where it cannot be computed."""
     if rate >= 1:  # the group as a whole is a shift by k
         shifted = tuple((_GROUP_ORDERS * k**2 / (2 * sigma**2)).tolist())
         return shifted, shifted
@@ -437,8 +437,8 @@ def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDA
 def _by_textbook(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
     """Return kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is at most `delta` (Vadhan, 2017, lemma 2.2).
 
-    The smaller δ', the larger ε; the largest one that suffices is searched among powers of ten. Any that suffices is a
-    bound, so that the search may halve its steps.
+    The smaller δ', the larger ε; the largest sufficient δ' is searched among powers of ten. Every sufficient δ' gives a
+    bound, so the search may bisect.
     """
 
     def bound(step: int) -> float | None:

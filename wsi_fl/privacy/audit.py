@@ -1,15 +1,15 @@
-"""Attacks on trained models and released sums, on plain arrays, and the lower bounds on ε that they show.
+"""Membership attacks on trained models and class statistics, on plain arrays, and the lower bounds on ε they imply.
 
-A *score* is higher the more an example looks like one that was trained on.
+A membership *score* is higher for examples that look more like training examples.
 
-Who of many can be found in a released sum is asked of each, without shadow models. What a unit, a row or a patient,
-adds to a sum is a vector c that is known exactly, and so is the noise. Whoever knows all others takes them off what was
-released and asks whether noise alone or c with noise is left; the likelihood ratio is ⟨what is left, c⟩, a normal
-number that c moves by μ = |c| / s standard deviations. At a false positive rate α a test finds Φ(Φ⁻¹(α) + μ) (Dong,
-Roth and Su, "Gaussian differential privacy", JRSS B 2022). Whoever knows only how units vary has their variation as
-noise beside it: the likelihood ratio of a sum of unknown others (Sankararaman et al., "Genomic privacy and limits of
-individual detection in a pool", Nature Genetics 2009) with their second moment has μ² = h / (1 − h), where h is the
-leverage of c among all units. Averages hide those who can be found; groups and the most exposed do not.
+Attacks on a released sum need no shadow models. The contribution of a unit (row or patient) to the sum is a vector c,
+known exactly, as is the noise. An attacker with all other units subtracts them and tests noise alone against c plus
+noise; the likelihood ratio is ⟨remainder, c⟩, a normal number that c moves by μ = |c| / s standard deviations. At a
+false positive rate α the true positive rate is Φ(Φ⁻¹(α) + μ) (Dong, Roth and Su, "Gaussian differential privacy",
+JRSS B 2022). For an attacker with the distribution of the units alone, their variation is additional noise: the
+likelihood ratio of a sum of unknown others (Sankararaman et al., "Genomic privacy and limits of individual detection in
+a pool", Nature Genetics 2009) with their second moment has μ² = h / (1 − h), where h is the leverage of c among all
+units. Averages hide exposed units; groups and the most exposed units are reported too.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ from numpy.typing import NDArray
 _Scores = NDArray[np.float64]
 
 _ENOUGH = 1000
-"""Least number of non-members for which a true positive rate at a false positive rate of 1 % or less is reported."""
+"""Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
 _SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of the canaries that are guessed: fixed beforehand, each at a fourth of the allowed error."""
+"""Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
 ADJACENCY = (
-    "What is promised concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
+    "The guarantee concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
     "record replaced by another, ε is that of a group of two."
 )
-"""Which two data sets are neighbours for ε; a canary's coin decides between two such."""
+"""The neighbouring data sets of ε; a canary's coin decides between two of them."""
 TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
-"""Outside a 95 % interval lie the quantiles below and above these."""
-_MOST = 50.0  # an ε above anything that canaries can show
+"""The quantiles at the ends of a 95 % interval."""
+_MOST = 50.0  # an ε above any bound by canaries
 
 
 def auroc(members: _Scores, others: _Scores) -> float | None:
-    """Return the probability that a member scores above another; ties count half. None where either are missing."""
+    """Return the probability of a member to score above a non-member, ties counted half; None without either."""
     (area,) = _ranked(members, others).aurocs(np.ones(len(members) + len(others), np.int32))
     return None if np.isnan(area) else float(area)
 
 
 class Ranked:
-    """Scores of n examples, sorted once for the AUROCs of q questions under any number of weights; equal ones count
-    half.
+    """Scores of n examples, sorted once for the AUROCs of q targets under any weights; ties count half.
 
     Args:
-        positive: bool[n, q], of which examples the answer to each question is yes.
-        scores: float64[n, q], higher where that is more probable.
+        positive: bool[n, q], whether an example is positive for each target.
+        scores: float64[n, q], higher for more probable positives.
     """
 
     def __init__(self, positive: NDArray[np.bool_], scores: _Scores) -> None:
-        # what is known of each question lies behind that of the one before, so that one call looks up all weights
+        # arrays of all targets lie one after the other, so that one call looks up all weights
         n_above = positive.sum(0)
         self._question = np.repeat(np.arange(len(n_above)), n_above)
         self._asked, self._first = np.unique(self._question, return_index=True)
@@ -73,20 +72,20 @@ class Ranked:
         self._reached = np.concatenate(reached, axis=1)
 
     def aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return by question the share of pairs in which the positive example has the higher score; NaN without a pair.
+        """Return the AUROC of each target, the share of pairs with the positive example above; NaN without a pair.
 
-        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], says how often each
-        example is there.
+        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], is the multiplicity
+        of each example.
         """
         # 1. how much weight the first k negative examples have
         total = np.zeros(len(self._below) + 1, np.int32)
         np.cumsum(np.take(weights, self._below), out=total[1:])
         ends = total[self._ends]
-        # 2. of each positive one twice what lies below it: with and without what is equal
+        # 2. for each positive example twice the weight below it: with and without ties
         below, up_to = np.take(total, self._reached)
         twice = below + up_to - 2 * ends[self._question]
         own = np.take(weights, self._above).astype(np.float64)
-        # 3. sums by question
+        # 3. sums by target
         found, n_own = self._by_question(own * twice), self._by_question(own)
         pairs = n_own * np.diff(ends)
         areas = np.full(len(pairs), np.nan)
@@ -115,8 +114,8 @@ def auroc_interval(
 ) -> list[float] | None:
     """Return the AUROC's 95 % bootstrap interval over whole patients; None with fewer than two on either side.
 
-    Where every draw ranks all pairs alike it is the exact one, of as many pairs as share no patient: three patients who
-    all look more trained-on than three others prove little.
+    Where every draw ranks all pairs alike, the interval is the exact binomial one of as many pairs as share no patient:
+    three members above three non-members prove little.
 
     Args:
         member_of, other_of: the patient of each row.
@@ -149,14 +148,14 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
 
 
 def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
-    """Return clusters by number; a row without a patient is one of its own."""
+    """Return (cluster number of each row, number of clusters); a row without a patient is a cluster."""
     alone = [name or f"row {k}" for k, name in enumerate(names.tolist())]
     found, which = np.unique(alone, return_inverse=True)
     return which, len(found)
 
 
 def redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArray[np.int32]:
-    """Return int32[rows], how often each row is in a sample of n clusters with replacement.
+    """Return int32[rows], the multiplicity of each row in a sample of n clusters with replacement.
 
     Args:
         which: int64[rows], the number of each row's cluster.
@@ -165,10 +164,9 @@ def redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArr
 
 
 def tpr_at(members: _Scores, others: _Scores, fpr: float) -> float | None:
-    """Return the largest share of members that a threshold finds with at most `fpr` of the others.
+    """Return the true positive rate at a false positive rate of at most `fpr`.
 
-    None with fewer than 1000 others (Carlini et al., 2022: what matters is where false alarms are rare), or without
-    members.
+    None with fewer than 1000 non-members (Carlini et al., 2022: low false positive rates matter), or without members.
     """
     if len(others) < _ENOUGH or not len(members):
         return None
@@ -193,27 +191,27 @@ def roc(members: _Scores, others: _Scores, n_points: int = 33) -> list[tuple[flo
 
 @dataclass(frozen=True)
 class Bound:
-    """What guesses about canaries show."""
+    """A lower bound on ε from guesses about canaries."""
 
     n: int  # canaries
-    guesses: int  # on how many of them a guess was made, half "in" and half "out"
-    right: int  # how many guesses were right
-    epsilon: float  # ε is at least so much, with the confidence asked for
-    accuracy: float  # share of all canaries, the better-looking half guessed "in", that are guessed right
+    guesses: int  # number of guesses, half "in" and half "out"
+    right: int  # number of correct guesses
+    epsilon: float  # lower bound on ε at the requested confidence
+    accuracy: float  # share of correct guesses over all canaries, the upper half guessed "in"
 
 
 def canary_bound(
     scores: _Scores, included: NDArray[np.bool_], delta: float, *, confidence: float = 0.95
 ) -> Bound:
-    """Return a lower bound on ε from one run in which each canary was in or out by a fair coin.
+    """Return a lower bound on ε from one run with canaries included by fair coins.
 
-    The highest scores are guessed "in", as many of the lowest "out" (Steinke, Nasr and Jagielski, 2023). How many is
-    one of four fixed shares; each is tested at a fourth of the error (Bonferroni), and the best bound holds.
+    The highest scores are guessed "in", as many of the lowest "out" (Steinke, Nasr and Jagielski, 2023). Each of four
+    fixed shares of guesses is tested at a fourth of the error (Bonferroni), and the best bound holds.
 
     Args:
-        scores: float64[m], computed without a look at the coins.
+        scores: float64[m], computed without the coins.
         included: bool[m], the coins.
-        delta: of the guarantee that is tested.
+        delta: δ of the tested guarantee.
     """
     m = len(scores)
     order = np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")
@@ -233,12 +231,12 @@ def canary_bound(
 
 
 def _right(order: NDArray[np.int64], included: NDArray[np.bool_], each: int) -> int:
-    """Return how many guesses are right when the highest scores are guessed "in" and the lowest "out"."""
+    """Return the number of correct guesses, the highest scores guessed "in" and the lowest "out"."""
     return int(included[order[:each]].sum() + (~included[order[len(order) - each :]]).sum())
 
 
 def _p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return the largest chance of so many right guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
+    """Return the largest probability of so many correct guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
 
     With f(v) = P[Binomial(r, e^ε / (e^ε + 1)) ≥ v] it is f(v) + 2mδ max_i (f(v − i) − f(v)) / i.
     """
@@ -253,7 +251,7 @@ def _p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> 
 
 
 def _epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float) -> float:
-    """Return the ε below which so many right guesses would have a chance of at most `error`; 0 where any ε does."""
+    """Return the largest ε at which so many correct guesses have a probability of at most `error`; 0 for none."""
     if _p_value(m, guesses, right, 0.0, delta) > error:
         return 0.0
     low, high = 0.0, _MOST
@@ -264,15 +262,15 @@ def _epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float)
 
 
 def level_of_each(confidence: float, tests: int) -> float:
-    """Return the level of each of several tests at which all together err with at most 1 − confidence.
+    """Return the confidence of each of several tests for a joint error of at most 1 − confidence.
 
-    Whatever the tests have to do with each other, the chance that any errs is at most the sum (Bonferroni).
+    The probability of any error is at most the sum of the errors, however the tests depend (Bonferroni).
     """
     return 1 - (1 - confidence) / tests if tests > 1 else confidence
 
 
 def said_of_tests(tests: int, confidence: float) -> str:
-    """Return the sentence on how many models are tested, and at which level."""
+    """Return the sentence on the number of tested models and the confidence of each test."""
     level, error = f"{level_of_each(confidence, tests):.4%}", f"{1 - confidence:.4%}"
     shown, allowed = (text.rstrip("%").rstrip("0").rstrip(".") + " %" for text in (level, error))
     together = f", so that all tests together err with a chance of at most {allowed}"
@@ -284,25 +282,25 @@ def said_of_tests(tests: int, confidence: float) -> str:
 
 
 def alarming(interval: Sequence[float] | None) -> bool | None:
-    """Return whether members are told from others better than by chance; None where the interval is not known."""
+    """Return whether members and non-members are separated better than by chance; None without an interval."""
     return None if interval is None else interval[0] > 0.5
 
 
-_RATES = (0.01, 0.001)  # false positive rates at which is told how many are found
+_RATES = (0.01, 0.001)  # false positive rates at which true positive rates are reported
 _DRAWS = 2000
-"""How often the noise is drawn again: half of it sets the threshold, half says how many are found."""
+"""Draws of the noise: one half sets the threshold, the other measures the true positive rate."""
 _WORST = 0.01  # the share of units that counts as the most exposed
-_CHANCE = 1e-6  # that noise as it is promised is called too little by one comparison
+_CHANCE = 1e-6  # false alarm rate of one comparison with the stated noise
 _AT_ONCE = 4096  # units attacked at a time
 
 
 def distances(parts: _Scores, noise: float, *, others_known: bool = True) -> _Scores:
-    """Return μ float64[n] of each unit: by how many standard deviations it moves the statistic of the best test.
+    """Return μ float64[n] of each unit, its shift of the best test's statistic in standard deviations.
 
     Args:
-        parts: float64[n, k], what each unit adds to the sum.
+        parts: float64[n, k], the contribution of each unit to the sum.
         noise: standard deviation s of the noise on each number; 0 for none.
-        others_known: whether the attacker knows all other units, or only their second moment.
+        others_known: whether the attacker has all other units, or only their second moment.
     """
     if others_known:
         length = np.linalg.norm(parts, axis=1)
@@ -311,27 +309,27 @@ def distances(parts: _Scores, noise: float, *, others_known: bool = True) -> _Sc
     moments = moments.clip(min=0) + noise**2
     seen = moments > 1e-12 * max(moments.max(initial=0), 1e-300)
     leverage = np.square(parts @ axes[:, seen]) @ (1 / moments[seen])
-    alone = leverage > 1 - 1e-9  # nobody else is where this one is
+    alone = leverage > 1 - 1e-9  # no other unit has a part in this direction
     return np.where(alone, np.inf, np.sqrt(leverage / np.where(alone, 1.0, 1 - leverage)))
 
 
 def found(mu: _Scores | float, rate: float) -> _Scores:
-    """Return the share of times that the best test finds units of these μ, when it is wrong at this rate."""
+    """Return the true positive rate of the best test for units of these μ at a false positive rate."""
     from scipy.special import ndtr, ndtri
 
     return np.asarray(ndtr(ndtri(rate) + np.asarray(mu, np.float64)))
 
 
 def _found_in(parts: _Scores, drawn: _Scores, noise: float, rate: float) -> _Scores:
-    """Return float64[n], the share of redraws of the noise in which each unit is found by one who knows all others.
+    """Return float64[n], each unit's true positive rate over redraws of the noise, given all other units.
 
     One threshold holds for all, since noise is alike in all directions. The first half of the redraws sets it, so noise
-    that is less than `noise` says shows.
+    below its stated deviation is detected.
 
     Args:
-        parts: float64[n, k], what each unit adds.
-        drawn: float64[r, k], noise as the mechanism draws it.
-        noise: its standard deviation, as promised.
+        parts: float64[n, k], the contribution of each unit.
+        drawn: float64[r, k], noise drawn by the mechanism.
+        noise: its stated standard deviation.
     """
     mu = distances(parts, noise)
     along = parts / np.maximum(np.linalg.norm(parts, axis=1, keepdims=True), 1e-300)
@@ -345,7 +343,7 @@ def _found_in(parts: _Scores, drawn: _Scores, noise: float, rate: float) -> _Sco
 
 
 def _worst(mu: _Scores) -> NDArray[np.bool_]:
-    """Return which units are the most exposed: 1 % of them, and at least one."""
+    """Return bool[n], whether a unit is among the most exposed: 1 % of them, and at least one."""
     order = np.argsort(-mu, kind="stable")[: ceil(_WORST * len(mu))]
     return np.isin(np.arange(len(mu)), order)
 
@@ -353,20 +351,20 @@ def _worst(mu: _Scores) -> NDArray[np.bool_]:
 def tail_of(
     parts: _Scores, sigma: float, groups: Mapping[str, NDArray[np.bool_]], draw: Callable[[], _Scores] | None
 ) -> dict[str, Any]:
-    """Return how many units of each group are found in a sum, by one who knows all others and one who knows none.
+    """Return true positive rates for units of each group in a sum, of attackers with all other units and with none.
 
     Args:
-        parts: float64[n, k], what each unit adds, at most 1 long.
+        parts: float64[n, k], the contribution of each unit, at most 1 long.
         sigma: noise multiplier; 0 for no noise.
         groups: bool[n] by name, in addition to all units and the most exposed.
         draw: returns float64[k], the noise of one release; None for none.
 
     Returns:
-        `sigma`, `draws`, what is `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
-            the `population`) its `groups` and a `curve` of (false positive rate, found of all, found of the worst). A
-            group has its median and largest μ (None where it is infinite), and by rate what is found: `exact`, and by
-            redraws `drawn` with an `interval` of 95 % or more. `beyond` names groups of which more are found than is
-            guaranteed, but for a chance of 10⁻⁶ each.
+        `sigma`, `draws`, the bound `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
+            the `population`) its `groups` and a `curve` of (false positive rate, true positive rate of all, of the most
+            exposed). A group has its median and largest μ (None where infinite), and by rate the true positive rate
+            `exact`, and `drawn` by redraws with an `interval` of 95 % or more. `beyond` names groups above the
+            guarantee, with a false alarm rate of 10⁻⁶ each.
     """
     from scipy.stats import binomtest
 
@@ -384,7 +382,7 @@ def tail_of(
                 one = told[f"{rate:g}"] = {"exact": float(found(mu[of], rate).mean())}
                 over = rate in limits and one["exact"] > limits[rate] * (1 + 1e-5)
                 if drawn and attacker == "others":
-                    # each redraw is of all units: a share over units varies no more than that of one would
+                    # each redraw is of all units: a share over units varies no more than that of a single unit
                     n = _DRAWS // 2
                     test = binomtest(
                         round(n * drawn[rate][of].mean()), n, limits[rate], alternative="greater"

@@ -1,8 +1,8 @@
-"""What a loss holds besides tensors: labels in arrays of numpy, in tables of pandas, in lists.
+"""Values captured by a loss besides tensors: labels in NumPy arrays, pandas tables and lists.
 
-What is computed from tensors can be seen (`torch.overrides`), what is computed from these cannot. So a loss that is
-asked about one row is handed that row of each: in its closure, its defaults, its arguments, its attributes and the
-global names that it uses. What it calls in turn is looked at likewise where it comes from the same file.
+Computations on tensors can be observed (`torch.overrides`), computations on these values cannot. So the loss of one row
+gets that row of each of them: in its closure, its defaults, its arguments, its attributes and the global names it uses,
+and likewise in functions of the same file that it calls.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 _DEEPEST, _MOST = 6, 256
-"""How far what a loss holds is followed, and how many entries of a table are looked at."""
+"""Depth to which captured values are followed, and the largest table that is searched."""
 
 
 def of_row(
     function: Callable[..., Tensor], row: int, b: int, *, of_classes: bool = False
 ) -> Callable[..., Tensor]:
-    """Return a loss that holds this row alone of whatever holds as many rows as the batch; itself where nothing does.
+    """Return a loss with this row in the place of every captured value of b rows; the loss itself without one.
 
     Args:
-        function: what was handed over as a loss.
+        function: the caller's loss.
         b: rows of the batch.
-        of_classes: whether a sequence of b numbers with fractions is one for each class.
+        of_classes: whether a sequence of b numbers with fractions has one for each class.
     """
     narrowed: Callable[..., Tensor] = function
     if b > 1:
@@ -40,7 +40,7 @@ def of_row(
 
 
 class _Narrowing:
-    """Put one row in the place of b rows. What holds none is returned as it is."""
+    """Select one row of every captured value of b rows; other values are returned unchanged."""
 
     def __init__(self, row: int, b: int, of_classes: bool, module: str | None) -> None:
         self._row, self._b, self._of_classes, self._module = row, b, of_classes, module
@@ -105,7 +105,7 @@ class _Narrowing:
         return sequence
 
     def _of_script(self, function: Callable[..., Any], depth: int) -> Callable[..., Any]:
-        """Return a compiled function that is handed the row, since nobody sees what it calls."""
+        """Return a compiled function that gets the row, since its calls cannot be observed."""
 
         def narrowed(*args: Any, **kwargs: Any) -> Any:
             return function(*map(self._of_tensor, args), **{k: self._of_tensor(v) for k, v in kwargs.items()})
@@ -157,9 +157,9 @@ class _Narrowing:
 
 
 def numbers_of(function: Any, depth: int = 0) -> list[float]:
-    """Return the numbers with fractions that a loss holds, in its closure, defaults, arguments and buffers.
+    """Return the numbers with fractions in the closure, defaults, arguments and buffers of a loss.
 
-    Numbers by themselves, and tensors of a single one; likewise of the functions that it holds there.
+    These are plain numbers and tensors of a single number, also in functions captured there.
     """
     held: list[Any] = []
     if isinstance(function, partial):
@@ -182,12 +182,12 @@ def numbers_of(function: Any, depth: int = 0) -> list[float]:
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether an object is there to hold values, wherever its class is from."""
+    """Return whether an object is a record of values: a namespace or a dataclass."""
     return isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
 
 
 def _module_of(value: Any) -> str:
-    """Return the name of the file that a function or the class of an object is from, whatever it was renamed to."""
+    """Return the name of the module in which a function, or the class of an object, was defined."""
     if isinstance(value, partial):
         return _module_of(value.func)
     if isinstance(value, MethodType):
@@ -210,7 +210,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _names(function: FunctionType) -> set[str]:
-    """Return the global names that a function uses, and those of functions within it."""
+    """Return the global names used by a function and by functions within it."""
     codes, names = [function.__code__], set[str]()
     while codes:
         code = codes.pop()

@@ -1,9 +1,9 @@
-"""Random numbers of a cipher: every random bit that a guarantee rests on comes from here.
+"""Cryptographically secure random numbers, the source of every random bit behind a guarantee.
 
-The bits are the key stream of AES-256 in counter mode (NIST SP 800-38A, section 6.5), whose key is 256 bits of the
-operating system. Whoever tells them from coin tosses has broken AES; no number of them tells another. Generators for
-simulations are no such thing: the Mersenne Twister's bits are linear in its state, and whoever sees 20 000 of them
-knows all others. That was done to the noise of a released proxy (`benchmarks/attacks/noise.py`).
+The bits are the key stream of AES-256 in counter mode (NIST SP 800-38A, section 6.5) with a key of 256 bits of the
+operating system. Distinguishing them from coin tosses breaks AES; no number predicts another. Generators for
+simulations are predictable: the Mersenne Twister's bits are linear in its state, and 20 000 of them determine all
+others, as an attack on the noise of a released proxy demonstrates (`benchmarks/attacks/noise.py`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 _KEY_BYTES = 32
 _BLOCK_BYTES = 2**12
-"""Bytes made at a time for small numbers: a call of the cipher for each would cost more than all the rest."""
+"""Bytes per call of the cipher for small numbers: a call for each number would dominate the time."""
 _MANTISSA = 53  # bits of a uniform number, as many as a float64 holds
 _AT_ONCE_CPU, _AT_ONCE_CUDA = 2**16, 2**22
-"""Normal numbers made at a time: as many as a cache holds, or a device likes. Both are even."""
-_MOST_AHEAD = 4  # blocks of them on a device at once
+"""Normal numbers per block: as many as fit a cache, or suit a device. Both are even."""
+_MOST_AHEAD = 4  # blocks on a device at once
 
 
 class CipherStream:
-    """A stream of random numbers in one process; threads may share it, and each number is given out once.
+    """A stream of random numbers in one process; threads may share it, and each number is used once.
 
-    Two streams of one key, bytes[32], give the same numbers. Take `fresh` for what a guarantee rests on.
+    Two streams of one key, bytes[32], give the same numbers. A guarantee needs a key of the operating system.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -53,16 +53,16 @@ class CipherStream:
 
     @classmethod
     def fresh(cls) -> CipherStream:
-        """Return a stream whose key is drawn from the operating system and known to nobody."""
+        """Return a stream with a secret key drawn from the operating system."""
         return cls(os.urandom(_KEY_BYTES))
 
     @classmethod
     def seeded(cls, *seed: int | str) -> CipherStream:
-        """Return the stream of a seed, for what all may know and for tests: it keeps nothing secret."""
+        """Return the stream of a seed, for public numbers and for tests: nothing of it is secret."""
         return cls(hashlib.sha256(repr(seed).encode()).digest())
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: original and copy would give out the same numbers.
+        """Refuse to be copied or pickled: original and copy would give the same numbers.
 
         Raises:
             WsiFlError: always.
@@ -81,7 +81,7 @@ class CipherStream:
         return drawn
 
     def below(self, n: int) -> int:
-        """Return one of 0, …, n − 1, all exactly equally likely, whatever the length of n."""
+        """Return a number of 0, …, n − 1, all exactly equally likely, for n of any length."""
         bits = (n - 1).bit_length()
         length = (bits + 7) // 8
         self._stay_here()
@@ -115,13 +115,13 @@ class CipherStream:
     def add_normal(self, tensors: Sequence[Tensor], std: float) -> None:
         """Add a number of N(0, std²) to every number of contiguous tensors on one device, in place.
 
-        Numbers are drawn and added in float64. Only the sum is rounded to what the tensors hold.
+        Numbers are drawn and added in float64; the sum is rounded to the type of the tensors.
         """
         for part, numbers in self._matched(tensors):
             part.add_(numbers, alpha=std)  # of float32 and float64, in float64
 
     def draw_ahead(self, n: int, device: torch.device) -> None:
-        """Draw n normal numbers for the next `add_normal` on a GPU, or some of many, while that is busy."""
+        """Draw up to n normal numbers for the next `add_normal` on a GPU while the GPU is busy."""
         if device.type == "cuda":
             self._stay_here()
             with self._lock:
@@ -133,7 +133,7 @@ class CipherStream:
         return self._normals[device]
 
     def _matched(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pair all parts of flat tensors with as many normal numbers float64."""
+        """Yield all parts of flat tensors, each with as many normal numbers float64."""
         self._stay_here()
         with self._lock:
             for flat in (tensor.view(-1) for tensor in tensors):
@@ -149,7 +149,7 @@ class CipherStream:
 
 
 class _Normals:
-    """Normal numbers on a device, in blocks that are used up part by part and made again."""
+    """Normal numbers on a device, in blocks used part by part and refilled."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._at = device, 0
@@ -157,14 +157,14 @@ class _Normals:
         self._used: list[_Block] = []
 
     def ahead(self, n: int, cipher: CipherContext) -> None:
-        """Make blocks until n numbers are there, or as many as stand in memory at once."""
+        """Fill blocks up to n numbers, or to the most that are held in memory at once."""
         while len(self._made) < _MOST_AHEAD and sum(len(one.numbers) for one in self._made) - self._at < n:
             block = self._used.pop() if self._used else _Block(self._device)
             block.make(cipher)
             self._made.append(block)
 
     def some(self, n: int, cipher: CipherContext) -> Tensor:
-        """Return float64[m], m ≤ n, numbers that were not given out before; they hold until the next call."""
+        """Return float64[m], m ≤ n, unused numbers, valid until the next call."""
         if self._made and self._at == len(self._made[0].numbers):
             self._used.append(self._made.popleft())
             self._at = 0
@@ -175,7 +175,7 @@ class _Normals:
 
 
 class _Block:
-    """Some normal numbers on a device; memory is allocated once."""
+    """A block of normal numbers on a device; memory is allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -188,12 +188,12 @@ class _Block:
         self._sent: torch.cuda.Event | None = None
 
     def make(self, cipher: CipherContext) -> None:
-        """Box and Muller (1958): z = √(−2 ln u) · (cos 2πv, sin 2πv) with u in (0, 1] and v in [0, 1)."""
+        """Fill with z = √(−2 ln u) · (cos 2πv, sin 2πv), u in (0, 1] and v in [0, 1) (Box and Muller, 1958)."""
         import torch
 
         # 1. 53 bits of the cipher for each uniform number; a GPU gets those of the CPU
         if self._sent is not None:
-            self._sent.synchronize()  # the words of before
+            self._sent.synchronize()  # the previous words
         cipher.update_into(self._zeros, self._bits)
         words = self._words.to(self._uniform.device, non_blocking=True)
         self._uniform.copy_(words.bitwise_and_(2**_MANTISSA - 1))

@@ -1,8 +1,7 @@
-"""Noise in shares: discrete Gaussians that several sites add to whole numbers, so that only their sum is private.
+"""Distributed discrete Gaussian noise: sites add shares of it to whole numbers, so that their sum is private.
 
-Sites that hold sums turn them into whole numbers (`quantised`), add a share of the noise each (`discrete_gaussian` with
-σ from `share_sigma`), and add up what they have under masks (`wsi_fl.privacy.masks`). `noise_multiplier` says what goes
-on the account of a site.
+Each site quantizes its statistics to whole numbers, adds a share of the noise (`discrete_gaussian` with σ from
+`share_sigma`), and the sum is formed by secure aggregation. `noise_multiplier` gives the cost on the account of a site.
 
 Sources:
     Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy: the sampler, and the Rényi
@@ -22,17 +21,17 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
 _MOST_SIGMA = 2.0**50
-"""Up to here a draw that does not fit an int64 would be one of 2¹³ σ, less likely than exp(−2²⁴)."""
-_MOST = 2.0**62  # whole numbers of a sum stay below this, so that noise has room in an int64
+"""The largest σ: a draw beyond an int64 is one of 2¹³ σ, less likely than exp(−2²⁴)."""
+_MOST = 2.0**62  # bound on the whole numbers of a sum, so that noise fits into an int64
 _NEGLIGIBLE = 1e-100
-"""The largest distance between a sum of discrete Gaussians and one of them that no account needs to know."""
+"""The largest negligible distance between a sum of discrete Gaussians and one discrete Gaussian."""
 
 
 SCALE = float(1 << 24)
 """Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
 A_LITTLE = 1e-6
-"""By which noise is larger than needed, for round-off of sums and the difference between discrete and continuous noise,
-which is below 10⁻¹² at such scales."""
+"""Relative excess of the noise for round-off of sums and the difference between discrete and continuous noise, which is
+below 10⁻¹² at such scales."""
 
 
 def discrete_gaussian(
@@ -40,10 +39,10 @@ def discrete_gaussian(
 ) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
-    Every comparison is of whole numbers, so that there are no digits of a float which could tell the noise from what it
-    was added to. This is algorithm 3 of Canonne, Kamath & Steinke (2020): a draw from the discrete Laplace distribution
-    with scale t = ⌊σ⌋ + 1 is kept with probability exp(−(|y| − σ²/t)² / 2σ²). A σ that is a float is taken as the exact
-    fraction that it is. Without a stream the bits come from a fresh one.
+    Every comparison is of whole numbers, so that no digits of a float reveal the noise. This is algorithm 3 of Canonne,
+    Kamath & Steinke (2020): a draw from the discrete Laplace distribution with scale t = ⌊σ⌋ + 1 is accepted with
+    probability exp(−(|y| − σ²/t)² / 2σ²). A float σ is taken as its exact fraction. Without a stream the bits come from
+    a new one.
 
     Raises:
         UsageError: when σ is not between 0 and 2⁵⁰.
@@ -55,7 +54,7 @@ def discrete_gaussian(
 
 
 def _happens(n: int, d: int, bits: CipherStream) -> bool:
-    """Return true with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
+    """Return True with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
     while n > d:
         if not _happens(1, 1, bits):
             return False
@@ -92,10 +91,9 @@ def _gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
 
 
 def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
-    """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to the even one.
+    """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to even numbers.
 
-    The scale, whole numbers per unit, is a power of two: then the product is exact, and no number moves by more than
-    1/2.
+    The scale, whole numbers per unit, is a power of two: the product is exact, and no number moves by more than 1/2.
 
     Raises:
         WsiFlError: when a number is not finite, or too large for 2⁶² steps.
@@ -109,20 +107,19 @@ def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
 
 
 def sensitivity_of(clip: float, scale: float, n: int) -> float:
-    """Return clip · scale + √n, how far in L2 and whole steps a quantised sum of length n moves with a unit more or
-    less.
+    """Return clip · scale + √n, the L2 sensitivity in whole steps of a quantized sum of length n to one unit.
 
     Proof, for rounding the site's *sum*: neighbouring sums s and s + x with ‖x‖ ≤ clip are scaled exactly, and rounding
     moves each of them by at most 1/2 in each of the n directions. So the rounded sums differ from each other by scale ·
     x and at most 1 more per direction, which is clip · scale + √n in L2 by the triangle inequality.
 
     No smaller bound holds: where s · scale is 1/2 and x · scale is 1 in every direction, 0 becomes 2. Rounding each
-    unit's *contribution* instead would add √n / 2 alone, but asks for sums of whole numbers from the beginning.
+    unit's *contribution* instead would add only √n / 2, but requires sums of whole numbers from the beginning.
 
     Args:
-        clip: how far the float64 sum moves, in L2; round-off of its additions counts, so a sum of very many rows needs
-            a little more than what each row is clipped to.
-        scale: steps per unit, as `quantised` takes it.
+        clip: L2 sensitivity of the float64 sum; round-off of its additions counts, so a sum of very many rows needs a
+            little more than the clipping norm.
+        scale: steps per unit.
 
     Raises:
         UsageError: when the clip is no positive number, or n below 1.
@@ -139,15 +136,15 @@ def sensitivity_of(clip: float, scale: float, n: int) -> float:
 
 
 def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
-    """Return the σ of each site's share, such that the shares of honest sites alone have the variance σ_total² or more.
+    """Return the σ of each site's share of noise, such that the honest shares have the variance σ_total² or more.
 
-    Sites that collude know their own shares and take them off, and those of sites that go away are not in the sum, so
-    the other n_sites − lacking must suffice: σ = σ_total / √(n_sites − lacking), rounded up. All others see noise of
-    variance n_sites · σ².
+    Colluding sites subtract their own shares, and the shares of sites that dropped out are not in the sum, so the other
+    n_sites − lacking must suffice: σ = σ_total / √(n_sites − lacking), rounded up. All others see noise of variance
+    n_sites · σ².
 
     Args:
-        sigma_total: σ of the noise that nobody can take off, in steps.
-        lacking: how many sites may put together what they know or go away; 0 where neither is feared.
+        sigma_total: σ of the noise that cannot be subtracted, in steps.
+        lacking: number of sites that may collude or drop out; 0 for none.
 
     Raises:
         UsageError: when σ_total is no positive number.
@@ -163,20 +160,20 @@ def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
 
 
 def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: float, n: int) -> float:
-    """Return the noise multiplier z that goes on the account: √(n_sites − lacking) · σ_share / sensitivity.
+    """Return the noise multiplier z for the account: √(n_sites − lacking) · σ_share / sensitivity.
 
-    A sum of h discrete Gaussians is none, but its log-probabilities differ from those of one with variance h · σ² so
-    little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, where τ is `_gap` (Kairouz, Liu &
-    Steinke 2021, proposition 14). So its Rényi divergence of every order a is at most a ε² / 2, that of the Gaussian
-    mechanism with z = 1 / ε, and `Mechanism(sigma=z, clip=…, sample_rate=1, steps=1)` is the whole cost. For Poisson
-    samples the same holds at whole orders (`WHOLE_ORDERS`), whose bound needs these divergences alone; at fractional
-    orders the accountant computes with densities of normal distributions. It is the Rényi divergence that is no larger:
-    δ at a given ε may exceed that of normal noise by a few parts in σ².
+    A sum of h discrete Gaussians is no discrete Gaussian, but its log-probabilities differ from those of one with
+    variance h · σ² so little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, τ being the gap
+    of the distributions (Kairouz, Liu & Steinke 2021, proposition 14). So its Rényi divergence of every order a is at
+    most a ε² / 2, the divergence of the Gaussian mechanism with z = 1 / ε, and `Mechanism(sigma=z, clip=…,
+    sample_rate=1, steps=1)` is the whole cost. For Poisson samples the same holds at whole orders, whose bound needs
+    these divergences alone; at fractional orders the accountant computes with densities of normal distributions. The
+    bound is on the Rényi divergence: δ at a given ε may exceed δ of normal noise by a few parts in σ².
 
     Args:
         share: σ of each site's noise, in steps.
-        lacking: how many of the sites may put together what they know or go away.
-        sensitivity: how far a unit moves the sum of whole numbers in L2, as `sensitivity_of` tells.
+        lacking: number of sites that may collude or drop out.
+        sensitivity: L2 sensitivity of the sum of whole numbers to one unit.
         n: length of the vector.
 
     Raises:
@@ -188,11 +185,11 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
             "a noise multiplier needs numbers above 0: "
             f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
         )
-    # 1. τ √n, what a sum of discrete Gaussians lacks to being one
+    # 1. τ √n, the distance of a sum of discrete Gaussians from a discrete Gaussian
     apart = _gap(share, honest) * sqrt(n)
     if apart > _NEGLIGIBLE:
         raise UsageError(
-            f"shares of noise of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
+            f"noise shares of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
         )
     # 2. ε of concentrated DP, Δ / (√h σ) + τ √n, and z = 1 / ε
     squared = honest * Fraction(share) ** 2 / Fraction(sensitivity) ** 2
@@ -205,10 +202,10 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
 
 
 def _gap(sigma: float, n_shares: int) -> float:
-    """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), how far a sum of h shares is from one discrete Gaussian.
+    """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), the distance of a sum of h shares from a discrete Gaussian.
 
-    Half of it bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3);
-    where two sums are compared that a unit tells apart, each may be off by that much.
+    τ / 2 bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3); two
+    neighbouring sums may each be off by τ / 2.
 
     Raises:
         UsageError: when σ is below 1/2, where the bound is not proven.
@@ -220,7 +217,7 @@ def _gap(sigma: float, n_shares: int) -> float:
 
 def _honest(n_sites: int, lacking: int) -> int:
     if not 0 <= lacking < n_sites:
-        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or go away, not {lacking}")
+        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or drop out, not {lacking}")
     return n_sites - lacking
 
 

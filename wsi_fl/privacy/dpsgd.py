@@ -1,19 +1,19 @@
 """DP-SGD (Abadi et al., 2016): Poisson batches, clipped per-example gradients, Gaussian noise.
 
-The mean gradient is (Σ clip(g_i, C) + N(0, σ²C² I)) / B with the public constant B, never the size of the
-batch that came out (ProxyFL, eq. 7).
+The mean gradient is (Σ clip(g_i, C) + N(0, σ²C² I)) / B with the public constant B, not the size of the sampled batch
+(ProxyFL, eq. 7).
 
-ε rests on this: one unit, a row or a patient, moves the clipped sum by at most C. Each term is at most C long; so it
-holds where the terms of all others are the same without it. `DPTrainer` holds whatever model and loss it is given to
-that, or refuses them in one line:
+ε assumes that one unit, a row or a patient, moves the clipped sum by at most C. Each term is at most C long, so the
+bound holds where the terms of all other units are the same without it. `DPTrainer` enforces this for every model and
+loss, or refuses them in one line:
 
-- What is built in (PyTorch's layers of rows, wsi-fl's own models, plain mean losses) goes through an engine.
-- What timm and torchvision bring goes through an engine that was measured on two real rows, and every step looks
-  whether buffers, weights or generators of random numbers changed.
-- What somebody else wrote is shown one unit at a time, and a loss one row (`wsi_fl.privacy.losses`). No measurement has
-  to find what it does with others: there are none. It takes a backward pass for each row.
+- Built-in parts (PyTorch's layers of rows, wsi-fl's own models, plain mean losses) go through an engine.
+- Models of timm and torchvision go through an engine measured on two real rows, and every step checks that buffers,
+  weights and generators of random numbers are unchanged.
+- Custom models get one unit at a time, and custom losses one row. No measurement of their behaviour on batches is
+  needed, at the cost of a backward pass for each row.
 
-Not covered: somebody who means to get round it, with state outside the model or numbers computed from a batch before.
+Not covered: deliberate evasion, by state outside the model or numbers computed from an earlier batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["DPTrainer", "check_per_example_gradients"]
 
 _ROUND_OFF = 1e-6
 """Fraction of C: more than the round-off of float32 weights and of their products with gradients."""
-_CHUNK = 64  # rows that go through the model at a time, however many a patient has
+_CHUNK = 64  # rows per forward pass, however many a patient has
 
 
 def _summed_by_unit(
@@ -65,24 +65,23 @@ def _summed_by_unit(
     """Return (Σ_u c_u g_u of each trained parameter, mean loss over all rows), from the rows of one unit at a time.
 
     The gradient g_u of a unit, a patient or a row, is the *mean* over its rows in the batch, and c_u = min(1, C /
-    |g_u|). The model never sees rows of two units together, so g_u depends on no other unit, whatever the model is.
-    Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is added or
-    removed; patients are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian
-    mechanism with noise multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew
-    in each step and independent of all others: given the draw the bound holds, and so it does on average (Rényi
-    divergence is quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows:
-    the same C suits rows and patients.
+    |g_u|). No forward pass has rows of two units, so g_u depends on no other unit for any model. For any rows of a
+    patient, and any number of them, the sum changes by at most C when the patient is added or removed; patients are
+    sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise multiplier
+    σ and one patient as its unit. A patient's rows in a step are drawn independently of all others: given the draw the
+    bound holds, and so it does on average (Rényi divergence is quasi-convex). The length of the mean, unlike that of
+    the sum, does not grow with the number of rows: the same C suits rows and patients.
 
-    By plain backward passes, one unit after the other: memory holds two gradients and the activations of one chunk.
+    Plain backward passes, one unit after the other: memory holds two gradients and the activations of one chunk.
 
     Args:
         x: [b, …], b > 0.
-        unit: int64[b], whose each row is.
+        unit: int64[b], the unit of each row.
         weigh: norm |g_u|, float64[1] → weight c_u [1]; a unit of weight 0 has no part in the sums.
-        memory: of a model that is somebody else's, which must forget each unit before the next.
+        memory: snapshot of a custom model, which is restored after each unit.
 
     Raises:
-        UsageError: when what a model of `memory` says of a unit changes from one time to the next.
+        UsageError: when the outputs of a model with `memory` change between two passes.
     """
     sums: GradientSums = [None] * len(trained(model))
     outputs: Tensor | None = None
@@ -97,7 +96,7 @@ def _summed_by_unit(
             logits = model(x[part])
             if outputs is None:
                 outputs = logits.new_zeros(len(x), *logits.shape[1:])
-            # rows beside this part are constants here, so that only its own losses have a gradient
+            # other rows are constants here, so that only the losses of this part have a gradient
             whole = torch.zeros_like(outputs).index_copy(0, part, logits)
             loss = loss_of_some(loss_of, whole, part.tolist()) * (len(x) / len(rows))
             found = torch.autograd.grad(loss, trained(model), allow_unused=True)
@@ -120,7 +119,7 @@ def _summed_by_unit(
 
 @torch.no_grad()
 def _stable_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Return what a model says of rows, after it has seen them once already."""
+    """Return the outputs of a model, equal in two passes."""
     before: Tensor = model(x)
     after: Tensor = model(x)
     _require_same(after, before)
@@ -130,13 +129,13 @@ def _stable_outputs(model: nn.Module, x: Tensor) -> Tensor:
 def _require_same(outputs: Tensor, before: Tensor) -> None:
     if not same_rows(outputs, before):
         raise UsageError(
-            f"{UNTRAINABLE}: what it says of a row changes from one time to the next (a memory, or random numbers)"
+            f"{UNTRAINABLE}: its outputs for a row change from one time to the next (a memory, or random numbers)"
         )
 
 
 @contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
-    """Compute in the precision of the weights: sums of half precision are too coarse to keep to C."""
+    """Compute in the precision of the weights: sums in half precision are too coarse for the bound C."""
     if not torch.is_autocast_enabled(device.type):
         yield
         return
@@ -145,12 +144,12 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def _require_all(parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that moves other parameters than the model's.
+    """Refuse an optimizer of other parameters than the model's.
 
     Raises:
         UsageError: when parameters are missing in it, or are of something else.
     """
-    groups = getattr(optimizer, "param_groups", None)  # somebody's own may have none
+    groups = getattr(optimizer, "param_groups", None)  # a custom optimizer may have none
     if groups is None:
         return
     moved = {id(p) for group in groups for p in group["params"]}
@@ -170,14 +169,14 @@ class DPTrainer:
     """A model and its optimizer, stepping with differential privacy.
 
     Args:
-        model: without norms over the batch; its trained parameters all take part in the loss. Modules of your own are
-            shown a row at a time, which takes a backward pass for each row.
+        model: without norms over the batch; its trained parameters all take part in the loss. Custom modules get a row
+            at a time, which takes a backward pass for each row.
         optimizer: over the model's parameters; DP-Adam is Adam on the noisy gradient.
         sigma: noise multiplier; 0 switches the noise off.
-        clip: bound C on per-example gradients; infinity switches clipping off, without noise only.
+        clip: clipping norm C of per-example gradients; infinity switches clipping off, without noise only.
         batch_size: the divisor B, in units.
-        unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no engine.
-        engine: a key of ENGINES to try first, where the model may have one; None for `engine_of` it.
+        unit: privacy unit of the clipped gradients, "row" or "patient", which needs no engine.
+        engine: a key of ENGINES to try first, where the model may have one; None for the model's default.
 
     Raises:
         UsageError: when the model has norms over the batch or weights of half precision, or C fits no noise.
@@ -212,7 +211,7 @@ class DPTrainer:
 
     @classmethod
     def of(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
-        """Return the trainer of a model by Adam with a plan's σ, C, B and unit."""
+        """Return the trainer of a model with Adam and a plan's σ, C, B and unit."""
         optimizer = torch.optim.Adam(trained(model), lr=lr)
         return cls(
             model, optimizer, clip=plan.clip, sigma=plan.sigma, batch_size=plan.batch_size, unit=plan.unit
@@ -223,22 +222,22 @@ class DPTrainer:
 
         Args:
             loss_of: maps logits [b, classes] to the mean of per-example losses. One call of cross-entropy or of another
-                usual mean is known; any other loss is computed of each row alone.
-            noise: the stream that it is drawn from.
+                usual mean is recognized; any other loss is computed row by row.
+            noise: the stream of the noise.
             patient: int64[b], the patient of each row, where the unit is a patient.
 
         Raises:
-            UsageError: when the model or the loss lets one row depend on another, or remembers rows.
+            UsageError: when the model or the loss lets one row depend on another, or keeps state of rows.
             WsiFlError: when patients are missing, or a parameter has no gradient.
         """
-        self._optimizer.zero_grad()  # what somebody else left there has no noise
+        self._optimizer.zero_grad()  # gradients of other code have no noise
         train_without_dropout(self._model)
         n_numbers = sum(p.numel() for p in self._parameters) if self.sigma else 0
 
         def weigh(norms: Tensor) -> Tensor:
             noise.draw_ahead(n_numbers, norms.device)  # a GPU is busy with the norms meanwhile
-            # min(1, C / |g_i|), a little less for round-off; 0, so that g_i is left out, where it is not finite, or the
-            # weight is subnormal in float32: such numbers are too coarse to keep to C
+            # min(1, C / |g_i|), a little less for round-off; 0, so that g_i is left out, where g_i is not finite, or
+            # the weight is subnormal in float32: such numbers are too coarse for the bound C
             weights = (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0)
             return weights.where(weights >= torch.finfo(torch.float32).tiny, 0.0)
 
@@ -266,13 +265,13 @@ class DPTrainer:
     def _sums(
         self, x: Tensor, loss_of: LossOf, weigh: Weigh, patient: Tensor | None
     ) -> tuple[GradientSums, Tensor]:
-        """Return the clipped sums of a batch, to which each unit adds at most C, and the mean loss.
+        """Return the clipped sums of a batch, at most C from each unit, and the mean loss.
 
         Raises:
             WsiFlError: when patients are missing.
         """
         if self.unit == "patient" and patient is None:
-            raise WsiFlError("a step with patients as units must know whose each row is")
+            raise WsiFlError("a step with patients as privacy units needs the patient of each row")
         unit = patient if self.unit == "patient" else None
         standing = standing_of(self._model)  # it may have changed since
         self._require_same_parameters(x)
@@ -284,7 +283,7 @@ class DPTrainer:
         if way is not None and not is_measured:
             self.engine, self._measured = way, layers
         elif way is None and unit is None and len(x) == 1:
-            # a row that is alone is tied to none; it goes the way of other steps, whatever step a process begins with
+            # a single row depends on no other; its engine is the one of other steps, in whichever step a process begins
             way = right_way(self._model, torch.cat([x, x]), None, self.engine)
         loss_of = loss_of if of_rows else RowwiseLoss(loss_of, self._constants, self._parameters)
         if custom or unit is not None or way in (None, SINGLY):
@@ -306,7 +305,7 @@ class DPTrainer:
             return self._portion.tried(min(len(x), _CHUNK), work)
         except (WsiFlError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever somebody's architecture raises
+        except Exception as error:  # any error of a custom architecture
             raise UsageError(f"{UNTRAINABLE}: {one_line(error)[:200]}") from error
 
     def _by_engine(self, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
@@ -316,10 +315,10 @@ class DPTrainer:
         return self._portion.tried(few(len(x), x.shape[1:], gpu=x.is_cuda), lambda k: rows_of(at_once=k))
 
     def _require_same_parameters(self, x: Tensor) -> None:
-        """Refuse a model whose trained parameters are no more those of the beginning, or rows of another type.
+        """Refuse a model with other trained parameters than at the beginning, or rows of another type.
 
         Raises:
-            UsageError: when it is so.
+            UsageError: in these cases.
         """
         present = trained(self._model)
         if len(present) != len(self._parameters) or any(

@@ -1,11 +1,11 @@
 """Weighted sums of per-example gradients, two ways.
 
-An engine takes the batch, asks for a weight c_i of each example once it knows the norms |g_i| of its gradients, and
-returns Σ_i c_i g_i over the examples that have one:
+An engine computes the norms |g_i| of the gradients of a batch, gets a weight c_i of each example from them, and returns
+Σ_i c_i g_i over the examples with a weight:
 
-- `hooks` holds all b gradients, by Opacus, and suits every model that Opacus knows; - `ghost` never holds the g_i: one
-backward pass gives every layer's output gradients G, and a layer's rule, from its input A and G alone, the norms and
-the sum (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023).
+- `hooks` holds all b gradients, by Opacus, and suits every model that Opacus supports;
+- `ghost` never holds the g_i: one backward pass gives every layer's output gradients G, and a layer's rule computes the
+  norms and the sum from its input A and G alone (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023).
 
 A layer with T positions (pixels, instances of a bag) has the per-example gradient GᵀA of p × D numbers. Its norm needs
 no such matrix: |GᵀA|² = Σ (AAᵀ)∘(GGᵀ), with T × T inner products on either side. Where T is large and the layer small,
@@ -44,7 +44,7 @@ _Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[GradientSums, Tenso
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer moves."""
+    """Return the parameters with a gradient."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -84,7 +84,7 @@ def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
 
 
 def _kept(c: Tensor) -> _Kept:
-    """Return which examples have a weight above 0; the others are left out, since 0 · ∞ is NaN."""
+    """Return the places of examples with a weight above 0; the others are left out, since 0 · ∞ is NaN."""
     return slice(None) if bool((c > 0).all()) else (c > 0).nonzero().flatten()
 
 
@@ -153,7 +153,7 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
 
     for kind in _NORMS:
         GradSampleModule.GRAD_SAMPLERS[kind] = lambda module, a, g: _per_example(module, a[0], g)
-    # strict, it refuses constant statistics beside a trained gain; what ties examples was refused before
+    # strict, it refuses constant statistics beside a trained gain; models that tie examples were refused before
     wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean", strict=False)
     handles = [
         module.register_forward_pre_hook(_contiguous)
@@ -166,7 +166,7 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
         wrapped.to_standard_module()
         for handle in handles:
             handle.remove()
-        for module in model.modules():  # what Opacus leaves where the backward pass did not come by
+        for module in model.modules():  # attributes that Opacus leaves on modules without a backward pass
             for left in ("activations", "max_batch_len"):
                 module.__dict__.pop(left, None)
         for parameter in model.parameters():
@@ -179,7 +179,7 @@ def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _OutOfPlace(TorchFunctionMode):
-    """Computes `x += y` as `x = x + y`: autograd forbids the former on what Opacus's hooks return."""
+    """Compute `x += y` as `x = x + y`: autograd forbids the former on outputs of Opacus's hooks."""
 
     _INSTEAD: Mapping[Any, Any] = {
         Tensor.add_: Tensor.add,
@@ -205,14 +205,14 @@ def summed_in_parts(
     *,
     at_once: int,
 ) -> tuple[GradientSums, Tensor]:
-    """Return what an engine does, that sees so many rows at a time; the more there are, the more memory it takes."""
+    """Return the sums and the mean loss of an engine, computed for so many rows at a time to limit memory."""
     if at_once >= len(x):
         return engine(model, x, loss_of, weigh)
     sums: GradientSums = [None] * len(trained(model))
     said: list[Tensor] = []
 
     def loss_of_part(logits: Tensor) -> Tensor:
-        # rows beside this part are constants here, so that only its own losses have a gradient
+        # other rows are constants here, so that only the losses of this part have a gradient
         before = sum(map(len, said))
         rest = logits.new_zeros(len(x) - before - len(logits), *logits.shape[1:])
         whole, rows = torch.cat([*said, logits, rest]), range(before, before + len(logits))
@@ -232,7 +232,7 @@ def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def engine_of(model: nn.Module) -> str:
-    """Return the engine that a model gets: "ghost" wherever it can, "hooks" elsewhere."""
+    """Return the engine of a model: "ghost" where every layer has a rule, else "hooks"."""
     return "ghost" if _obstacle(model) is None else "hooks"
 
 
@@ -253,7 +253,7 @@ class _Gradients:
 
 
 def _obstacle(model: nn.Module) -> str | None:
-    """Return why per-example gradients of this model cannot be computed layer by layer; None where they can."""
+    """Return the reason against per-example gradients layer by layer; None where they can be computed."""
     owner: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -278,7 +278,7 @@ def _known(kind: type[nn.Module]) -> bool:
 
 
 def _gradients_of(module: nn.Module, uses: Sequence[_Use]) -> _Gradients:
-    """Return the per-example gradients of a module that `_obstacle` accepts, summed over its uses."""
+    """Return the per-example gradients of a supported module, summed over its uses."""
     ghost = GHOSTS.get(type(module))
     found = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
     return found or _materialised([_per_example(module, a, g) for a, g in uses])
@@ -318,7 +318,7 @@ def _pays(n_positions: int, n_entries: int) -> bool:
 
 
 def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> _Gradients | None:
-    """Return those of A[b, …, d] and G[b, …, p]; None where the gradient is smaller than inner products."""
+    """Return gradients from A[b, …, d] and G[b, …, p]; None where the gradient is smaller than inner products."""
     a, g = (z.flatten(1, -2) if z.dim() > 2 else z.unsqueeze(1) for z in (a, g))
     n_positions = a.shape[1]
     if not (module.weight.requires_grad and _pays(n_positions, module.weight.numel())):
@@ -339,7 +339,7 @@ def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> _Gradients | None:
 
 
 def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> _Gradients | None:
-    """Return those of A[b, c, h, w] and G[b, p, h', w']; None where the gradient is smaller than inner products."""
+    """Return gradients from A[b, c, h, w] and G[b, p, h', w']; None where these are smaller than inner products."""
     left, right, top, bottom = module._reversed_padding_repeated_twice
     n_pixels = (a.shape[2] + top + bottom) * (a.shape[3] + left + right)
     if not (module.weight.requires_grad and _pays(n_pixels, module.weight.numel() // module.groups)):
@@ -372,11 +372,11 @@ def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
 
 
 _GRAM_CPU, _GRAM_CUDA = 2**21, 2**27
-"""Inner products of pixels at a time: as many as a cache about holds, or as memory has to spare."""
+"""Inner products of pixels at a time: as many as fit a cache, or the memory of a GPU."""
 
 
 def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
-    """Inner products of the patches that a kernel sees at its h' × w' positions: [n, h', w', h', w'].
+    """Return [n, h', w', h', w'], the inner products of a kernel's patches at its h' × w' positions.
 
     Pixels are numbered row by row. Each tap of the kernel moves both pixels of a pair by the same number k,
     that is down the diagonal of their N × N inner products: by k(N + 1) entries.
@@ -423,7 +423,7 @@ _NormRule = Callable[[Any, Tensor, Tensor], _ByParameter]
 def _gains(
     module: Any, normalised: Callable[[], Tensor], g: Tensor, total: Callable[[Tensor], Tensor]
 ) -> _ByParameter:
-    """Return those of a gain γ and a bias β in y = normalised · γ + β; `total` sums over positions."""
+    """Return gradients of a gain γ and a bias β in y = x̂ · γ + β, with x̂ normalised, summed over positions."""
     of = {module.weight: lambda: normalised() * g, module.bias: lambda: g}
     return {p: total(of[p]()) for p in of if p is not None and p.requires_grad}
 
@@ -440,7 +440,7 @@ def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor) -> _ByParameter:
 
 
 def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor) -> _ByParameter:
-    """Return those of A and G [b, …, d], or of more axes that are normalised."""
+    """Return gradients from A and G [b, …, d], or with more normalised axes."""
 
     def total(z: Tensor) -> Tensor:
         between = list(range(1, z.dim() - len(module.normalized_shape)))
@@ -453,12 +453,12 @@ def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor) -> _ByParameter:
 
 
 def _channels_last(rule: _NormRule) -> _NormRule:
-    """Return the rule of a layer that normalises the channels of images [b, channels, h, w]."""
+    """Return the rule for images [b, channels, h, w] with normalised channels."""
     return lambda module, a, g: rule(module, a.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1))
 
 
 def _before_activation(rule: _NormRule, norm: Callable[[Any, Tensor], Tensor]) -> _NormRule:
-    """Return the rule of a layer that applies `drop`, which is off in training with privacy, and `act` to a norm."""
+    """Return the rule of a norm followed by `drop`, off in training with privacy, and `act`."""
 
     def of(module: Any, a: Tensor, g: Tensor) -> _ByParameter:
         with torch.enable_grad():
@@ -470,12 +470,12 @@ def _before_activation(rule: _NormRule, norm: Callable[[Any, Tensor], Tensor]) -
 
 
 def _norm_rule(kind: type[nn.Module]) -> _NormRule | None:
-    """Return the rule of a normalisation layer; of timm's by its name, since importing timm takes seconds."""
+    """Return the rule of a normalisation layer; for timm by its name, since importing timm takes seconds."""
     return _NORMS.get(kind) or _NORMS_OF_TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
-    """Return the kernels' gradient; with several `n_examples` one for each, stacked along the first axis."""
+    """Return the kernels' gradient; for several examples one each, stacked along the first axis."""
     kernels, *kernel = module.weight.shape
     x, padding = a, module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
@@ -507,7 +507,7 @@ def _trained_bias(module: nn.Linear | nn.Conv2d) -> Tensor | None:
 def squared_norms(rows: Tensor) -> Tensor:
     """Return |r_i|², float64[b], of the float32 rows [b, …]; ∞ or NaN where their squares are too large.
 
-    Summed one after the other in float32, 10⁸ numbers come out percents too few, but not as many as a block has.
+    A sequential float32 sum of 10⁸ numbers is too small by percents; the sum of one block is not.
     """
     rows = rows.flatten(1)
     whole = rows.shape[1] // _BLOCK * _BLOCK
@@ -519,18 +519,18 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 _BLOCK = 256
-"""How many numbers float32 can square and add with an error of 5e-7, in any order, in eight or more partial sums."""
+"""Numbers that float32 squares and adds with an error of 5e-7, in any order, in eight or more partial sums."""
 
 
 def _gram(z: Tensor) -> Tensor:
-    """Inner products of T positions: [b, T, 1, T, 1] from [b, T, d]."""
+    """Return [b, T, 1, T, 1], the inner products of the T positions of [b, T, d]."""
     return (z @ z.mT)[:, :, None, :, None]
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
     """Return float64[n], the inner product of each pair of Gram matrices [n, h, w, h, w], never too small.
 
-    Where the products cancel, only round-off of |A|²|G|² is left, which may be 0 although the gradient is not.
+    Where the products cancel, round-off of |A|²|G|² remains, which may be 0 although the gradient is not.
     """
     products = (one * other).flatten(1).sum(1).double().clamp(min=0)
     lengths = [torch.einsum("nhwhw->n", gram).double() for gram in (one, other)]
@@ -546,7 +546,7 @@ _NORMS: Mapping[type[nn.Module], _NormRule] = {
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
 }
-"""Layers whose gradients are small, so that they are written down."""
+"""Rules of normalisation layers, whose small gradients are computed explicitly."""
 
 _NORMS_OF_TIMM: Mapping[str, _NormRule] = {
     "timm.layers.norm.GroupNorm": _group_norm,

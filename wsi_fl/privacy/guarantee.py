@@ -1,4 +1,4 @@
-"""What a site promises and has spent: its terms, the rounds that a ledger records, and the guarantee they give."""
+"""Privacy terms of a site, the rounds recorded in its ledger, and the guarantee over them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
 PROTECTS_UP_TO = 100.0
-"""An ε above it protects nobody: it is shown as none, and what it covers leaves only where the site allows that."""
+"""The largest meaningful ε: above it no ε is reported, and content leaves only where the site allows that."""
 
 
 MOST_ATTEMPTS = 3
-"""At a sum of all sites that hides its parts, under one approval: whoever spoils sums makes others spend no more."""
+"""Attempts at secure aggregation under one approval, the limit of what spoiled sums can make other sites spend."""
 
 
 _MECHANISM = ("sigma", "clip", "sample_rate", "steps")
@@ -32,18 +32,18 @@ class BudgetSpent(WsiFlError):
 class Terms:
     """The terms under which a site takes part in a run."""
 
-    delta: float  # δ of the site's promise, at which everything on its account is priced
-    max_epsilon: float | None = None  # the most it will spend, or None
-    # whether the site is a real hospital: max_epsilon then covers every run in the ledger, and without one nothing
-    # is spent. For a simulated site it covers this run alone.
+    delta: float  # δ of the guarantee, for every mechanism on the account
+    max_epsilon: float | None = None  # the budget, or None
+    # whether the site is a real hospital: max_epsilon then covers every run in the ledger, and nothing is spent
+    # without one. For a simulated site it covers this run alone.
     lifetime: bool = False
     allow: Collection[str] = ()  # kinds of content that may leave without differential privacy
-    guarantee: Guarantee = "none"  # what ε is worth in this run
-    unit: str = "row"  # what one record is: "row" or "patient"
+    guarantee: Guarantee = "none"  # guarantee level of ε in this run
+    unit: str = "row"  # privacy unit: "row" or "patient"
     insecure: bool = False  # whether noise comes from a fixed seed (tests)
 
     def line(self, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
-        """Return what a line of the ledger says of what was applied, and of what may leave by it, as JSON values."""
+        """Return the fields of a ledger line on a mechanism and the content released by it, as JSON values."""
         told = asdict(mechanism) if mechanism else {}
         return {
             "released": content or None,
@@ -57,7 +57,7 @@ class Terms:
         }
 
     def check_mechanism(self, mechanism: Mechanism, site: str) -> None:
-        """Refuse what a real hospital must not apply: noise without a budget, or a plan with a δ of 1 / n or more.
+        """Refuse, for a real hospital, noise without a budget or a plan with a δ of 1 / n or more.
 
         Raises:
             WsiFlError: in one line, with what to write in the site's file.
@@ -76,12 +76,15 @@ class Terms:
     def check_account(
         self, entries: Sequence[Entry], scope: Sequence[Entry], *, path: Path, site: str
     ) -> None:
-        """Refuse an account that these terms do not fit, given all lines of the ledger and those that count towards the
-        budget.
+        """Refuse an account that these terms do not fit.
+
+        Args:
+            entries: all lines of the ledger.
+            scope: the lines that count towards the budget.
 
         Raises:
-            WsiFlError: when it is a real hospital's and the site is said to be simulated, counts another unit, or was
-                priced at a smaller δ before.
+            WsiFlError: when a simulated site has the account of a real hospital, or the account has another privacy
+                unit or a smaller δ.
         """
         if not self.lifetime and any(e.real for e in entries):
             raise WsiFlError(
@@ -104,28 +107,28 @@ class Terms:
 
 @dataclass
 class Round:
-    """One round of a site in a run, as it stands on the ledger."""
+    """One round of a site in a run, as recorded in the ledger."""
 
     site: str
     run: str
-    number: int  # from 1 on, or 0 for what is released before the first round
-    mechanism: Mechanism | None = None  # what was applied; None where there was no differential privacy
-    # what may leave, by kind: {"model": SHA-256}. Of each kind the newest alone.
+    number: int  # from 1 on, or 0 for releases before the first round
+    mechanism: Mechanism | None = None  # None without differential privacy
+    # content that may leave, by kind: {"model": SHA-256}, the newest of each kind
     releases: dict[str, str] = field(default_factory=dict)
-    final: bool = False  # whether something of it may have left the site, so that it is never trained anew
+    final: bool = False  # whether content may have left the site, so that the round is never trained again
 
     @property
     def released(self) -> list[str]:
-        """Return what may leave as the ledger's lines say it, "model 5f2c…"."""
+        """The released contents as written in the ledger, "model 5f2c…"."""
         return [f"{kind} {digest}" for kind, digest in self.releases.items()]
 
 
 def rounds_of(entries: Iterable[Entry]) -> list[Round]:
-    """Return the rounds that lines of a ledger record, in the order in which they were begun.
+    """Return the rounds recorded in lines of a ledger, in the order of their beginnings.
 
-    A round that is recorded anew at once, before anything of it left, takes the place of what it was: it is charged
-    once, and what it had made before may leave no more. Recorded after that it is charged once more. Rounds of two
-    sites that share a ledger are charged apart, also in one run.
+    A round recorded again before any of its content left replaces the earlier record: it is charged once, and its
+    earlier content may not leave. Recorded again after that, it is charged once more. Rounds of two sites that share a
+    ledger are charged separately, also in one run.
     """
     found: list[Round] = []
     latest: dict[tuple[str, str], Round] = {}
@@ -148,32 +151,31 @@ def rounds_of(entries: Iterable[Entry]) -> list[Round]:
 
 
 def applied(entries: Iterable[Entry]) -> list[Mechanism]:
-    """Return the mechanisms of all rounds that lines of a ledger record."""
+    """Return the mechanisms of all rounds recorded in lines of a ledger."""
     return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
 
 
 def detection_of(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
-    """Return what share of members any test finds that is wrong about 1 in 100; None where nothing is promised."""
+    """Return the largest true positive rate at a false positive rate of 1 %; None without a guarantee."""
     return detection(spent) if spent and guarantee in ("guaranteed", "shared") else None
 
 
 def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:
-    """Return the lines that count for a real hospital that counts ε per `unit`.
+    """Return the ledger lines that count for a real hospital with this privacy unit.
 
-    What it did as a simulated site counts like all else, but does not bind it to the unit of that time: such lines of
-    another unit are left out.
+    Its lines as a simulated site count too, but do not fix the unit: such lines of another unit are left out.
     """
     return [e for e in entries if e.real or e.unit in (None, unit)]
 
 
 def attempts_of(entries: Iterable[Entry], site: str, approved: str) -> int:
-    """Return in how many rounds of all runs a model could leave a site under one approval; "" for none."""
+    """Return the number of rounds of all runs in which a model could leave a site under one approval ("" for none)."""
     under = [e for e in entries if (e.site, e.approved) == (site, approved) and e.released]
     return len({(e.run_id, e.round) for e in under if str(e.released).startswith("model ")})
 
 
 def units_of(entries: Iterable[Entry]) -> set[str]:
-    """Return the units of privacy that were used: "row", "patient", or both."""
+    """Return the privacy units in use: "row", "patient", or both."""
     return {str(e.unit) for e in entries if e.mechanism}
 
 
@@ -183,8 +185,8 @@ _WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guarantee
 def epsilon_of(entries: Collection[Entry], delta: float, *, seeded: bool = False) -> float | None:
     """Return the ε of lines of a ledger at a δ, or None where no ε holds.
 
-    None holds when data of training patients left without privacy, nothing is accounted, the lines count different
-    units, or ε is above `PROTECTS_UP_TO`. Noise from a known seed counts where `seeded`, as within a run of tests.
+    None holds when data of training patients left without privacy, no mechanism is recorded, the lines have different
+    privacy units, or ε is above 100. Noise from a known seed counts where `seeded`, as within a run of tests.
     """
     spent = applied(entries)
     bare = any(entry.bare for entry in entries)
@@ -196,7 +198,7 @@ def epsilon_of(entries: Collection[Entry], delta: float, *, seeded: bool = False
 
 
 def guarantee_of(entries: Collection[Entry], terms: Guarantee = "guaranteed") -> Guarantee:
-    """Return the guarantee of lines of a ledger: the weakest of theirs and the terms'."""
+    """Return the weakest guarantee of the terms and of lines of a ledger."""
     spent = [entry for entry in entries if entry.mechanism or entry.bare]
     said: set[Guarantee] = {"none" if one.insecure or one.bare else one.guarantee for one in spent}
     return min({terms, *said}, key=_WEAKEST_FIRST.index)

@@ -1,18 +1,17 @@
-"""Whether a model treats the rows of a batch independently: known by what it is made of, or brought about.
+"""Independence of the rows of a batch in a model, by the origin of its modules or by construction.
 
-A row may add at most C to the clipped sum of a batch. That needs each row's gradient to be the same whatever other rows
-there are. Three ways lead there:
+A row may add at most C to the clipped sum of a batch, so its gradient must not depend on the other rows. A model has
+one of three origins:
 
-- *built-in*: every module is one of PyTorch's layers that see rows one by one, or wsi-fl's own. Fast engines compute
-  it, after a measurement on two real rows: a softmax can run over the batch, an axis can be taken for another.
-- *library*: other modules are of timm or torchvision. They are measured likewise, and every step looks at what a
-  forward pass must not change.
-- *custom*: something is written by somebody else. Then the model is never shown two units at a time: a row's gradient
-  is a function of that row by construction, whatever the model does with a batch. `Memory` sees to it that nothing
-  goes from one row to the next within the model.
+- *built-in*: every module is one of PyTorch's row-wise layers, or wsi-fl's own. Fast engines compute the gradients,
+  after a measurement on two real rows: a softmax can run over the batch, an axis can be mistaken for another.
+- *library*: other modules are from timm or torchvision. They are measured likewise, and every step checks that a
+  forward pass changed no state.
+- *custom*: some module has another author. The model never gets two units at a time: a row's gradient is a function of
+  that row by construction. A snapshot of the model is restored between rows, so that none leaves state for the next.
 
-A norm over the batch is refused in any case, trained, frozen or without parameters. What cannot be seen: state outside
-the model, such as global variables, that shows an effect only later.
+A norm over the batch is refused in any case, trained, frozen or without parameters. Not detected: state outside the
+model, such as global variables, with a later effect.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from torch.nn.modules import (
     pooling,
     upsampling,
 )
-from torch.nn.modules import module as room
+from torch.nn.modules import module as module_api
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
@@ -72,14 +71,14 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
     | {nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm}
     | {nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}  # those with statistics are refused before
 )
-"""Layers that compute each row from that row, remember nothing, and draw no numbers but in dropout, which is off."""
+"""Row-wise layers without state and without random numbers except in dropout, which is off."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in _HOOKS)
 
 
 def standing_of(model: nn.Module) -> Standing:
-    """Return how it is known that a model treats rows independently.
+    """Return the origin of a model's modules, on which the check of independence depends.
 
     Raises:
         UsageError: when a module normalises over the batch, or keeps statistics of it.
@@ -95,7 +94,7 @@ def standing_of(model: nn.Module) -> Standing:
         if any(map(is_lazy, part.parameters(recurse=False))):
             raise UsageError(
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has no weights yet; call the "
-                "model once on rows of the same shape that are nobody's, such as zeros, before the optimizer is made"
+                "model once on public rows of the same shape, such as zeros, before the optimizer is made"
             )
     hooked = any(
         p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()
@@ -103,7 +102,7 @@ def standing_of(model: nn.Module) -> Standing:
     if (
         hooked
         or any(map(_is_changed, model.modules()))
-        or any(getattr(room, hooks) for hooks in _GLOBAL_HOOKS)
+        or any(getattr(module_api, hooks) for hooks in _GLOBAL_HOOKS)
     ):
         return "custom"
     rest = [part for part in model.modules() if type(part) not in _LAYERS]
@@ -118,14 +117,14 @@ def standing_of(model: nn.Module) -> Standing:
 
 
 def _is_changed(part: nn.Module) -> bool:
-    """Return whether somebody hung a function on a module, or gave it or its class another `forward`."""
+    """Return whether a module has hooks, or it or its class another `forward`."""
     forward = getattr(getattr_static(type(part), "forward"), "__module__", None)
     changed = _is_by(type(part).__module__, _TRUSTED) and not _is_by(forward, _TRUSTED)
     return changed or "forward" in vars(part) or any(getattr(part, hooks, None) for hooks in _HOOKS)
 
 
 def _moves_rows(part: nn.Module) -> bool:
-    """Return whether a layer takes the axis of rows elsewhere, where others may tie rows that are far apart."""
+    """Return whether a layer moves the axis of rows, so that later layers may mix rows."""
     if isinstance(part, nn.Flatten):
         return part.start_dim == 0
     if isinstance(part, nn.Unflatten):
@@ -140,12 +139,12 @@ def _is_by(name: str | None, packages: tuple[str, ...]) -> bool:
 
 
 def _is_trusted(value: object, modules: set[int], depth: int = 0) -> bool:
-    """Return whether what a module holds is data, or computes by PyTorch, a library or wsi-fl alone.
+    """Return whether an attribute of a module is data, or code of PyTorch, a library or wsi-fl.
 
     Args:
-        modules: ids of the model's modules, each of which is looked at by itself; others it must not hold.
+        modules: ids of the model's modules, which are checked themselves; other modules are not trusted.
     """
-    if value is None or type(value) in (bool, int, float, str):  # most are
+    if value is None or type(value) in (bool, int, float, str):  # the usual case
         return True
     parts: tuple[object, ...] | None = None
     if isinstance(value, partial):
@@ -169,16 +168,16 @@ def _is_trusted(value: object, modules: set[int], depth: int = 0) -> bool:
 
 
 def train_without_dropout(model: nn.Module) -> None:
-    """Set training mode where a module has parameters. Dropout has none; its random mask would have to stay secret."""
+    """Set training mode where a module has parameters. Dropout has none; its random mask would need to be secret."""
     for part in model.modules():
         part.training = any(True for _ in part.parameters(recurse=False))
 
 
 class Memory:
-    """What a model holds before a step, so that nothing of one row is there when the next one is computed.
+    """A snapshot of a model's state before a step, restored so that no row affects the next.
 
     Args:
-        attributes: whether modules are somebody else's, and may hold more than parameters and buffers.
+        attributes: whether modules are custom, and may hold more than parameters and buffers.
     """
 
     def __init__(self, model: nn.Module, *, attributes: bool) -> None:
@@ -187,7 +186,7 @@ class Memory:
         self._content, self._chance = self._contents(), _chance()
 
     def forget(self) -> None:
-        """Give attributes back what they were; such an attribute holds what was said of the last row."""
+        """Restore the attributes, which may hold outputs of the last row."""
         for part, held in self._held:
             present = vars(part)
             if len(present) != len(held) or any(present.get(key, held) is not held[key] for key in held):
@@ -195,11 +194,11 @@ class Memory:
                 present.update(held)
 
     def require_unchanged(self, forward: Callable[[], object]) -> None:
-        """Refuse a model in which rows left something, after `forget`.
+        """Refuse a model in which rows left state, after its attributes were restored.
 
         Args:
-            forward: computes a forward pass again. Generators are those of the whole process, so where other threads
-                run beside this one it settles who drew from them.
+            forward: computes a forward pass again. Generators belong to the whole process, so with other threads
+                running this decides who drew from them.
 
         Raises:
             UsageError: naming what changed, or that random numbers were drawn.
@@ -210,12 +209,12 @@ class Memory:
         for name in self._content.keys() | contents.keys():
             if self._content.get(name) != contents.get(name):
                 raise UsageError(
-                    f"{UNTRAINABLE}: a forward pass changes its {name}, so rows are learned there without noise; make "
-                    "it a constant, or if it depends on the rows' shape alone call the model once on zeros before"
+                    f"{UNTRAINABLE}: a forward pass changes its {name}, which stores rows without noise; make it a "
+                    "constant, or if it depends on the rows' shape alone call the model once on zeros before"
                 )
 
     def _draws(self, forward: Callable[[], object]) -> bool:
-        """Return whether each of some forward passes draws random numbers; True where no other thread can have."""
+        """Return whether each of several forward passes draws random numbers; True without other threads."""
         if threading.active_count() == 1:
             return True
         for _ in range(_FORWARD_PASSES):
@@ -241,11 +240,11 @@ class Memory:
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _FORWARD_PASSES = 20
-"""Passes of one row that all see random numbers drawn; another thread seldom draws during one."""
+"""Forward passes of one row; another thread seldom draws random numbers during all of them."""
 
 
 def _content(value: object, depth: int = 0) -> object:
-    """Return what is equal as long as nobody changes a value in place."""
+    """Return a key of a value that changes when the value is changed in place."""
     content: object = id(value)
     if isinstance(value, Tensor):
         content = id(value), 0 if value.is_inference() else value._version, _checksum(value)
@@ -277,7 +276,7 @@ def _strings(names: str | Iterable[str]) -> Iterable[str]:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> object:
-    """Return a sum of a tensor's bits: what is written by `.data` leaves its version as it is."""
+    """Return a sum of a tensor's bits, since writing by `.data` leaves its version unchanged."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return None
     numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -290,8 +289,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _chance() -> object:
-    """Return the states of all generators that a model could draw from without a seed of its own."""
+    """Return the states of all generators available to a model without its own seed."""
     on_gpu = torch.cuda.get_rng_state() if torch.cuda._initialized else None
     of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu) if state is not None]
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 whoever draws from it
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 custom code may draw from it
     return of_torch, random.getstate(), name, np.asarray(keys).tobytes(), rest

@@ -1,8 +1,8 @@
-"""The privacy ledger of a site; whatever leaves the site is recorded here first.
+"""The privacy ledger of a site, in which every release is recorded before it leaves.
 
-A `Release` is what `Comm` accepts, and only `PrivacyLedger.release` makes one, after writing down what it
-costs. Ledgers are append-only JSON lines, one file per site and study; each run composes its own ε, and for a
-real site `max_epsilon` is a budget for its lifetime, over all runs and seeds.
+`Comm` accepts a `Release`, and only `PrivacyLedger.release` makes one, after recording its cost. Ledgers are
+append-only JSON lines, one file per site and study; each run composes its own ε, and for a real site `max_epsilon` is a
+budget for its lifetime, over all runs and seeds.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class PrivacyLedger:
     """The privacy account of one site in one run.
 
     Args:
-        run: the run's id, which stays when its folder is renamed, and is never used again.
+        run: the run's id, independent of its folder's name and never used again.
         includes: runs in the same ledger, such as "oneshot", whose cost is part of this run's, but whose rounds are
             not.
-        heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
-        named: what every line of training names: "promise", SHA-256 of the site file that the run keeps, and
+        heads: files with the last length of the ledger, which detect an emptied, shortened or older one.
+        named: fields of every line of training: "promise", SHA-256 of the site file that the run keeps, and
             "agreement" and "approved", SHA-256 of the plan that the hospital signed, and when; "" for none.
 
     Raises:
-        WsiFlError: when the file is damaged or not the newest, does not fit the terms, or knows this run with another
+        WsiFlError: when the file is damaged or not the newest, does not fit the terms, or has this run with another
             site file.
     """
 
@@ -69,15 +69,15 @@ class PrivacyLedger:
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """Return every line of the account, oldest first, as far as it was read."""
+        """Every line of the account, oldest first, as far as it was read."""
         return self._book.entries
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
-        """Return the mechanisms that were applied, in this run and those it includes, or over the site's lifetime."""
+        """Return the mechanisms applied in this run and its included runs, or over the site's lifetime."""
         return applied(self._scope(lifetime))
 
     def detection(self) -> float | None:
-        """Return what share of members any test finds in this run; see `detection_of`."""
+        """Return the largest true positive rate at a false positive rate of 1 % in this run; None without guarantee."""
         return detection_of(self.guarantee(), self.mechanisms())
 
     def rounds(self) -> list[Round]:
@@ -85,11 +85,11 @@ class PrivacyLedger:
         return rounds_of(self._own())
 
     def n_rounds(self) -> int:
-        """Return how many rounds of this run are on the account."""
+        """Return the number of rounds of this run on the account."""
         return len(applied(self._own()))
 
     def recorded_plan(self) -> dict[str, Any] | None:
-        """Return the fields of the privacy plan that this run recorded last; None before the first round."""
+        """Return the fields of this run's last recorded privacy plan; None before the first round."""
         for entry in reversed(self._own()):
             if entry.mechanism is not None:
                 known = {"delta": entry.delta, "unit": entry.unit}
@@ -97,9 +97,9 @@ class PrivacyLedger:
         return None
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
-        """Return the ε spent so far at the δ of the terms, or None where no ε holds (see `epsilon_of`).
+        """Return the ε spent so far at the δ of the terms, or None where no ε holds.
 
-        Over a lifetime none holds either when some noise came from a known seed.
+        Over a lifetime none holds where noise came from a known seed.
         """
         scope = self._scope(lifetime)
         if units_of(scope) - {self.terms.unit}:
@@ -107,33 +107,29 @@ class PrivacyLedger:
         return epsilon_of(scope, self.terms.delta, seeded=not lifetime)
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
-        """Return the guarantee of the ε: the weakest among all rounds that it adds up."""
+        """Return the guarantee of ε: the weakest among all its rounds."""
         scope = self._scope(lifetime)
         if any(e.mechanism or e.bare for e in scope) and self.epsilon(lifetime=lifetime) is None:
             return "none"
         return guarantee_of(scope, self.terms.guarantee)
 
     def released(self) -> list[str]:
-        """Return what this run has released, each as content and digest, oldest first."""
+        """Return the releases of this run, each as content and digest, oldest first."""
         return [said for one in self.rounds() for said in one.released]
 
     def last_round(self) -> int:
-        """Return the last round of this run that was recorded; 0 before the first."""
+        """Return the last recorded round of this run; 0 before the first."""
         return max((one.number for one in self.rounds()), default=0)
 
     def sending(self, round_: int, *leaving: str) -> None:
-        """Note that a round is final: what has these SHA-256 is about to leave or is kept, and the round is never
-        trained anew.
-        """
+        """Record that a round is final: content of these SHA-256 is about to leave, so it is never trained again."""
         with self._book.locked():
             for known in leaving:
                 self._require_newest(round_, known)
             self._append(self._line(round_) | {"sending": True})
 
     def settle(self, round_: int, kept: str) -> None:
-        """Check, as a run goes on, that what it kept of a round is what the ledger knows; note that the round is
-        final.
-        """
+        """Check that the stored content of a resumed round is on record, and record that the round is final."""
         with self._book.locked():
             here = self._round(round_)
             if here is None:
@@ -146,7 +142,7 @@ class PrivacyLedger:
         return {"run": self.run, "site": self.site, "round": round_}
 
     def _round(self, number: int) -> Round | None:
-        """Return a round of this run as it stands."""
+        """Return the current record of a round of this run."""
         return next((one for one in reversed(self.rounds()) if one.number == number), None)
 
     def _require_newest(self, round_: int, known: str) -> None:
@@ -158,13 +154,13 @@ class PrivacyLedger:
             )
 
     def last_sent(self) -> int:
-        """Return the last round of this run that is final; 0 before the first."""
+        """Return the last final round of this run; 0 before the first."""
         return max((one.number for one in self.rounds() if one.final), default=0)
 
     def affords(self, round_: int, mechanism: Mechanism) -> bool:
         """Return whether `mechanism` in this round, on top of the past, stays within max_epsilon.
 
-        A round that was recorded and never sent is charged once, however often it is redone.
+        A recorded round that was never sent is charged once, however often it is trained again.
         """
         if self.terms.max_epsilon is None:
             return True
@@ -182,7 +178,7 @@ class PrivacyLedger:
         promise = self.named.get("promise")
         if promise and {e.promise for e in self._own() if e.promise} - {promise}:
             raise WsiFlError(
-                f"{self.path}: run {self.run} began with another sites/{self.site}/site.toml than it has now; put that "
+                f"{self.path}: sites/{self.site}/site.toml of run {self.run} is not the one it began with; put that "
                 "file back, or start a new run"
             )
 
@@ -204,20 +200,20 @@ class PrivacyLedger:
         return epsilon(applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
-        """Write down one round of training under `mechanism`, and `content` if that leaves the site; return its number.
+        """Record one round of training under `mechanism`, and `content` if that leaves the site; return its number.
 
-        Without a number it is the first that is not final.
+        None as its number means the first round that is not final.
 
         Raises:
-            WsiFlError: when the round is final already, a run beside this one has spent what was left (`BudgetSpent`),
-                or a real hospital has no max_epsilon.
+            WsiFlError: when the round is final already, a concurrent run has spent the budget (`BudgetSpent`), or a
+                real hospital has no max_epsilon.
         """
         with self._book.locked():
             if round_ is None:
                 round_ = self.last_sent() + 1
             if (here := self._round(round_)) and here.final:
                 raise WsiFlError(
-                    f"{self.path}: round {round_} of run {self.run} was sent already and is never redone; "
+                    f"{self.path}: round {round_} of run {self.run} was sent already and is not trained again; "
                     "start a new run"
                 )
             self._check(round_, mechanism)
@@ -232,7 +228,7 @@ class PrivacyLedger:
         return entry | self.terms.line(mechanism, content) | self.named
 
     def _scope(self, lifetime: bool) -> list[Entry]:
-        """Return what counts towards ε; over a lifetime also what others have written since."""
+        """Return the lines that count towards ε; over a lifetime also the newest of other processes."""
         if lifetime:
             self._book.catch_up()
             if self.terms.lifetime:
@@ -242,7 +238,7 @@ class PrivacyLedger:
         ]
 
     def _own(self) -> list[Entry]:
-        """Return the rounds of this run alone."""
+        """Return the lines of this run."""
         return self.of_run(self.run)
 
     def of_run(self, run: str) -> list[Entry]:
@@ -259,14 +255,14 @@ class PrivacyLedger:
         mechanism: Mechanism | None,
         content: str,
     ) -> Release:
-        """Put a release of `content` ("model", "buffer", "generator", "scores", …) on record, and return it.
+        """Record a release of `content` ("model", "buffer", "generator", "scores", …), and return it.
 
         Args:
             round_: its round, or None for the first that is not final.
             vector: float32[d], or uint8[d] of a buffer; copied.
-            weight: PushSum weight that travels along.
-            mechanism: what protected it. Where it is None, has no noise, or noise that others can compute, the site
-                must allow `content` by name.
+            weight: PushSum weight of the message.
+            mechanism: its protection. Without one, without noise, or with noise that others can compute, the site must
+                allow `content` by name.
 
         Raises:
             WsiFlError: when the content may not leave without differential privacy, or is not finite.
@@ -285,7 +281,7 @@ class PrivacyLedger:
         return self._sealed(round_, vector, schema, weight, known)
 
     def _protects(self, round_: int | None, mechanism: Mechanism | None) -> bool:
-        """Return whether what leaves under `mechanism` is protected at all, on top of what left before."""
+        """Return whether a release under `mechanism`, on top of earlier ones, has a meaningful ε."""
         if mechanism is None or mechanism.sigma <= 0 or self.terms.insecure:
             return False
         number = self.last_sent() + 1 if round_ is None else round_
@@ -294,7 +290,7 @@ class PrivacyLedger:
     def reissue(
         self, round_: int, vector: Values, *, schema: str, weight: float = 1.0, agreement: str = ""
     ) -> Release:
-        """Return the same bytes once more, after a restart or under a later plan, at no cost but on record.
+        """Return the same bytes again, after a restart or under a later plan, at no cost but on record.
 
         `agreement` is the SHA-256 of that plan; "" for none.
         """
@@ -310,8 +306,8 @@ class PrivacyLedger:
     ) -> Release:
         """Return a mixture of this site's release of the round with others', on record and at no further cost.
 
-        Whatever is computed from releases alone is as private as they are (post-processing). The round is final then,
-        as if its release itself, of SHA-256 `own`, had left.
+        A function of releases alone is as private as they are (post-processing). The round is then final, as if its
+        release itself, of SHA-256 `own`, had left.
         """
         known = digest(vector)
         with self._book.locked():

@@ -1,4 +1,4 @@
-"""ε of a group of rows by the distribution of its privacy loss, bounded from above on a grid.
+"""ε of a group of rows by its privacy loss distribution, bounded from above on a grid.
 
 One step is dominated by the pair P = Σ_j Binom(k, q)(j) N(j, σ²) against Q = N(0, σ²), in both directions (Kahane, see
 `accounting`; Ganesh, 2024, for hockey-stick divergences), and steps by the product of such pairs (Zhu, Dong and Wang,
@@ -6,12 +6,12 @@ One step is dominated by the pair P = Σ_j Binom(k, q)(j) N(j, σ²) against Q =
 ratio L = dP/dQ, which grows along the line, δ(ε) = E_Q[(L − e^ε)₊] and E_Q[(1 − e^ε L)₊] are expectations of convex
 functions of L. So each of these only makes δ larger:
 
-1. A cell of the line, whose L lies between two points of the grid, becomes two atoms at these points that keep its
-   masses under P and under Q (a spread of L that keeps its mean, by Jensen; "connecting the dots" of Doroshenko et al.,
-   PETS 2022). Round-off goes to the atom with the larger loss.
-2. What lies beyond the line's ends, and members of the mixture that are left out, have infinite loss.
-3. Losses of steps add up, by Fourier transform on a circle. What is too large to be on it is bounded by Chernoff's
-   bound and counts as infinite loss; what is too small comes back at its upper end.
+1. A cell of the line, with L between two points of the grid, becomes two atoms at these points with the same masses
+   under P and under Q (a spread of L with the same mean, by Jensen; "connecting the dots" of Doroshenko et al., PETS
+   2022). Round-off goes to the atom with the larger loss.
+2. Mass beyond the line's ends and omitted members of the mixture have infinite loss.
+3. Losses of steps add up, by Fourier transform on a circle. Losses too large for the circle are bounded by Chernoff's
+   bound and count as infinite; losses too small wrap around to its upper end.
 4. A bound on the transform's round-off is added to δ.
 """
 
@@ -34,15 +34,15 @@ _FINE = 20
 _CELLS_PER_BIN, _COARSE = 4, 2048
 _MOST_BINS, _MOST_CELLS, _MOST_TERMS, _AT_ONCE = 1 << 15, 1 << 17, 1 << 23, 1 << 20
 _MOST_CIRCLE, _WIDE = 1 << 19, 20
-"""Points of the circle, and how many standard deviations of the whole loss should fit on it."""
+"""Most points of the circle, and the standard deviations of the whole loss that should fit on it."""
 _PART = 1e-4
-"""Share of δ for what is left out at each end."""
+"""Share of δ for the mass omitted at each end."""
 _LEAST_TAIL = 1e-200
 _MOST_NORMALS = 1024
 _MOST_KINDS = 64
-"""Of mechanisms that differ in noise or sampling rate."""
+"""Most mechanisms with different noise or sampling rate."""
 _MOST_LOSS = 500.0
-"""Of one step, beyond which e^loss is left alone."""
+"""Largest loss of one step; e^loss is not computed beyond it."""
 _ROUND_OFF = 1e-12
 _OF_TRANSFORM = 4e-16
 _PRECISION = 1e-6
@@ -55,7 +55,7 @@ Array = NDArray[np.float64]
 class _Mixture:
     """P in units of the noise: normals around `shift` float64[m] with `weight` float64[m].
 
-    `lost` is the mass of those that are left out, and `reach` how far from their middle normals are looked at.
+    `lost` is the mass of omitted normals, and `reach` the distance from their middle at which normals are cut off.
     """
 
     weight: Array
@@ -65,7 +65,7 @@ class _Mixture:
 
     @staticmethod
     def of(sigma: float, rate: float, k: int, tail: float) -> _Mixture:
-        """Return the mixture of k rows; at both ends of the numbers of rows a mass of up to `tail` is left out."""
+        """Return the mixture of k rows, with a mass of up to `tail` omitted at both ends of the number of rows."""
         from scipy.special import bdtr, bdtrc, gammaln, ndtri
 
         reach = float(-ndtri(tail))
@@ -77,7 +77,7 @@ class _Mixture:
         below, above = bdtr(every, k, rate), bdtrc(every, k, rate)
         first, last = int((below <= tail).sum()), int((above > tail).sum())
         lost = float((below[first - 1] if first else 0.0) + above[last])
-        # 2. their probabilities; of very many, neighbours count as the largest of them, whose steps are longest
+        # 2. their probabilities; very many are binned, each bin counting as its largest number with the longest step
         j = every[first : last + 1]
         ways = gammaln(k + 1) - gammaln(j + 1) - gammaln(k - j + 1)
         weight = np.exp(ways + j * log(rate) + (k - j) * np.log1p(-rate))
@@ -87,7 +87,7 @@ class _Mixture:
 
     @property
     def tails(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return (mass of P, mass of Q) left of the ends, and right of them."""
+        """(Mass of P, mass of Q) left of the ends, and right of them."""
         from scipy.special import ndtr
 
         left, right = self.ends
@@ -98,7 +98,7 @@ class _Mixture:
         )
 
     def moments(self) -> tuple[float, float]:
-        """Return mean and variance of the loss of P against Q, about; the grid is chosen by them."""
+        """Return approximate mean and variance of the loss of P against Q, by which the grid is chosen."""
         edges = np.linspace(*self.ends, _COARSE)
         p, _ = self.masses(edges)
         ratio = self.log_ratio((edges[1:] + edges[:-1]) / 2)
@@ -107,7 +107,7 @@ class _Mixture:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Return the part of the line that is looked at."""
+        """The ends of the computed part of the line."""
         return -self.reach, float(self.shift[-1] + self.reach)
 
     def log_ratio(self, x: Array) -> Array:
@@ -147,7 +147,7 @@ class _Loss:
     lost: float
 
     def trimmed(self, tail: float) -> _Loss:
-        """Return it without far ends: a mass of up to `tail` is lost at the top, or moved up at the bottom."""
+        """Return the loss without far ends: a mass of up to `tail` is lost at the top, or moved up at the bottom."""
         top = len(self.mass) - int(np.searchsorted(np.cumsum(self.mass[::-1]), tail))
         bottom = min(int(np.searchsorted(np.cumsum(self.mass), tail)), top - 1)
         mass = self.mass[bottom:top].copy()
@@ -183,7 +183,7 @@ def _losses(mixture: _Mixture, h: float, tail: float, most_terms: int) -> tuple[
 
     under_p = put(high, p_high) + put(low, p - p_high)
     under_q = put(low, q_low) + put(high, q - q_low)
-    # 3. beyond the ends, where losses are smaller than at the end, or count as infinite
+    # 3. beyond the ends, losses are smaller than at the end, or count as infinite
     (p_below, q_below), (p_above, q_above) = mixture.tails
     under_p[high[0] - first] += p_below
     under_q[low[-1] - first] += q_above
@@ -193,7 +193,7 @@ def _losses(mixture: _Mixture, h: float, tail: float, most_terms: int) -> tuple[
 
 
 def _kinds(mechanisms: Sequence[Mechanism]) -> Counter[tuple[float, float]]:
-    """Return how many steps there are of each noise multiplier and sampling rate."""
+    """Return the number of steps of each (noise multiplier, sampling rate)."""
     times: Counter[tuple[float, float]] = Counter()
     for one in mechanisms:
         times[one.sigma, one.sample_rate] += one.steps
@@ -201,15 +201,15 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> Counter[tuple[float, float]]:
 
 
 def least_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
-    """Return what the mean of the loss of all steps is at least for k rows.
+    """Return a lower bound on the mean privacy loss of all steps for k rows.
 
-    The mean is the divergence of Kullback and Leibler, and of all P with a mean of kq/σ the normal one has the least.
+    The mean is the Kullback–Leibler divergence; of all P with a mean of kq/σ the normal one has the least.
     """
     return sum(one.steps * (k * one.sample_rate / one.sigma) ** 2 / 2 for one in mechanisms)
 
 
 def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, most: float) -> float:
-    """Return ε at `delta` for all k rows of a group together; infinite above `most`, or where it cannot be computed.
+    """Return ε at `delta` for all k rows of a group; infinite above `most`, or where it cannot be computed.
 
     Args:
         mechanisms: with noise and at least one step each.
@@ -233,7 +233,7 @@ def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, most:
 
 
 def _composed(losses: Sequence[_Loss], steps: Array, h: float, delta: float, most: float) -> float:
-    """Return ε at `delta` of so many steps of each loss."""
+    """Return ε at `delta` of all steps of each loss."""
     lost = float(sum(n * one.lost for n, one in zip(steps, losses, strict=True)))
     # 1. the circle holds all but a mass of `_PART` δ at each end
     low, high = _ends(losses, steps, h, delta * _PART)
@@ -246,7 +246,7 @@ def _composed(losses: Sequence[_Loss], steps: Array, h: float, delta: float, mos
         place = (one.first + np.arange(len(one.mass))) % size
         spectrum *= np.fft.rfft(np.bincount(place, weights=one.mass, minlength=size)) ** n
     mass: Array = np.roll(np.fft.irfft(spectrum, size), -(low % size)).astype(np.float64)
-    # 3. round-off is at most so much of the norm, in all points together
+    # 3. round-off in all points together is at most this share of the norm
     error = _OF_TRANSFORM * float(steps.sum()) * log(size) * float(np.sqrt((mass**2).sum() * size))
     left = delta * (1 - _PART) - lost - error
     loss: Array = (low + np.arange(size, dtype=np.float64)) * h
@@ -254,7 +254,7 @@ def _composed(losses: Sequence[_Loss], steps: Array, h: float, delta: float, mos
 
 
 def _ends(losses: Sequence[_Loss], steps: Array, h: float, tail: float) -> tuple[int, int]:
-    """Return the points of the grid beyond which the whole loss has a mass of at most `tail`, by Chernoff's bound."""
+    """Return the ends of the whole loss on the grid, with a mass of at most `tail` beyond, by Chernoff's bound."""
     found = []
     for sign in (-1, 1):
         values = [sign * h * (one.first + np.arange(len(one.mass))) for one in losses]
@@ -276,7 +276,7 @@ def _ends(losses: Sequence[_Loss], steps: Array, h: float, tail: float) -> tuple
 
 
 def _epsilon_of(loss: Array, mass: Array, delta: float, most: float) -> float:
-    """Return the least ε for which Σ mass (1 − e^(ε − loss))₊ is at most `delta`, from above."""
+    """Return the least ε with Σ mass (1 − e^(ε − loss))₊ of at most `delta`, from above."""
 
     def spends(value: float) -> float:
         at = int(np.searchsorted(loss, value, "right"))

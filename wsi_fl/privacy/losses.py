@@ -1,18 +1,16 @@
-"""Losses of a batch, taken apart into losses of single rows.
+"""Losses of a batch, computed row by row.
 
-Clipping bounds what a row adds to the sum only where the gradient of every other row is the same without it. A loss
-that is a plain mean over the rows is such a one. A mean that is weighted by what else the batch holds, a loss of pairs,
-a loss whose statistics are those of the batch are not.
+Clipping bounds a row's part in the sum only where the gradient of every other row is the same without it. This holds
+for a plain mean over the rows; it does not for a mean weighted by the rest of the batch, a loss of pairs or a loss with
+statistics of the batch.
 
-A loss of wsi-fl's own says itself that it is a mean of rows. Of what a caller hands over, one call of a usual loss
-(`PLAIN`, a mean, without weights) is known by looking at the call. Any other is never asked about the batch: it is
-computed of every row alone, of which it sees the output and, of each tensor that has as many rows as the batch, that
-row (`_RowAlone`). So a row's gradient is a function of that row, whatever the loss does. Where it differs from what the
-loss says of the batch, the loss ties rows together, and is refused.
+A loss of wsi-fl's own is marked as a mean of rows. Of a caller's losses, one call of a usual mean loss without weights
+is recognized by observing the call. Any other loss is computed for every row separately, with the output of that row
+and that row of each tensor with as many rows as the batch. So a row's gradient is a function of that row for any loss.
+A loss with another gradient in the batch ties rows together, and is refused.
 
-What cannot be seen: what was computed from the batch before, outside the loss. The change of a number from one batch to
-the next is noticed and refused; in the first batch it is not, and of a weight for each row it never is: such weights
-look like the rows' own.
+Not detected: values computed from the batch before, outside the loss. A number that changes from one batch to the next
+is refused; in the first batch it cannot be, nor can weights of rows, which look like data of the rows.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ LossOf = Callable[[Tensor], Tensor]
 """Outputs [b, …] → the mean of per-example losses."""
 
 _Constants = dict[tuple[str, ...], tuple[float, ...]]
-"""The numbers that a loss uses, by the functions that it calls."""
+"""Numbers in a loss, by the functions that it calls."""
 
 _TIES = "loss cannot be used with differential privacy"
 _RTOL, _ATOL = 1e-3, 1e-6
-"""Of a row's gradient, and of the longest: far above round-off."""
+"""Tolerances relative to a row's gradient and to the longest: far above round-off."""
 _FEW = 1024
-"""Numbers of a tensor that can be weights of classes."""
+"""Most numbers of a tensor of class weights."""
 
 PLAIN = (
     functional.cross_entropy,
@@ -50,32 +48,32 @@ PLAIN = (
     functional.huber_loss,
     functional.binary_cross_entropy_with_logits,
 )
-"""Losses whose mean over a batch is a mean over its rows, without weights, labels to ignore and smoothing."""
+"""Losses with a mean over rows, without weights, labels to ignore and smoothing."""
 _CHOICES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 _SELECTIONS = (
     *_CHOICES,
     *(getattr(Tensor, name) for name in ("to", "long", "int", "float", "double", "bool", "detach", "clone")),
     *(getattr(Tensor, name) for name in ("cpu", "cuda")),
 )
-"""What chooses rows of a tensor, or changes its type."""
+"""Functions that select rows of a tensor, or change its type."""
 _PROPERTIES = (
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "ndim")),
     *(Tensor.dim, Tensor.is_floating_point),
 )
-"""What says nothing of rows, nor how many there are."""
+"""Properties independent of rows and of their number."""
 
 
 def is_mean_of_rows(loss_of: LossOf) -> bool:
-    """Return whether a loss is wsi-fl's own and says that it is the mean of losses of single rows."""
+    """Return whether a loss is wsi-fl's own and marked as the mean of losses of single rows."""
     return type(loss_of).__module__.startswith("wsi_fl.") and bool(getattr(loss_of, "is_mean_of_rows", False))
 
 
 class RowwiseLoss:
-    """A caller's loss, as a mean of what it is of each row alone.
+    """A caller's loss as the mean of its values for single rows.
 
     Args:
-        loss_of: what the caller handed over.
-        constants: numbers that the loss used before, by the functions that it called; they may not change.
+        loss_of: the caller's loss.
+        constants: numbers in the loss so far, by the functions that it called; they may not change.
         weights: the model's trained parameters, on which a loss may depend by the outputs alone.
     """
 
@@ -86,7 +84,7 @@ class RowwiseLoss:
         """Return the mean loss of outputs [b, …], with gradients of these rows only, or of all.
 
         Raises:
-            UsageError: when the loss of a row is another one without the other rows, or with them.
+            UsageError: when the loss of a row depends on the other rows.
             WsiFlError: of the loss itself.
             OutOfMemoryError: of PyTorch.
         """
@@ -96,7 +94,7 @@ class RowwiseLoss:
                 loss = self._loss_of(outputs)
         except (WsiFlError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever somebody's loss raises
+        except Exception as error:  # any error of a custom loss
             raise UsageError(f"{_TIES}: it cannot be computed ({one_line(error)[:200]})") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(f"{_TIES}: it must be one number, the mean over the rows; use .mean()")
@@ -121,7 +119,7 @@ class RowwiseLoss:
             of_classes: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
 
         Raises:
-            UsageError: when they are others in the batch, or at the second time.
+            UsageError: when they differ in the batch, or in a second pass.
         """
         constants = dict(self._constants)
         gradients = torch.cat([self._gradient(outputs, row, constants, of_classes) for row in rows])
@@ -145,12 +143,12 @@ class RowwiseLoss:
                 with view:
                     loss = loss_of(output)
                 (gradient,) = torch.autograd.grad(loss.sum(), output, materialize_grads=True)
-            except Exception as error:  # whatever somebody's loss raises
+            except Exception as error:  # any error of a custom loss
                 raise UsageError(
                     f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
                 ) from None
         of_one, present = len(outputs) == 1, tuple(view.numbers)
-        if not of_one:  # nobody knows there what is a row's
+        if not of_one:  # in a batch of one, numbers of the row look like constants
             present += tuple(numbers_of(self._loss_of))
         numbers = constants.setdefault((*view.functions, str(of_one)), present)
         if numbers != present:
@@ -173,27 +171,27 @@ class RowwiseLoss:
             )
         if any(gradient is not None for gradient in of_weights):
             raise UsageError(
-                f"{_TIES}: it depends on the model's weights by another way than the outputs (a penalty, or the model "
+                f"{_TIES}: it depends on the model's weights not only by the outputs (a penalty, or the model "
                 "called again), and that gradient has no bound; use weight_decay of the optimizer, or torch.no_grad()"
             )
         in_batch = torch.zeros_like(batch) if of_batch is None else of_batch
-        finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # another row has no part in the sum
+        finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # other rows have no part in the sum
         in_batch, gradients = in_batch[rows][finite], gradients[finite]
         if _agree(in_batch * len(outputs), gradients):
             return
         if _agree(in_batch, gradients):
             raise UsageError(
-                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses of all "
-                "its rows, .mean()"
+                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses "
+                "of all its rows, .mean()"
             )
         raise UsageError(
-            f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
-            "make it; use the mean of losses of single rows"
+            f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics "
+            "of the batch make it; use the mean of losses of single rows"
         )
 
 
 def loss_of_some(loss_of: LossOf, outputs: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the loss of outputs [b, …] of which only these rows have gradients."""
+    """Return the loss of outputs [b, …] with gradients of these rows only."""
     return loss_of(outputs, rows) if isinstance(loss_of, RowwiseLoss) else loss_of(outputs)
 
 
@@ -213,9 +211,9 @@ def _tensors(of: Any) -> list[Tensor]:
 
 
 class _Calls(TorchFunctionMode):
-    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs.
+    """Record whether a loss is one call of a plain mean loss on the outputs.
 
-    A loss that looks into a tensor (a list, an array, an order, a length of it), or makes one, may do anything with it.
+    Any other use of a tensor's content (a list, an array, an order, a length of it), or a new tensor, is a difference.
     """
 
     def __init__(self, outputs: Tensor) -> None:
@@ -226,7 +224,7 @@ class _Calls(TorchFunctionMode):
 
     @property
     def plain_result(self) -> Tensor | None:
-        """What the only call returned; None where there was another."""
+        """The result of the only call; None where there was another."""
         return None if self._differs else self._result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +259,7 @@ class _Calls(TorchFunctionMode):
             or target.requires_grad  # weights, which have a gradient in every row
         ):
             return False
-        # else it is one row of as many classes as there are rows
+        # outputs of one dimension are one row of as many classes as the batch has rows
         if func is functional.cross_entropy and outputs.dim() < 2:
             return False
         if target.shape == outputs.shape:
@@ -278,11 +276,11 @@ _SETTINGS: Mapping[str, Any] = {
     "reduce": None,
     "pos_weight": None,
 }
-"""Arguments of `PLAIN` losses, and what they usually are."""
+"""Arguments of plain losses and their default values."""
 
 
 def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
-    """Return whether rows are chosen from the batch's own, and not the batch's rows from all, or a row by its place."""
+    """Return whether a call selects some rows within the batch, not all in order, nor a single row by its place."""
     if len(args) < 2 or not isinstance(args[0], Tensor) or not args[0].ndim or len(args[0]) != b:
         return False
     rows = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
@@ -310,9 +308,9 @@ def _is_column(func: Any, args: Sequence[Any]) -> bool:
 
 
 class _RowAlone(TorchFunctionMode):
-    """Show a loss one row: its output, and that row of every tensor or array that has as many rows as the batch.
+    """Give a loss one row: its output, and that row of every tensor or array with as many rows as the batch.
 
-    What chooses rows is let through, so that `y[rows]` is the batch's own before its row is taken.
+    Row selections pass unchanged, so that `y[rows]` is a tensor of the batch before its row is taken.
     """
 
     def __init__(self, output: Tensor, row: int, b: int, of_classes: bool) -> None:

@@ -1,8 +1,8 @@
 """Measure that a model treats rows independently, and that an engine's per-example gradients are those of single rows.
 
-Clipping means nothing where they differ. A measurement on two rows finds what a layer always does. It cannot find what
-a model does for some rows alone; so what somebody else wrote goes one row at a time whatever is measured
-(`wsi_fl.privacy.independence`), and is measured to be refused in one line where it would learn something else.
+Clipping is meaningless where they differ. A measurement on two rows finds a layer's constant behaviour, not behaviour
+for particular rows. So custom models go one row at a time whatever is measured; their measurement serves to refuse
+them in one line where training would compute something else.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from wsi_fl.privacy.losses import LossOf
 from wsi_fl.types import UsageError
 
 SINGLY = "singly"
-"""The way of models that somebody else wrote: a backward pass for each row."""
+"""The method for custom models: a backward pass for each row."""
 
 _GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
-"""Of a parameter's gradient, of the whole, and of the norm: far above round-off, far below a mistake's effect."""
+"""Tolerances of a parameter's gradient, of the whole, and of the norm: far above round-off, far below an error."""
 _OUTPUT_RTOL, _OUTPUT_ATOL = 1e-3, 1e-5
-"""Of a row's outputs, and of the largest."""
+"""Tolerances relative to a row's outputs, and to the largest."""
 
 
 def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
-    """Return the way in which a model's clipped sums will be computed, on a copy of the model and two random rows.
+    """Return the method for a model's clipped sums, measured on a copy of the model and two random rows.
 
-    It is an engine whose gradients agree with those of single examples, or "singly", a backward pass for each row,
-    where the model is somebody's own or no engine agrees. `input_shape` is that of one example, such as channels,
-    height and width.
+    It is an engine with the gradients of single examples, or "singly", a backward pass for each row, where the model is
+    custom or no engine agrees. `input_shape` is the shape of one example, such as channels, height and width.
 
     Raises:
         UsageError: when the model does not map such rows to logits, ties the rows of a batch together, draws random
@@ -47,7 +46,7 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], 
         state = torch.get_rng_state()
         try:
             logits = probe(x)
-        except Exception as error:  # whatever somebody's architecture raises
+        except Exception as error:  # any error of a custom architecture
             raise UsageError(f"model cannot take images of {shape}: {_first_line(error)}") from None
         if not isinstance(logits, Tensor) or logits.shape != (2, n_classes):
             raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
@@ -59,14 +58,14 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], 
 
 
 def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | None = None) -> str | None:
-    """Return "ghost", "hooks" or "singly": how a model's clipped sums are computed, measured on real rows.
+    """Return the method for a model's clipped sums, "ghost", "hooks" or "singly", measured on real rows.
 
     None where there are no two units of finite numbers to measure it on, or no memory for them.
 
     Args:
         x: [b, …].
-        unit: int64[b], the patient of each row where units are patients; None where each row is one.
-        engine: what to try first; None for what suits the model.
+        unit: int64[b], the patient of each row where units are patients; None where units are rows.
+        engine: the engine to try first; None for the model's default.
 
     Raises:
         UsageError: when the model cannot take the rows, or ties those of two units together.
@@ -84,7 +83,7 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
         torch.manual_seed(0)
         try:
             probe = _generic_copy(model)
-        except Exception:  # it holds what cannot be copied; then as it is
+        except Exception:  # it cannot be copied, and is measured itself
             probe, sample, neighbours = model, sample.to(x.device), neighbours.to(x.device)
         try:
             return _right_way(
@@ -101,11 +100,11 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
 
 
 _ROWS, _UNITS, _NUMBERS = 2, 64, 1 << 24
-"""Rows of a patient, units of a batch, and numbers that are looked at."""
+"""Most rows of a patient, units of a batch, and numbers in a measurement."""
 
 
 def _pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
-    """Return two units of finite rows, whose first rows differ if there are such; None where there are not two."""
+    """Return two units of finite rows, with different first rows where possible; None without two such units."""
     starts: list[tuple[int, Tensor]] = []
     for k in list(dict.fromkeys(unit.tolist()))[:_UNITS]:
         rows = x[(unit == k).nonzero().flatten()[:_ROWS].to(x.device)]
@@ -117,7 +116,7 @@ def _pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
 
 
 def _smooth_loss(outputs: Tensor) -> Tensor:
-    """Return a mean over rows of a loss that depends on every output, whatever they stand for."""
+    """Return the mean over rows of a loss that depends on every output."""
     each = outputs.flatten(1)
     slope = torch.linspace(-1.0, 1.0, each.shape[1], device=each.device, dtype=each.dtype)
     return (each * slope + each.square() / 2).mean(1).mean()
@@ -134,14 +133,14 @@ def _right_way(
     strict: bool = False,
     neighbours: Tensor | None = None,
 ) -> str:
-    """Return the way of `model`, measured on a copy.
+    """Return the method for `model`, measured on a copy.
 
     Args:
-        x: the rows of two units, of which `neighbours` are more in the same batch.
-        strict: whether to refuse parameters that the loss does not use.
+        x: the rows of two units; `neighbours` are further rows of the batch.
+        strict: whether to refuse parameters unused by the loss.
 
     Raises:
-        UsageError: when the model cannot take the rows, remembers them or ties them together.
+        UsageError: when the model cannot take the rows, stores them or ties them together.
         OutOfMemoryError: of PyTorch, when memory does not hold them.
     """
     custom = standing_of(model) == "custom"
@@ -164,7 +163,7 @@ def _right_way(
         raise UsageError(f"{UNTRAINABLE} on rows of {shape}: {_first_line(error)}") from None
     if len(together) != len(x) or not same_rows(together, single):
         raise UsageError(
-            f"{UNTRAINABLE}: it ties the rows of a batch together: what it says of a row of {shape} depends on the "
+            f"{UNTRAINABLE}: it ties the rows of a batch together: its outputs for a row of {shape} depend on the "
             "other rows"
         )
     if unused := [name for name, g in singly.items() if g is None and strict]:
@@ -184,7 +183,7 @@ def _require_tensor(outputs: object) -> Tensor:
 
 
 def same_rows(outputs: Tensor, expected: Tensor) -> bool:
-    """Return whether outputs [b, …] are the same but for round-off, and not finite in the same places."""
+    """Return whether outputs [b, …] agree up to round-off, with infinities and NaN in the same places."""
     if outputs.shape != expected.shape:
         return False
     outputs, expected = outputs.flatten(1).double(), expected.flatten(1).double()
@@ -205,13 +204,13 @@ def _generic_copy(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             if parameter.numel() and parameter.min() == parameter.max():  # a layer scale of 10⁻⁶, a gain of 0
                 parameter.uniform_(0.5, 1.5)
-                if parameter.dim() > 1:  # a matrix of a size that keeps that of what it is applied to
+                if parameter.dim() > 1:  # a matrix that preserves the scale of its input
                     parameter.div_(parameter[0].numel())
     return model
 
 
 def _gradients_singly(model: nn.Module, x: Tensor, loss_of: LossOf) -> dict[str, Tensor | None]:
-    """Return per-example gradients [b, …] by parameter, from b passes of one example each; None where it has none."""
+    """Return per-example gradients [b, …] by parameter, from b passes of one example each; None for an unused one."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = []
     for k in range(len(x)):
@@ -230,7 +229,7 @@ def _gradients_singly(model: nn.Module, x: Tensor, loss_of: LossOf) -> dict[str,
 def _fault(
     engine: str, model: nn.Module, x: Tensor, loss_of: LossOf, singly: dict[str, Tensor | None]
 ) -> str | None:
-    """Return what is wrong with the sums and norms of an engine, in words; None where they are right."""
+    """Return the error in the sums and norms of an engine, in words; None where they are right."""
     c, told = torch.linspace(1.0, 0.25, len(x)), []
 
     def weigh(norms: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a container or a job of a cluster may take of its machine: Linux's control groups, versions 1 and 2.
+"""Resource limits of a container or a cluster's job: Linux's control groups, versions 1 and 2.
 
-Processors and memory that the machine has are seen from inside a container too, though its limits forbid them.
-A limit holds for all groups within a group, so the least of those above a process counts.
+All processors and memory of the machine are visible inside a container too, beyond its limits. A limit holds for all
+groups within a group, so the least limit above a process counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores_allowed() -> int | None:
-    """Return how many processor cores' time this process may take, rounded up; None where nothing limits it."""
+    """Return the number of processor cores available to this process, rounded up; None without a limit."""
     shares = []
     for group in _groups("cpu"):
         quota, period = (*_numbers(group / "cpu.max"), None, None)[:2]
@@ -29,9 +29,9 @@ def cores_allowed() -> int | None:
 
 
 def bytes_allowed() -> int | None:
-    """Return how much more memory this process may take; None where nothing limits it.
+    """Return the bytes of memory still available to this process; None without a limit.
 
-    Files that are only kept in case somebody reads them again are given up first, and count as free.
+    The inactive part of the page cache is released first, and counts as free.
     """
     room = []
     for group in _groups("memory"):
@@ -52,7 +52,7 @@ _UNLIMITED = 1 << 60
 def _groups(controller: str) -> Iterator[Path]:
     """Yield the folders of the group of this process and of those above it.
 
-    A container may see its own group as the root, or be told a path that it cannot see: then the root is its own.
+    A container's own group may be the root, or have a path that is not visible: then the root is its group.
     """
     try:
         lines = _MEMBERSHIP.read_text().splitlines()

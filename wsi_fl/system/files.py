@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and locks on them: everything the toolkit writes goes through here."""
+"""Atomic files and locks on them, used for every write of the toolkit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
 _OF_SAFETENSORS = ".tmp??????"
-"""What that library writes to before it renames."""
+"""Temporary names of that library."""
 _DIGEST = "digest"
 _RETRY_S = 0.05
 _PIECE_BYTES, _PIECES = 1 << 14, 64
@@ -40,35 +40,35 @@ _UNAVAILABLE = {
     errno.ENFILE: "this machine has too many files open; close other programs",
     errno.EIO: "its disk fails to read it; look after the disk, not the file",
 }
-"""What the system says of a file that may be whole → why it cannot be read now, and what to do."""
+"""Error number of the system → reason why an intact file cannot be read now, and what to do."""
 _ERRNO = re.compile(r"errno = (\d+)")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileUnavailable(WsiFlError):
-    """A file that cannot be read now, for a reason that is none of its own: nothing needs to be made anew."""
+    """A file that cannot be read now for an external reason: nothing needs to be made again."""
 
 
 def why_unavailable(error: BaseException) -> str:
-    """Return why the system does not let a file be read now, and what to do; "" where the file itself is at fault."""
+    """Return the reason why a file cannot be read now, and what to do; "" where the file itself is at fault."""
     if not isinstance(error, OSError):
         return ""
-    found = _ERRNO.search(str(error))  # HDF5 says it in words
+    found = _ERRNO.search(str(error))  # HDF5 has it in its message
     return _UNAVAILABLE.get(error.errno or (int(found[1]) if found else 0), "")
 
 
 def refuse_unavailable(error: BaseException, path: object) -> None:
-    """Refuse to take for damage what only keeps a file from being read now.
+    """Raise another error for a file that is unavailable instead of damaged.
 
     Raises:
-        FileUnavailable: when that is the error.
+        FileUnavailable: for such an error.
     """
     if reason := why_unavailable(error):
         raise FileUnavailable(f"{path}: {reason}") from None
 
 
 def ordinary(path: Path) -> Path:
-    """Return a path for whoever opens it to read; WsiFlError for a pipe or device: reading one may go on for ever."""
+    """Return a path to be read; WsiFlError for a pipe or device, which may never end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -80,15 +80,15 @@ def ordinary(path: Path) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, which need not fit into memory."""
+    """Return the SHA-256 of a file of any size."""
     with ordinary(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
-    """Return a digest of each ordinary file of a size that another one of these has too: equal files are equal in it.
+    """Return a digest of each regular file with the size of another of these files, equal for equal files.
 
-    Of large files pieces all over them are read. Folders and files that cannot be read have none.
+    Of large files spread pieces are read. Folders and unreadable files have no digest.
     """
     sizes: dict[int, list[Path]] = {}
     for path in paths:
@@ -109,7 +109,7 @@ def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, with its suffix, that becomes `path` when the block ends well, and else vanishes.
+    """Yield a temporary path beside `path`, renamed to `path` when the block succeeds, and deleted else.
 
     The content is on disk before the rename, so a reader sees the old file or the whole new one.
     """
@@ -128,7 +128,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk: a rename is there only then."""
+    """Write the names in a folder to disk, which completes a rename."""
     with suppress(PermissionError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -138,13 +138,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def reserve(path: Path, n_bytes: int) -> None:
-    """Fails now if the disk cannot hold `n_bytes`: HDF5 that runs out of it later may take the process down."""
+    """Fail now if the disk cannot hold `n_bytes`: a full disk in HDF5 may crash the process."""
     with path.open("wb+") as handle:
         allocate(handle.fileno(), n_bytes)
 
 
 def raise_if_full(error: BaseException, path: Path) -> None:
-    """Turns 'no space left' from any library, whatever it wraps it in, into one line."""
+    """Turn 'no space left' of any library, wrapped in any error, into one line."""
     if isinstance(error, DiskFull):
         raise error
     cause: BaseException | None = error
@@ -157,14 +157,14 @@ def raise_if_full(error: BaseException, path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed writer left in a folder and those in it. Only call it while holding the folder's lock."""
+    """Delete leftovers of a killed writer in a folder and its subfolders. Requires the folder's lock."""
     for pattern in (f".*{_TEMPORARY}*", _OF_SAFETENSORS):
         for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
             path.unlink(missing_ok=True)
 
 
 def remove_abandoned(path: Path) -> None:
-    """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
+    """Delete leftovers of killed writers beside a file, except those still locked by HDF5."""
     for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
         with suppress(OSError, WsiFlError), ordinary(left).open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -172,7 +172,7 @@ def remove_abandoned(path: Path) -> None:
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
-    """Delete shards, pictures and plans (`.h5`, `.png`, `.npz`) whose slide is not among those kept: they mislead."""
+    """Delete misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
     for folder in folders:
         for path in folder.glob("*"):
             if path.suffix in {".h5", ".png", ".npz"} and path.stem not in kept:
@@ -180,25 +180,25 @@ def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text atomically."""
+    """Write text atomically."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes bytes atomically."""
+    """Write bytes atomically."""
     with atomic(path) as temporary:
         temporary.write_bytes(data)
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Writes a table atomically, row by row; the first one has its headings."""
+    """Write a table atomically, row by row; the first row has the headings."""
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Writes one JSON document atomically; NaN and infinities are refused, as JSON has none."""
+    """Write one JSON document atomically; NaN and infinities are refused, as JSON has none."""
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -208,7 +208,7 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
-    """Return what `write_sealed` wrote, without the digest; WsiFlError, with advice, where it is damaged."""
+    """Return a sealed JSON object without its digest; WsiFlError, with advice, where it is damaged."""
     document = read_object(path, advice, keys)
     if document.pop(_DIGEST, None) != _digest(document):
         raise WsiFlError(f"{path}: damaged; {advice}")
@@ -227,19 +227,19 @@ def read_object(path: Path, advice: str, keys: Iterable[str] = ()) -> dict[str, 
 
 
 def read_where_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
-    """Return what `write_sealed` wrote, or an object of an older version, which wrote no digest."""
+    """Return a sealed JSON object, or one of an older version without a digest."""
     document = read_object(path, advice, keys)
     return read_sealed(path, keys, advice) if _DIGEST in document else document
 
 
 def _digest(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a document as JSON, without what it says of its digest."""
+    """Return the SHA-256 of a document as JSON without its digest."""
     rest = {key: value for key, value in document.items() if key != _DIGEST}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def read_json(path: Path) -> Any:
-    """The JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
+    """Return the JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
     try:
         return json.loads(ordinary(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -251,7 +251,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_line(path: Path, document: Any) -> None:
-    """Appends one JSON line and waits until it is on disk; a line that a crash cut short goes first."""
+    """Append one JSON line and wait until it is on disk; a line cut short by a crash is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
     try:
@@ -266,7 +266,7 @@ def append_line(path: Path, document: Any) -> None:
 
 
 def _mend_tail(handle: BinaryIO) -> None:
-    """Ends the last line where only its newline is missing, and cuts it off where it is unfinished."""
+    """End the last line where only its newline is missing, and cut it off where it is unfinished."""
     if not handle.seek(0, os.SEEK_END):
         return
     handle.seek(-1, os.SEEK_END)
@@ -283,9 +283,9 @@ def _mend_tail(handle: BinaryIO) -> None:
 
 
 def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON lines of `path`; a last line that a crash cut short is dropped.
+    """Return the JSON lines of `path`; a last line cut short by a crash is dropped.
 
-    WsiFlError where another line is damaged, or lacks what it `needs`, key → type.
+    WsiFlError where another line is damaged, or lacks a key of `needs`, key → type.
     """
     if not path.exists():
         return []
@@ -309,11 +309,11 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
 
 @contextmanager
 def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock on a file, which is made where there is none; what is in it stays.
+    """Hold the lock on a file, which is created if missing and not changed otherwise.
 
     Args:
-        busy: what to say (WsiFlError) when another process holds the lock; None to wait for it.
-        patience_s: how long to try before saying so: a process that was killed lets go a moment later.
+        busy: message of the WsiFlError when another process holds the lock; None to wait for it.
+        patience_s: seconds of retries before that error: the lock of a killed process is released a moment later.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
@@ -336,9 +336,9 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
 
 @contextmanager
 def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold a site's folder for one command at a time, and remove what a killed one left in it.
+    """Hold the lock on a site's folder, and remove leftovers of a killed command in it.
 
-    Another command that has it is waited for with `wait`, and else a WsiFlError.
+    With `wait` another command is waited for, else it is a WsiFlError.
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
     with alone(folder / ".lock", None if wait else busy):

@@ -1,6 +1,6 @@
-"""JPEG streams as arrays, strictly: the decoder raises where others return wrong pixels without a word.
+"""JPEG streams as arrays, strictly: damaged streams raise, where other decoders silently return wrong pixels.
 
-The only module that knows simplejpeg (libjpeg-turbo). Its settings are libjpeg's own: exact integer DCT and smooth
+The only module that imports simplejpeg (libjpeg-turbo). Its settings are libjpeg's own: exact integer DCT and smooth
 ("fancy") upsampling of subsampled colour, as OpenSlide uses them. All of it releases the interpreter's lock.
 """
 
@@ -21,7 +21,7 @@ Stream = bytes | memoryview
 
 
 def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """The picture uint8[h, w, 3] in RGB, in `out` where given; WsiFlError for a stream that is cut short or garbled."""
+    """Return the picture uint8[h, w, 3] in RGB, in `out` where given; WsiFlError for a truncated or damaged stream."""
     try:
         picture: NDArray[np.uint8] = simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True)
     except ValueError as error:
@@ -32,7 +32,7 @@ def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.u
 
 
 def check(stream: Stream) -> None:
-    """Read the stream to its end without making its pixels, for half the cost; fails where `decode` would."""
+    """Read the stream to its end without computing its pixels, for half the cost; fails where `decode` would."""
     try:
         simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
@@ -40,7 +40,7 @@ def check(stream: Stream) -> None:
 
 
 def size(stream: Stream) -> tuple[int, int]:
-    """(height, width) in pixels, from the header alone; WsiFlError when there is no such header."""
+    """Return (height, width) in pixels from the header; WsiFlError without one."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(stream, strict=True)
     except ValueError as error:
@@ -49,12 +49,12 @@ def size(stream: Stream) -> tuple[int, int]:
 
 
 def complete(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Stream:
-    """A self-contained stream from an abbreviated one and its tables, as TIFF keeps them (TIFF Technical Note 2).
+    """Return a self-contained stream from an abbreviated one and its tables, as in TIFF (TIFF Technical Note 2).
 
     Args:
         stream: from the start marker to the end marker.
         tables: TIFF's JPEGTables, a stream without a picture; empty where `stream` holds its own.
-        rgb: whether the components are red, green and blue, which in TIFF a tag says and in a stream a marker.
+        rgb: whether the components are red, green and blue, given by a tag in TIFF and by a marker in a stream.
     """
     if stream[:2] != _SOI:
         raise WsiFlError("not a JPEG stream: it does not begin with the start marker")
@@ -65,7 +65,7 @@ def complete(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Strea
 
 
 def _without_colour(segments: Stream) -> bytes:
-    """Without the markers (JFIF, Adobe) that say what the components are."""
+    """Return segments without the markers (JFIF, Adobe) that define the components."""
     kept, place = [], 0
     while place + 4 <= len(segments) and segments[place] == 0xFF and segments[place + 1] != _SOS:
         end = place + 2 + int.from_bytes(segments[place + 2 : place + 4])
@@ -84,7 +84,7 @@ def _pixels(picture: NDArray[np.uint8]) -> str:
 
 
 def encode(pixels: NDArray[np.uint8], quality: int) -> bytes:
-    """The picture uint8[h, w, 3] as a stream with colour at half resolution (4:2:0), as scanners write it; lossy."""
+    """Return the picture uint8[h, w, 3] as a lossy stream with colour at half resolution (4:2:0), as of scanners."""
     stream: bytes = simplejpeg.encode_jpeg(
         np.ascontiguousarray(pixels), quality, colorspace="RGB", colorsubsampling="420"
     )

@@ -1,4 +1,4 @@
-"""Work in threads whose results are wanted in order: the one way to look ahead."""
+"""Work in threads with results in order, used for all prefetching."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _R = TypeVar("_R")
 def in_order(
     task: Callable[[_T], _R], items: Iterable[_T], *, threads: int, ahead: int
 ) -> Generator[_R, None, None]:
-    """Call a task for each item in threads and yield what the calls return, in the order of the items.
+    """Call a task for each item in threads and yield the results in the order of the items.
 
-    Items are drawn by the consumer's thread, each when its call may begin. Queues instead of futures: what a future
-    costs, decoding threads wait for, as it holds the interpreter's lock. What a call, or drawing an item, raised is
+    Items are drawn by the consumer's thread, each when its call may begin. Queues are used instead of futures, whose
+    overhead holds the interpreter's lock and delays decoding threads. An error of a call, or of drawing an item, is
     raised here.
 
     Args:
-        items: any number of them, even without end.
-        threads: how many call it. They are gone when the iterator is closed or used up.
-        ahead: calls that may begin before the consumer is done with what was yielded last.
+        items: any number of them, even infinite.
+        threads: number of threads, which end when the iterator is closed or exhausted.
+        ahead: calls that may begin before the consumer is done with the last result.
     """
     to_do: SimpleQueue[tuple[int, _T] | None] = SimpleQueue()
     done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
@@ -44,7 +44,7 @@ def in_order(
         return True
 
     def work() -> None:
-        while call(to_do.get()):  # no variable keeps the last item
+        while call(to_do.get()):  # no variable holds the last item
             pass
 
     def begin(n: int) -> int:
@@ -85,7 +85,7 @@ def in_order(
 
 
 def made_ahead(items: Iterable[_T], n: int) -> Generator[_T, None, None]:
-    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end."""
+    """Yield the items, computed by a thread up to n ahead of the consumer, and close their generator at the end."""
     iterator, end = iter(items), object()
     with closing(in_order(lambda _: next(iterator, end), count(), threads=1, ahead=n)) as made:
         try:

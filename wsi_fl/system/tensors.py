@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 _DIGEST = "tensors_sha256"
-"""A key of the document in the file that callers do not see. A second entry beside the document would not do: the order
-of entries is left to chance."""
+"""A key of the document in the file, hidden from callers. A second entry beside the document would have no fixed order,
+and the file no fixed bytes."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write a safetensors file with a JSON document in its header, whole or not at all, for its owner alone to read.
+    """Write a safetensors file with a JSON document in its header, atomically and readable by its owner alone.
 
-    Tensors that share memory, as those of a layer that a model has under two names, are written under each name.
+    Tensors with shared memory, such as a layer with two names in a model, are written under each name.
     """
     from safetensors.torch import save_file
 
@@ -44,24 +44,24 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[st
 
 
 def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document that `save_tensors` wrote; WsiFlError, with advice, where it is damaged."""
+    """Return the tensors and the document of such a file; WsiFlError, with advice, where it is damaged."""
     return _read(path, f" {what}", advice)
 
 
 def load_document(path: Path, what: str) -> dict[str, Any]:
-    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors."""
+    """Return the document of such a file, without PyTorch and without the tensors."""
     return _read(path, f" {what}", "", framework="np")[1]
 
 
 def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, whoever wrote it; WsiFlError, with advice, where it is damaged."""
+    """Return the tensors of a file of any program; WsiFlError, with advice, where it is damaged."""
     return _read(path, "", advice, ours=False)[0]
 
 
 def _read(
     path: Path, what: str, advice: str, *, framework: str = "pt", ours: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, which numpy leaves out, and the document; whatever `save_tensors` wrote has a digest."""
+    """Return the tensors (none with numpy) and the document; the toolkit's own files have a digest."""
     then = f"; {advice}" if advice else ""
     try:
         with safe_open(ordinary(path), framework) as file:
@@ -82,7 +82,7 @@ def _read(
 
 
 def _digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
-    """SHA-256 over a document and contiguous tensors: their names, types, shapes and bytes."""
+    """Return the SHA-256 of a document and contiguous tensors: their names, types, shapes and bytes."""
     import torch
 
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
