@@ -86,22 +86,22 @@ class Letter:
         """Parse a message; NotAgreed if it is none."""
         view = memoryview(data)
         if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
-            raise NotAgreed("something arrived that is no letter")
+            raise NotAgreed("something arrived that is no message of wsi-fl")
         _, n_head, n_signature = _PREFIX.unpack_from(view)
         if n_head > _MOST_HEAD or n_signature > _MOST_SIGNATURE:
-            raise NotAgreed("a letter with too long a head arrived")
+            raise NotAgreed("a message with too long a header arrived")
         start = _PREFIX.size
         signed, signature = bytes(view[start : start + n_head]), bytes(view[start + n_head :][:n_signature])
-        head = decoded(signed, Head, "of a letter")
+        head = decoded(signed, Head, "of a message")
         return Letter(head, signed, signature, view[start + n_head + n_signature :])
 
     def check(self, sender: Holder) -> None:
         """Refuse (NotTrusted) a message whose name, signature or body is not its sender's."""
         if self.head["sender"] != sender.name:
-            raise NotTrusted(f"{sender.name} signed a letter in the name of {self.head['sender']}")
+            raise NotTrusted(f"{sender.name} signed a message in the name of {self.head['sender']}")
         sender.check(self.signature, _MAGIC + self.signed)
         if hashlib.sha256(self.body).hexdigest() != self.head["digest"]:
-            raise NotTrusted(f"a letter of {sender.name} was altered on its way")
+            raise NotTrusted(f"a message of {sender.name} was altered on its way")
 
     def hello(self, root: str) -> tuple[Hello, Holder]:
         """Return a handshake and its signer; NotAgreed or NotTrusted if it is none of this federation."""
@@ -150,7 +150,7 @@ class Writer:
         try:
             return memoryview(_SUITE.decrypt(bytes(letter.body), self._private, info))
         except (InvalidTag, ValueError):
-            raise NotTrusted(f"a letter of {head['sender']} was not sealed for this process") from None
+            raise NotTrusted(f"a message of {head['sender']} was not sealed for this process") from None
 
     def _signed(self, to: str, session: str, place: str, body: bytes) -> bytes:
         head: Head = {
