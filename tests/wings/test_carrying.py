@@ -131,7 +131,7 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
     plan = hospitals.plan()
     cost, said = look(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
-    assert "sends the letter that it released" in said and "nothing more is spent" in said
+    assert "sends the class statistics that it released" in said and "nothing more is spent" in said
     assert "letter that was released before" in said and "no ε is spent" in said
     refused(lambda: rehearse(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
     hospitals.sign(plan)

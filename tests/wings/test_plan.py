@@ -192,7 +192,7 @@ def test_who_signs_again_is_told_what_changed(coordinator, identities, tmp_path)
     approve(study, first, identities["S0"])
     assert not any("lies here" in note for note in look(study, first, "S0").notes)
     second = made(study, tmp_path, "proxyfl", "train.rounds=2")
-    told = f"beside plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
+    told = f"compared with plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
     assert told in look(study, second, "S0").notes
     fewer = changed(second, sites=second.document["sites"][:2])
     assert changes(first, fewer) == ["without S2", "train.rounds 1 → 2"]

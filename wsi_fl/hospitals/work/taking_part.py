@@ -230,7 +230,9 @@ def _introduced(
 
     def standing() -> str:
         known = approved_at(study, site) == approved
-        return ended(study, identity, frame) or ("" if known else "approved another plan in its frame")
+        return ended(study, identity, frame) or (
+            "" if known else "approved another plan by its standing approval"
+        )
 
     return RelayedComm(
         identity,
