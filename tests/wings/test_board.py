@@ -111,7 +111,7 @@ START = "wsi-fl federation start KIT --study DIR"
         ),
         (
             replace(READY, me=""),
-            ": say --kit too: without it nothing is known of signatures, server and folder: ",
+            ": give --kit too: without it nothing is known of signatures, server and folder: ",
         ),
         (replace(with_c2(connected=None), over="folder"), f"C2: if it has not run yet: {START}"),
         (replace(with_c2(connected=False), over="folder"), f"C2: not connected: start: {START}"),

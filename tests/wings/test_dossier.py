@@ -471,9 +471,9 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
     done = command("--kit", kit, "--verify", out)
     assert done.exit_code == 0 and said in done.stdout
-    assert "anybody can make such a root" not in done.output
+    assert "anybody can make such a root CA" not in done.output
     done, identity = command("--verify", out), Kit.open(kit).identity()
-    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root" in done.output
+    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
     assert fingerprint(identity.certificate) in done.output and fingerprint(identity.root) in done.output
     assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")

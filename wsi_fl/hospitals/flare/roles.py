@@ -237,14 +237,18 @@ class Hospital(Executor):  # type: ignore[misc]
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()
-        given: dict[str, Any] = {
-            "plan": str(job["plan"]),
-            "brought": Plan(str(job["text"])) if "text" in job else None,
-        }
+        plan, brought = str(job["plan"]), Plan(str(job["text"])) if "text" in job else None
         if job["what"] == "check":
-            return greet(study, identity, self._line, **given)
+            return greet(study, identity, self._line, plan=plan, brought=brought)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
-            given |= {"resume": job["resume"], "without": job["without"]}
-            given |= {"withdrawn": lambda: kit.withdrawn().keys}
-            summary = take_part(study, identity, self._line, **given)
+            summary = take_part(
+                study,
+                identity,
+                self._line,
+                resume=job["resume"],
+                without=job["without"],
+                plan=plan,
+                brought=brought,
+                withdrawn=lambda: kit.withdrawn().keys,
+            )
         return known_to_all(study, identity.name, summary)
