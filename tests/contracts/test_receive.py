@@ -203,8 +203,8 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     looked = look(study, plan, "S3")
     assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger("S3").exists()
     words = said(look_lines(looked))
-    assert "nothing of its records leaves it" in words and "sums of features (" not in words
-    assert "sums of features (" in said(look_lines(look(study, plan, "S1")))
+    assert "nothing of its records leaves it" in words and "class statistics (" not in words
+    assert "class statistics (" in said(look_lines(look(study, plan, "S1")))
     for site in ("S1", "S3"):
         leaves = dossier_of(study, plan, study.site(site), None)["plan"]["leaves"]
         assert [row["what"].startswith("sums of") for row in leaves].count(True) == (site == "S1")

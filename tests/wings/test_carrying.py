@@ -132,7 +132,7 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
     cost, said = look(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
     assert "sends the class statistics that it released" in said and "nothing more is spent" in said
-    assert "letter that was released before" in said and "no ε is spent" in said
+    assert "class statistics released before" in said and "no ε is spent" in said
     refused(lambda: rehearse(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", plan=plan.digest)
@@ -237,7 +237,7 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
     assert look(hospitals.study("S3"), plan, "S3").cost.epsilon is None
-    assert "letter that was" not in said_at(hospitals, "S3", plan)
+    assert "statistics released before" not in said_at(hospitals, "S3", plan)
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])

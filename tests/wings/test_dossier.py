@@ -96,7 +96,7 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
     (audited,) = found["audits"]
     assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
-    assert any("root key" in one for one in found["not_protected"])
+    assert any("root CA's key" in one for one in found["not_protected"])
     assert all(part["gaps"] for part in found["assessment"]) and len(found["assessment"]) == 5
 
 
@@ -216,7 +216,7 @@ def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
     refused(lambda: look(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
     found, page = make(study, None, tmp_path, site="S0")
     assert found["warning"].startswith("ledgers/S0.jsonl") and str(study.root) not in found["warning"]
-    assert f"This ledger is not to be believed: {found['warning']}" in page
+    assert f"This ledger is invalid: {found['warning']}" in page
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
     assert said["learns"]["n_features"] is None and said["leaves"][0]["bytes"] is None
     assert "must agree" in said["learns"]["says"] and said["most_bytes"] > 500_000_000
     oneshot = document_of(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
-    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("sums of features")
+    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("class statistics")
     assert oneshot["leaves"][0]["often"] == "once"
 
 
