@@ -241,7 +241,7 @@ def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
     refused_ = approve("--yes")
     assert refused_.returncode == 1 and not plan_path(study).exists()
     assert f"nothing was signed, for {ALL_ROWS}" in refused_.stderr and "--yes-per-row" in refused_.stderr
-    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "say --yes")):
+    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "give --yes")):
         monkeypatch.setattr("sys.stdin", io.StringIO())
         unasked = approve(*more)
         assert unasked.returncode == 2 and not plan_path(study).exists()
