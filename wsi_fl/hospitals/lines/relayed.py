@@ -486,7 +486,10 @@ class RelayedComm:
         met = {name: said["certificate"] for name, (said, _) in [*self._peers.items()]}
         for name, certificate in {**met, self.identity.name: self.identity.certificate}.items():
             if (since := gone.get(fingerprint(certificate))) is not None:
-                why = f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, and needs a new key"
+                why = (
+                    f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, "
+                    "and needs a new key"
+                )
                 raise SitesGone(why, [name]) if self._few and name in met else Interrupted(why)
 
     def _give_up(self, place: str, late: Mapping[str, str]) -> None:

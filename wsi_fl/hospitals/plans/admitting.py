@@ -307,8 +307,8 @@ def frame_lines(frame: Frame) -> Lines:
     """Render what a standing approval allows."""
     limit = "no ε" if frame["epsilon"] is None else f"ε = {frame['epsilon']:g} in all"
     yield Line(
-        f"until {frame['until']} up to {frame['runs']} runs begin at {frame['site']} without a further signature, at "
-        f"{limit}, of plans with"
+        f"until {frame['until']} up to {frame['runs']} runs begin at {frame['site']} without a further signature, "
+        f"at {limit}, of plans with"
     )
     for what, values in frame["allows"].items():
         yield Line(f"  {what}: {'; '.join('nothing' if one is None else str(one) for one in values)}")

@@ -222,8 +222,8 @@ def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> 
         wanted, found = said[key], own[key]
         if None not in (wanted, found) and not is_alike(key, wanted, found):
             raise UsageError(
-                f"the plan is for {what} {shown(wanted)}, but {site} has {shown(found)}; make the store as the plan "
-                "says, or ask for another plan"
+                f"the plan is for {what} {shown(wanted)}, "
+                f"but {site} has {shown(found)}; make the store as the plan says, or ask for another plan"
             )
 
 
@@ -300,7 +300,8 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
             found.append(f"compared with plan {before.digest[:8]}, which lies here: {asked}")
     if cost is None:
         found.append(
-            f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
+            f"the store of {me} is not on this machine, so what the plan costs here was not computed; "
+            "sign where it is"
         )
     elif cost.unit == "row" and cost.epsilon is not None and cost.group is None:
         found.append(
@@ -309,7 +310,8 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
     rounds = plan.document["rounds"]
     if cost is not None and cost.rounds < rounds:
         found.append(
-            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; then {me} leaves and the others go on"
+            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; "
+            f"then {me} leaves and the others go on"
         )
     if len(plan.keys) < len(sites):
         found.append(
@@ -318,8 +320,8 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
         )
     if plan.method == RUN and not plan.pipeline().train.releases and _wrote_before(study, me):
         found.append(
-            f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing ones "
-            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
+            f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing "
+            "ones are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
         )
     for site in sites:
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
@@ -403,8 +405,8 @@ def cost_words(cost: Cost) -> str:
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
     if cost.letter is not None:
         return (
-            f"{of}: sends the class statistics that it released (ε = {cost.letter:.2f} at δ = {cost.delta:g}); nothing "
-            f"more is spent, and everything spent before is {cost.lifetime_epsilon:.2f} of {limit}"
+            f"{of}: sends the class statistics that it released (ε = {cost.letter:.2f} at δ = {cost.delta:g}); "
+            f"nothing more is spent, and everything spent before is {cost.lifetime_epsilon:.2f} of {limit}"
         )
     said = (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
@@ -419,7 +421,8 @@ def _patient_words(cost: Cost) -> str:
     """Describe ε per row for the patient with the most rows."""
     assert cost.group is not None and cost.lifetime_group is not None
     ever = cost.lifetime_group["epsilon"]
-    return f"{group_words(cost.group)}{'' if ever is None else f'; with everything spent before {ever:.1f}'}"
+    suffix = "" if ever is None else f"; with everything spent before {ever:.1f}"
+    return f"{group_words(cost.group)}{suffix}"
 
 
 def above_words(cost: Cost | None) -> str:

@@ -44,8 +44,8 @@ class _Census(TypedDict):
     """A hospital's released counts of its patients.
 
     Attributes:
-        counts: noisy patients by column and value; with `only_enough` 1 if there are `_ENOUGH` at 95 % confidence,
-            else 0.
+        counts: noisy patients by column and value; with `only_enough` 1 if there are `_ENOUGH` at 95 %
+            confidence, else 0.
         deviation: of the noise, in patients.
     """
 
@@ -173,8 +173,8 @@ def collect(censuses: Sequence[_Census], epsilon: float = 1.0) -> dict[str, Any]
 
     Returns:
         {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
-        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `_ENOUGH`. A
-        site that lacks all of them is among "receivers".
+        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `_ENOUGH`.
+        A site that lacks all of them is among "receivers".
     """
     sites = [census["site"] for census in censuses]
     if twice := [site for site in sites if sites.count(site) > 1]:

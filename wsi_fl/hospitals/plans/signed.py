@@ -312,8 +312,8 @@ def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
         one, other = (versions.get(name, "not installed") for versions in (planned, installed))
         if one != other:
             raise UsageError(
-                f"the plan is for {name} {one}, and site {site} has {other}; install the plan's version, or agree on "
-                "a new plan"
+                f"the plan is for {name} {one}, and site {site} has {other}; "
+                "install the plan's version, or agree on a new plan"
             )
     if said != here:
         raise UsageError(
@@ -328,7 +328,8 @@ def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
         own, agreed = getattr(file, key), said.get(key)
         if key in said and (sorted(own) != sorted(agreed or ()) if key == "allow" else own != agreed):
             raise UsageError(
-                f"the plan says {key} = {shown(agreed)} of {file.name}, and sites/{file.name}.toml says {shown(own)}; "
+                f"the plan says {key} = {shown(agreed)} of {file.name}, "
+                f"and sites/{file.name}.toml says {shown(own)}; "
                 "have the plan made with your site file, or change your site file"
             )
 

@@ -285,8 +285,8 @@ def _folder_step(share: Share, news: str) -> Step:
 def status(kit: Kit) -> dict[str, Any]:
     """Return the hospitals that are connected and answer, and the newest jobs: {"connected": […], "jobs": […]}.
 
-    A job is {"id", "name", "status", "submitted"}, and the kit's own fields of it, see `_KNOWN`. A "reason" is why it
-    failed, also if the server still calls it running.
+    A job is {"id", "name", "status", "submitted"}, and the kit's own fields of it, see `_KNOWN`. A "reason" is why
+    it failed, also if the server still calls it running.
     """
     here, known = jobs.connected(kit), asked_for(kit)
     rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
