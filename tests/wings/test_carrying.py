@@ -269,7 +269,7 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
 
 
 def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
-    further = "which costs ε again"
+    further = "which cost ε again"
     plan = hospitals.plan("train.releases=false", "privacy.sigma=5.0")
     assert further not in said_at(hospitals, "S0", plan)
     hospitals.release("S0")

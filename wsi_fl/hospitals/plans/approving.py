@@ -320,8 +320,8 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
         )
     if plan.method == RUN and not plan.pipeline().train.releases and _wrote_before(study, me):
         found.append(
-            f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing "
-            "ones are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
+            f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing ones "
+            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
         )
     for site in sites:
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
