@@ -173,7 +173,7 @@ def collect(censuses: Sequence[_Census], epsilon: float = 1.0) -> dict[str, Any]
 
     Returns:
         {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
-        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `_ENOUGH`.
+        "all", "expected", "pipeline"}]}; "lacks" are each site's values with possibly fewer than `_ENOUGH`.
         A site that lacks all of them is among "receivers".
     """
     sites = [census["site"] for census in censuses]
