@@ -339,7 +339,7 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
         pipeline = study.pipeline("q", [*target, *HOW])
         with RunContext.of(study, pipeline, "oneshot") as party:
             row = leaving(party, Bags(8), outputs)[0]
-        assert row["what"] == f"sums of features (shared_head:8:{kind})"
+        assert row["what"] == f"class statistics (shared_head:8:{kind})"
         assert row["bytes"] == 4 * columns * (8 + 2)  # a sum along each direction, a count, a variance
         wrong = "target.range=[0, 2]" if kind == "number" else "target.intervals=[6, 12]"
         other = study.pipeline("q", [*target, *HOW, wrong])

@@ -205,11 +205,11 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     looked = look(study, plan, "S3")
     assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger("S3").exists()
     words = said(look_lines(looked))
-    assert "nothing of its records leaves it" in words and "sums of features (" not in words
-    assert "sums of features (" in said(look_lines(look(study, plan, "S1")))
+    assert "nothing of its records leaves it" in words and "class statistics (" not in words
+    assert "class statistics (" in said(look_lines(look(study, plan, "S1")))
     for site in ("S1", "S3"):
         leaves = dossier_of(study, plan, study.site(site), None)["plan"]["leaves"]
-        assert [row["what"].startswith("sums of") for row in leaves].count(True) == (site == "S1")
+        assert [row["what"].startswith("class statistics") for row in leaves].count(True) == (site == "S1")
     tried = rehearse(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
     refused(lambda: rehearse(study, plan, "S3"), "S3 receives")

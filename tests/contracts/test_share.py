@@ -57,7 +57,7 @@ def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, real, tm
     model, *documents = said["leaves"]
     assert said["does"] == "Gossip: models are whispered on."
     assert (model["what"], model["times"]) == ("central model (mlp)", 2)
-    assert model["to"] == "the next site in an order drawn anew in each round"
+    assert model["to"] == "the next site in an order drawn again in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
     facts = _said_beside(said, real.site("S0"), None, None, audited=False, for_others=False)["assessment"][0][

@@ -82,7 +82,7 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
         start(tmp_path, [group])
     said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
     lost = "site S1 has a certificate that was withdrawn on"
-    withdrew = "site S1 withdrew the frame of this plan; the run ends here", "site S1 withdrew its approval"
+    withdrew = "site S1 withdrew the standing approval of this plan; the run ends here", "site S1 withdrew its approval"
     mine, theirs = withdrew if what == "frame" else (lost, lost)
     assert mine in said["S1"]["error"]
     # charged before it is sent; the list is read every few seconds

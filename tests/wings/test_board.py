@@ -111,7 +111,7 @@ START = "wsi-fl federation start KIT --study DIR"
         ),
         (
             replace(READY, me=""),
-            ": say --kit too: without it nothing is known of signatures, server and folder: ",
+            ": give --kit too: without it nothing is known of signatures, server and folder: ",
         ),
         (replace(with_c2(connected=None), over="folder"), f"C2: if it has not run yet: {START}"),
         (replace(with_c2(connected=False), over="folder"), f"C2: not connected: start: {START}"),
@@ -143,7 +143,7 @@ def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
         f"coordinator: go on from the last common round: {SUBMIT} --resume last",
     ]
     log, _ = steps(replace(facts, reason="site C2 failed; its own log says why (runs/C2.log)"))
-    assert log == "C2: look into your own log, runs/C2.log, and mend what it says: "
+    assert log == "C2: look into your own log, runs/C2.log, and fix what it reports: "
     assert (
         steps(replace(facts, over="folder"))[1]
         == f"everybody: start; to start again is always right: {START}"

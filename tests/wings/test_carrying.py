@@ -131,8 +131,8 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
     plan = hospitals.plan()
     cost, said = look(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
-    assert "sends the letter that it released" in said and "nothing more is spent" in said
-    assert "letter that was released before" in said and "no ε is spent" in said
+    assert "sends the class statistics that it released" in said and "nothing more is spent" in said
+    assert "class statistics released before" in said and "no ε is spent" in said
     refused(lambda: rehearse(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", plan=plan.digest)
@@ -237,7 +237,7 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
     assert look(hospitals.study("S3"), plan, "S3").cost.epsilon is None
-    assert "letter that was" not in said_at(hospitals, "S3", plan)
+    assert "statistics released before" not in said_at(hospitals, "S3", plan)
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])
@@ -272,7 +272,7 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
 
 
 def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
-    further = "which costs ε again"
+    further = "which cost ε again"
     plan = hospitals.plan("train.from_released=false", "privacy.sigma=5.0")
     assert further not in said_at(hospitals, "S0", plan)
     hospitals.release("S0")

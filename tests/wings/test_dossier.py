@@ -96,7 +96,7 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
     (audited,) = found["audits"]
     assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
-    assert any("root key" in one for one in found["not_protected"])
+    assert any("root CA's key" in one for one in found["not_protected"])
     assert all(part["gaps"] for part in found["assessment"]) and len(found["assessment"]) == 5
 
 
@@ -216,7 +216,7 @@ def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
     refused(lambda: look(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
     found, page = make(study, None, tmp_path, site="S0")
     assert found["warning"].startswith("ledgers/S0.jsonl") and str(study.root) not in found["warning"]
-    assert f"This ledger is not to be believed: {found['warning']}" in page
+    assert f"This ledger is invalid: {found['warning']}" in page
 
 
 @pytest.mark.parametrize(
@@ -471,9 +471,9 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
     done = command("--kit", kit, "--verify", out)
     assert done.exit_code == 0 and said in done.stdout
-    assert "anybody can make such a root" not in done.output
+    assert "anybody can make such a root CA" not in done.output
     done, identity = command("--verify", out), Kit.open(kit).identity()
-    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root" in done.output
+    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
     assert fingerprint(identity.certificate) in done.output and fingerprint(identity.root) in done.output
     assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")

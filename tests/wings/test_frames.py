@@ -147,14 +147,19 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
     assert approved_plan(study, me).digest == plan.digest and approved_at(study, "S0").endswith(frame["id"])
     assert (study.root / "federation" / "plans" / f"{plan.digest}.json").read_text() == plan.text
-    assert f"plan {plan.digest[:8]} was approved in the frame" in capsys.readouterr().err
+    assert f"plan {plan.digest[:8]} was approved by the standing approval" in capsys.readouterr().err
     before = approved_at(study, "S0")
     admit(study, me, plan)
     assert approved_at(study, "S0") == before
     other = made(study, identities, method="fedavg")
-    refused(lambda: admit(study, me, other), f"plan {other.digest[:8]} lies outside the frame of S0: method")
+    refused(
+        lambda: admit(study, me, other),
+        f"plan {other.digest[:8]} exceeds the standing approval of S0: method",
+    )
     dear = made(study, identities, "privacy.sigma=1.5")
-    refused(lambda: admit(study, me, dear), "privacy.sigma: 1.5, where the frame has 5", "or more")
+    refused(
+        lambda: admit(study, me, dear), "privacy.sigma: 1.5, where the standing approval has 5", "or more"
+    )
     stranger = made(study, identities, S1="0" * 64)
     refused(lambda: admit(study, me, stranger), "partners")
     edited = Plan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
@@ -170,7 +175,7 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     words = "federation/preapproval.json cannot be used", "not signed"
     refused(lambda: admit(study, identities["S0"], plan), *words)
     write_frame(study, frame, identities["S1"])
-    refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
+    refused(lambda: admit(study, identities["S0"], plan), "not a standing approval of S0")
     earlier = {key: value for key, value in frame.items() if key != "settings"} | {"format": "wsi-fl frame 1"}
     write_frame(study, earlier, identities["S0"])  # it fixed too little
     refused(lambda: admit(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
@@ -186,14 +191,14 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
         refused(lambda: approved_plan(study, me), f"allowed this plan until {frame['until']}")
     assert approved_plan(study, me)
     withdraw(study, me)
-    refused(lambda: approved_plan(study, me), "withdrew the frame")
-    refused(lambda: withdraw(study, me), "has signed no frame")
+    refused(lambda: approved_plan(study, me), "withdrew the standing approval")
+    refused(lambda: withdraw(study, me), "has signed no standing approval")
     gone = study.root / "federation" / f"preapproval-{frame['id']}-withdrawn.json"
     frame_path(study).write_text(gone.read_text())  # as it comes back from a backup
     assert open_frame(study, me) is None
-    refused(lambda: approved_plan(study, me), "withdrew the frame")
+    refused(lambda: approved_plan(study, me), "withdrew the standing approval")
     framed(study, identities, plan)  # another frame brings no old approval back
-    refused(lambda: approved_plan(study, me), "withdrew the frame")
+    refused(lambda: approved_plan(study, me), "withdrew the standing approval")
     sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
     withdraw(study, me)
     assert approved_plan(study, me)
@@ -219,7 +224,8 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
         monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", why)
         with pytest.raises(UsageError) as told:
             admit(study, me, plan)
-        words = f"site S0 cannot approve plan {plan.digest[:8]} in its frame; its own federation/frame.log says why"
+        log = "its own federation/frame.log says why"
+        words = f"site S0 cannot approve plan {plan.digest[:8]} by its standing approval; {log}"
         assert (type(told.value), str(told.value)) == (UsageError, words)
     log = log_of(study).read_text()
     assert "ε = 3.01 of 3" in log and "classes" in log and log.count("S_7") == 3
@@ -227,7 +233,11 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
     monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: above)
     admit(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
-    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no frame is for such plans")
+    refused(
+        lambda: framed(study, identities, plan),
+        "above your max_epsilon",
+        "no standing approval is for such plans",
+    )
 
 
 def spend(study, me, run, rounds):
@@ -248,13 +258,13 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities,
     spend(study, me, "b" * 32, 2)
     assert approved_plan(study, me)
     spend(study, me, "a" * 32, 3)
-    refused(lambda: approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its frame")
+    refused(lambda: approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its standing approval")
     framed(study, identities, plan, epsilon=9.0, runs=2)
     admit(study, me, plan)
     for run in "cde":
         assert approved_plan(study, me)
         spend(study, me, run * 32, 1)
-    refused(lambda: approved_plan(study, me), "began 3 runs in a frame for 2")
+    refused(lambda: approved_plan(study, me), "began 3 runs under a standing approval for 2")
 
 
 def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
@@ -308,7 +318,7 @@ def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, stu
     assert approved_plan(study, me).digest == plan.digest
     other = made(study, identities, method="fedavg")
     (share / "plan.json").write_text(other.text)
-    refused(lambda: _take_laid(study, me, str(share)), "lies outside the frame of S0: method")
+    refused(lambda: _take_laid(study, me, str(share)), "exceeds the standing approval of S0: method")
     Share(str(share)).write(b"{}", "plan.json")
     refused(lambda: _take_laid(study, me, str(share)), "plan.json of the shared folder: this is no plan")
 
@@ -399,18 +409,18 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
             assert {line["agreement"] for line in lines} == {plan.digest}
         planned("fedavg", 2)
         done = bed.submit("--plan", str(file))
-        assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
+        assert done.returncode != 0 and "exceeds the standing approval of S" in done.stderr
         said = bed.command(
             "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1"
         )
         assert said.returncode == 0, said.stderr
         planned("proxyfl", 3)
         done = bed.submit("--plan", str(file))
-        assert done.returncode != 0 and "S1 withdrew the frame" in done.stderr
+        assert done.returncode != 0 and "S1 withdrew the standing approval" in done.stderr
         terminal = bed.processes["S0"]
         bed.stop("S1")
         terminal.terminate()
-        assert f"plan {plan.digest[:8]} was approved in the frame" in terminal.stdout.read()
+        assert f"plan {plan.digest[:8]} was approved by the standing approval" in terminal.stdout.read()
 
 
 @pytest.mark.slow
@@ -435,7 +445,9 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
         said = all_start()
         assert [one[1] for one in said] == [status] * len(bed.sites), said
         assert all(plan.digest[:8] in one[0] for one in said)
-        assert status == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
+        assert status == 0 or all(
+            "the standing approval is for 1 runs, and it had them" in one[0] for one in said
+        )
     bed.processes.clear()
 
 
@@ -490,7 +502,7 @@ def test_who_comes_first_in_a_plan_is_part_of_a_frame(study, identities, me, pla
     """The first site of a star gets each letter, the others their mean."""
     framed(study, identities, plan)
     other = made(study, identities, 'sites=["S1", "S0"]')
-    refused(lambda: admit(study, me, other), "order: S1, S0, where the frame has S0, S1")
+    refused(lambda: admit(study, me, other), "order: S1, S0, where the standing approval has S0, S1")
 
 
 @pytest.mark.parametrize("count", ['{"plans": ""}', '{"plans": 3}', "{}", '{"plans": [3]}'])

@@ -132,7 +132,7 @@ def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
     assert said["learns"]["n_features"] is None and said["leaves"][0]["bytes"] is None
     assert "must agree" in said["learns"]["says"] and said["most_bytes"] > 500_000_000
     oneshot = document_of(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
-    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("sums of features")
+    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("class statistics")
     assert oneshot["leaves"][0]["often"] == "once"
 
 
@@ -192,7 +192,7 @@ def test_who_signs_again_is_told_what_changed(coordinator, identities, tmp_path)
     approve(study, first, identities["S0"])
     assert not any("lies here" in note for note in look(study, first, "S0").notes)
     second = made(study, tmp_path, "proxyfl", "train.rounds=2")
-    told = f"beside plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
+    told = f"compared with plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
     assert told in look(study, second, "S0").notes
     fewer = changed(second, sites=second.document["sites"][:2])
     assert changes(first, fewer) == ["without S2", "train.rounds 1 → 2"]
@@ -241,7 +241,7 @@ def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
     refused_ = approve("--yes")
     assert refused_.returncode == 1 and not plan_path(study).exists()
     assert f"nothing was signed, for {ALL_ROWS}" in refused_.stderr and "--yes-per-row" in refused_.stderr
-    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "say --yes")):
+    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "give --yes")):
         monkeypatch.setattr("sys.stdin", io.StringIO())
         unasked = approve(*more)
         assert unasked.returncode == 2 and not plan_path(study).exists()

@@ -191,7 +191,7 @@ def test_an_old_hello_for_another_plan_is_passed_over_and_nobody_is_blamed(ident
         return [old, letter] if name == "hello" and to != "C3" else [letter]
 
     right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
-    assert {"a hello as C3 for another plan (11111111) was passed over"} == set(refused)
+    assert {"a handshake as C3 for another plan (11111111) was ignored"} == set(refused)
 
 
 def test_a_hospital_with_another_plan_is_waited_for_and_the_plan_is_named(identities):
@@ -275,7 +275,7 @@ def test_a_letter_that_is_too_long_is_refused(identities, folder):
 
     found = together(identities, work, given=given, timeout_s=1.0)
     assert "took nothing" in str(found["C1"])
-    assert "a letter of 20" in str(found["C2"]) and "at most 4000" in str(found["C2"])
+    assert "a message of 20" in str(found["C2"]) and "at most 4000" in str(found["C2"])
 
 
 def test_what_a_peer_lays_up_is_bounded(identities, folder):

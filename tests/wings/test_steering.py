@@ -200,7 +200,7 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
     )
     monkeypatch.setattr(weights, "published_weights", lambda *given, **_: fetched.append(given))
     refusals = [[try_plan(study, me, plan) for plan in outside] for study in worlds]
-    assert all("lies outside the frame of S0" in text or "is damaged" in text for _, text in refusals[0])
+    assert all("exceeds the standing approval of S0" in text or "is damaged" in text for _, text in refusals[0])
     # by the plan's own text alone, before anything is opened: so the time of a refusal cannot depend on the store
     assert not opened and not fetched
     seen = [[*refusals[k], *(try_plan(study, me, plan) for plan in inside)] for k, study in enumerate(worlds)]

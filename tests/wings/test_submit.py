@@ -155,7 +155,7 @@ ANOTHER = "site S1 has signed another plan than federation/plan.json (12345678);
     "text",
     [
         "site S1 failed; its own log says why",
-        "site S1 withdrew the frame of this plan; the run ends here",
+        "site S1 withdrew the standing approval of this plan; the run ends here",
         "site S1 has a certificate that was withdrawn on 2026-01-31, and needs a new key",
         "the clock of S1 is 26.0 h ahead; nothing was trained",
         "the plan is for torch 2.1, and site S1 has 2.2; install the plan's version, or agree on a new plan",

@@ -153,9 +153,9 @@ def test_the_list_goes_round_by_the_folder(place, one):
     newest = laid.read_text()
     assert "was taken from the folder" in exchanged() and exchanged() == ""
     laid.write_text(list_after("C1", place / "two"))  # whoever can write there lays another
-    assert "was laid into the folder" in exchanged()
+    assert "was written into the folder" in exchanged()
     laid.unlink()
-    assert "was laid into the folder" in exchanged() and laid.read_text() == newest
+    assert "was written into the folder" in exchanged() and laid.read_text() == newest
     laid.unlink()
     laid.symlink_to(one / "C1" / "federation.json")
     exchanged()

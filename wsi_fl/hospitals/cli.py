@@ -1,4 +1,4 @@
-"""`wsi-fl federation …`: hospitals that learn together over NVIDIA FLARE, or over a folder that all can reach."""
+"""`wsi-fl federation …`: federated learning between hospitals over NVIDIA FLARE, or over a shared folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
 
 app = typer.Typer(
-    no_args_is_help=True, help="Hospitals that learn together: kits, plans, and what joins them."
+    no_args_is_help=True, help="Federated learning between hospitals: kits, plans, and their connection."
 )
 
 _KitOption = Annotated[Path, Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
@@ -30,9 +30,9 @@ _KitOrRoot = Annotated[
 _KitFolder = Annotated[Path, Argument(metavar="KIT", help="The folder of the kit.")]
 _PlanFile = Annotated[Path | None, Option("--plan", metavar="FILE", help="The plan that all have signed.")]
 _SharedFolder = Annotated[
-    str | None, Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it.")
+    str | None, Option("--folder", metavar="ADDRESS", help="With a shared folder: another address of it.")
 ]
-_Unchecked = Annotated[bool, Option("--unchecked", help="On a trial: compare no fingerprint.")]
+_Unchecked = Annotated[bool, Option("--unchecked", help="For trials: compare no fingerprint.")]
 _StudyFolder = Annotated[
     Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
 ]
@@ -51,20 +51,20 @@ def _kit(folder: Path) -> Kit:
 
 
 def _says_yes(question: str, instead: str) -> bool:
-    """Ask whoever sits here; UsageError, which names the options to give instead, where nobody does."""
+    """Ask for confirmation; UsageError with the options to give instead, if there is no terminal."""
     try:
         return typer.confirm(question, err=True)
     except typer.Abort:
         if sys.stdin.isatty():
             raise
         raise UsageError(
-            f"nothing was signed: nobody can be asked here; read the above, and say {instead}"
+            f"nothing was signed: nobody can be asked here; read the above, and give {instead}"
         ) from None
 
 
 @app.command()
 def provision(
-    folder: Annotated[Path, Argument(help="A new folder, for the root and the first kits.")],
+    folder: Annotated[Path, Argument(help="A new folder, for the root CA and the first kits.")],
     name: Annotated[str, Option(help="Of the federation.")] = "wsi-fl",
     server: Annotated[
         str | None, Option(metavar="HOST", help="Where hospitals reach the server; HOST:PORT if not on 443.")
@@ -76,7 +76,7 @@ def provision(
     sites: Annotated[str, Option(help="A test bed: kits of these hospitals too, as in A,B,C.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Found a federation: its root, and the kits of its server and its coordinator."""
+    """Provision a federation: its root CA, and the kits of its server and its coordinator."""
     from wsi_fl.hospitals.trust.making import provision, provisioned_lines
 
     named = [site.strip() for site in sites.split(",") if site.strip()]
@@ -104,13 +104,13 @@ def join(
     fingerprint: Annotated[
         str | None,
         Option(
-            help="The root's, as the coordinator read it out; another one is refused. A new kit needs it."
+            help="The root CA's, as the coordinator read it out; another one is refused. A new kit needs it."
         ),
     ] = None,
     unchecked: _Unchecked = False,
     as_json: Json = False,
 ) -> None:
-    """Put the certificate beside the key; the kit is complete then. Or let a kit take a list of withdrawn ones."""
+    """Put the certificate beside the key, which completes the kit; or let a kit take a list of withdrawn ones."""
     from wsi_fl.hospitals.trust.making import join, joined_lines
     from wsi_fl.hospitals.trust.root import list_lines, take_list
 
@@ -128,7 +128,7 @@ def plan(
     out: Annotated[Path, Option(help="The file to write.")] = Path("plan.json"),
     kit: Annotated[
         Path | None,
-        Option(metavar="DIR", help="The founded folder: the plan pins the keys that it gave certificates."),
+        Option(metavar="DIR", help="The provisioned folder: the plan pins the keys that it certified."),
     ] = None,
     study: _StudyFolder = None,
     as_json: Json = False,
@@ -166,12 +166,12 @@ def approve(
         bool,
         Option(
             "--yes-per-row",
-            help="Say yes also to an ε per row that is above max_epsilon for the patient with the most rows.",
+            help="Accept also an ε per row that is above max_epsilon for the patient with the most rows.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read a plan, see what it costs your hospital, and sign it; or approve a hospital's certificate request."""
+    """Read a plan, see its cost for your hospital, and sign it; or approve a hospital's certificate request."""
     from wsi_fl.hospitals.plans.signed import is_request
 
     if not file.exists():
@@ -198,7 +198,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
         and (yes or not _says_yes(f"Do you accept that {said}?", "--yes-per-row and --yes"))
     ):
         raise WsiFlError(
-            f"{file}: nothing was signed, for {said}; ask for a plan per patient (privacy.unit), or say "
+            f"{file}: nothing was signed, for {said}; ask for a plan per patient (privacy.unit), or give "
             "--yes-per-row too"
         )
     if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
@@ -277,7 +277,7 @@ def submit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Let the hospitals of a signed plan do it together."""
+    """Run a signed plan at its hospitals."""
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.hospitals.work.submit import submit, submitted_lines
     from wsi_fl.stages.work.console import Bars
@@ -302,7 +302,7 @@ def submit(
 
 
 def _plan_here(study: Study | None = None) -> Path:
-    """The signed plan of a study, or of the one at or above this folder."""
+    """Return the path of the signed plan of a study, or of the one at or above this folder."""
     from wsi_fl.hospitals.plans.signed import plan_path
 
     with suppress(UsageError):
@@ -313,7 +313,7 @@ def _plan_here(study: Study | None = None) -> Path:
 
 @app.command()
 def status(kit: _KitOption, as_json: Json = False) -> None:
-    """Say which hospitals are connected, and what became of the jobs."""
+    """Show which hospitals are connected, and the outcome of the jobs."""
     from wsi_fl.hospitals.work.submit import status, status_lines
 
     show(status(_kit(kit)), as_json, status_lines)
@@ -325,7 +325,7 @@ def abort(
     kit: _KitOption,
     as_json: Json = False,
 ) -> None:
-    """End a job at all hospitals; what was finished stays."""
+    """End a job at all hospitals; finished rounds are kept."""
     from wsi_fl.hospitals.flare import jobs
     from wsi_fl.stages.work.console import Line
 
@@ -337,7 +337,7 @@ def abort(
 def check(
     kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False
 ) -> None:
-    """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
+    """Check the connection of a kit; with the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.hospitals.work.submit import check, check_lines
 
@@ -352,7 +352,7 @@ def demo(
     out: Annotated[Path, Option(help="A new folder, for everybody's own folders.")] = Path("federation-demo"),
     as_json: Json = False,
 ) -> None:
-    """Let a server and four hospitals of painted slides, all processes of this machine, learn together."""
+    """Run a demo with a server and four hospitals with simulated slides, all as processes of this machine."""
     from wsi_fl.hospitals.demo import federation_demo, federation_demo_lines
 
     show(federation_demo(out), as_json, federation_demo_lines)
@@ -362,13 +362,13 @@ def demo(
 def dossier(
     site: Annotated[str | None, Option(help="Whose dossier. Default: the kit's hospital.")] = None,
     kit: Annotated[
-        Path | None, Option(metavar="DIR", help="Your kit; it knows who has signed and what joins you.")
+        Path | None, Option(metavar="DIR", help="Your kit; it has signatures and the federation's address.")
     ] = None,
     out: Annotated[Path, Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
     study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Write one page for data protection and network people: what leaves, by which way, and what it cost so far."""
+    """Write one page for data protection and network administrators: what leaves, by which route, at what ε so far."""
     from wsi_fl.hospitals.dossier.page import make_dossier
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
@@ -383,7 +383,7 @@ def renew(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the request that renews the certificate of a kit; the coordinator approves it, and the kit joins again."""
+    """Write the request that renews the certificate of a kit; the coordinator approves it, then `join` takes it."""
     from wsi_fl.hospitals.trust.making import renew, requested_lines
 
     show(renew(kit, rotate=new_key), as_json, requested_lines)
@@ -395,7 +395,7 @@ def revoke(
     kit: Annotated[Path, Option(metavar="DIR", help="The folder that `provision` made.")],
     as_json: Json = False,
 ) -> None:
-    """Withdraw the certificates of a hospital; the list of them is signed by the root, and everybody's kit takes it."""
+    """Withdraw the certificates of a hospital, by a list that the root CA signs and every kit takes."""
     from wsi_fl.hospitals.trust.root import list_lines, revoke
 
     show(revoke(site, kit), as_json, list_lines)
@@ -411,7 +411,7 @@ def leave(
     out: Annotated[Path, Option(help="The file to write, JSON.")] = Path("leaving.json"),
     as_json: Json = False,
 ) -> None:
-    """Write down for your records what you released to whom, what of it stays with others, and what is left to do."""
+    """Write a record of your releases, what of them stays with others, and the remaining steps."""
     from wsi_fl.hospitals.dossier.page import leave, leaving_lines
 
     show(leave(_study(study), _kit(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines)
@@ -439,7 +439,7 @@ def restore(
     study: Annotated[Path | None, Option(metavar="DIR", help="A hospital's study, new or damaged.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Put back what is missing of a kit and a study, and no ledger in the place of a newer one."""
+    """Restore missing files of a kit and a study; no ledger replaces a newer one."""
     from wsi_fl.hospitals.work.backup import restore, restored_lines
     from wsi_fl.study.folder import Study
 
@@ -474,7 +474,7 @@ def frame(
     yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Sign a frame: plans within it run here for weeks without a further signature, all others are refused."""
+    """Sign a standing approval: plans within it run here for weeks without a further signature, others are refused."""
     from wsi_fl.hospitals.plans.admitting import frame_lines, make_frame, with_code
     from wsi_fl.hospitals.plans.frames import require_frame, write_frame
     from wsi_fl.hospitals.plans.signed import Plan
@@ -536,7 +536,7 @@ def census(
     study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Count patients by the values of a column, with noise, before there is a plan; or collect what hospitals sent."""
+    """Count patients by the values of a column, with noise, before there is a plan; or collect hospitals' responses."""
     from wsi_fl.hospitals.plans import census as censuses
     from wsi_fl.stages.work.console import Line
     from wsi_fl.system.files import write_json
@@ -573,7 +573,7 @@ def board(
     study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Say who takes part, how far everybody is, what came of it, and what is to be done next, by whom."""
+    """Show who takes part, the progress, the results, and the next steps with the person for each."""
     from wsi_fl.hospitals.board.page import board_lines, make_board
 
     made = make_board(_study(study), kit=kit, out=out, named=str(study or "."))
@@ -591,7 +591,7 @@ def rehearse(
     keep: Annotated[Path | None, Option(help="A new folder to keep the run in, private models too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Do a plan with your own data alone: how long, how much memory, what ε; nothing leaves and nothing is spent."""
+    """Run a plan with your own data alone, for its time, memory and ε; nothing leaves and nothing is spent."""
     from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.stages.work.console import Bars
@@ -615,7 +615,7 @@ def evidence(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
+    """Write the evidence that security, data protection and registers ask for, in one signed folder; or verify one."""
     from wsi_fl.hospitals.dossier.evidence import make_evidence, verified_lines, verify_evidence
 
     opened = None if kit is None else _kit(kit)

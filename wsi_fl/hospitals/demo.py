@@ -1,7 +1,7 @@
 """`federation demo`: a server, a coordinator and four hospitals as processes of this machine, each in its own folder.
 
-Whatever one of them does is a command of `wsi-fl` that people would give there. What they send each other, as people
-send files by mail, this process copies: requests, certificates, the plan, approvals, and promises for the plan.
+Each of them runs the commands of `wsi-fl` that people would give there. Files that people send by mail are copied by
+this process: requests, certificates, the plan, approvals, and site files for the plan.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _KIT = Path("..") / "kit"
 _FOUNDED = Path("..") / "federation"
 _ALLOW = 'allow = ["scores"]'
 _TOLD = ("name", "real", "allow", "max_epsilon", "delta")
-"""What of its site file a hospital tells the coordinator, who makes the plan."""
+"""Keys of its site file that a hospital discloses to the coordinator, who makes the plan."""
 _DONE = "demo.json"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A machine of the demo: a folder that nobody else's commands read or write.
+    """A machine of the demo: a folder that no other machine's commands read or write.
 
     Attributes:
-        name: of whoever sits there.
-        folder: all that it has, its user's state and what its commands said too.
+        name: of its user.
+        folder: all its files, its user's state and its commands' output included.
         here: where its commands are given, in `folder`.
     """
 
@@ -67,16 +67,16 @@ class Place:
 
     @property
     def log(self) -> Path:
-        """What the commands said."""
+        """The output of the commands."""
         return self.folder / "commands.txt"
 
     def environment(self) -> dict[str, str]:
-        """The variables of this machine's user; one core for each process unless somebody says otherwise."""
+        """Return the environment of this machine's user, by default with one core for each process."""
         return {"OMP_NUM_THREADS": "1", **os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
 
 
 class Children:
-    """The processes that run now; `children()` ends them all."""
+    """The running processes; `children()` ends them all."""
 
     def __init__(self) -> None:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -84,7 +84,7 @@ class Children:
         self._over = False
 
     def run(self, place: Place, *arguments: str | Path) -> dict[str, Any]:
-        """Give a command and return its `--json` document; WsiFlError with its last line when it fails."""
+        """Run a command and return its `--json` document; WsiFlError with its last line if it fails."""
         said = _words(arguments)
         say(f"  {place.name}$ {said}")
         with place.log.open("a+b") as log:
@@ -97,7 +97,7 @@ class Children:
         return dict(json.loads(output))
 
     def start(self, place: Place, *arguments: str | Path) -> None:
-        """Give a command that goes on, and wait until it says that it is ready; WsiFlError when it does not."""
+        """Start a command that goes on, and wait until it reports that it is ready; WsiFlError if it does not."""
         said = _words(arguments)
         say(f"  {place.name}$ {said} &")
         file = place.folder / "start.txt"
@@ -110,7 +110,7 @@ class Children:
             time.sleep(_POLL_S)
 
     def each(self, work: Callable[[_T], object], things: Sequence[_T]) -> None:
-        """Do the work for each, several at the same time; when one fails, all end."""
+        """Call a function for each item, several at the same time; if one fails, all end."""
         with ThreadPoolExecutor(max(1, min(len(things), n_cores()))) as pool:
             jobs = [pool.submit(work, thing) for thing in things]
             try:
@@ -122,7 +122,7 @@ class Children:
                 raise
 
     def end(self) -> None:
-        """End what runs, politely first, and start nothing any more."""
+        """End all processes, first by SIGTERM, and start no more."""
         with self._lock:
             self._over, running = True, list(self._running.values())
             self._running = {}
@@ -137,7 +137,7 @@ class Children:
     def _start(
         self, place: Place, arguments: Sequence[str | Path], *, stdout: Any, stderr: Any
     ) -> subprocess.Popen[bytes]:
-        """A process in a group of its own, so that Ctrl-C reaches this process alone, which ends the others."""
+        """Start a process in a group of its own, so that Ctrl-C reaches this process alone, which ends the others."""
         with self._lock:
             if self._over:
                 raise WsiFlError("the demo has ended")
@@ -156,7 +156,7 @@ class Children:
 
 @contextmanager
 def children() -> Iterator[Children]:
-    """Give commands within; whatever still runs afterwards is ended, also by Ctrl-C, a failure or a closed terminal."""
+    """Yield a group of processes and end it afterwards, also after Ctrl-C, a failure or a closed terminal."""
     found = Children()
     ends = [sign for sign in _ENDS if signal.getsignal(sign) is not signal.SIG_IGN]  # as of nohup
     before = {sign: signal.signal(sign, _interrupt) for sign in ends}
@@ -164,7 +164,7 @@ def children() -> Iterator[Children]:
         yield found
     finally:
         for sign in before:
-            signal.signal(sign, signal.SIG_IGN)  # what ends is not interrupted a second time
+            signal.signal(sign, signal.SIG_IGN)  # the end itself is not interrupted a second time
         found.end()
         for sign, handler in before.items():
             signal.signal(sign, handler)
@@ -189,7 +189,7 @@ def _last_line(log: Path) -> str:
 
 
 class _Finished(TypedDict):
-    """What came out: the summary's sites, the coordinator's page, and by hospital its own page."""
+    """The result: the summary's sites, the coordinator's page, and by hospital its own page."""
 
     folder: str
     seconds: float
@@ -201,10 +201,10 @@ class _Finished(TypedDict):
 
 
 def federation_demo(folder: Path) -> _Finished:
-    """Let four hospitals of painted slides learn together over NVIDIA FLARE, from their keys to their reports.
+    """Run federated learning of four hospitals with simulated slides over NVIDIA FLARE, from keys to reports.
 
     Args:
-        folder: a new one. That of a finished demo is left as it is, and what came out is returned.
+        folder: a new one. That of a finished demo is left as it is, and its result is returned.
 
     Raises:
         UsageError: when the folder holds anything else, or NVIDIA FLARE is not installed.
@@ -227,12 +227,12 @@ def federation_demo(folder: Path) -> _Finished:
 
 
 class _Demo:
-    """Everybody's places in the folder of a demo, and what is done there in turn."""
+    """The machines in the folder of a demo, and their actions in turn."""
 
     def __init__(self, root: Path, crew: Children) -> None:
         self.root, self.crew, self.run = root, crew, crew.run
         self.read_out: dict[str, str] = {}
-        """Whose fingerprint was read out, and what it is."""
+        """Fingerprints that were read out, by holder."""
         self.hospitals = [self._place(f"C{k + 1}") for k in range(_N_HOSPITALS)]
         self.chief, self.server = self._place("coordinator"), self._place("server", ".")
 
@@ -241,21 +241,21 @@ class _Demo:
 
     def document(self) -> _Finished:
         began = time.monotonic()
-        _say("Painting each hospital's own slides")
+        _say("Simulating each hospital's own slides")
         self._paint()
         _say("Each hospital makes its study and its key")
         self.crew.each(self._settle, self.hospitals)
         _say(
-            "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints"
+            "The coordinator provisions a federation and approves the hospitals' keys; people compare fingerprints"
         )
         self._found()
-        _say("Each hospital joins, and cuts its slides into patches and features")
+        _say("Each hospital completes its kit, and cuts its slides into patches and features")
         self.crew.each(self._join, self.hospitals)
         _say("The coordinator makes a plan, and every hospital signs it")
         self._plan()
         self.crew.each(self._sign, self.hospitals)
         _say(
-            "The server and the hospitals start; the coordinator looks whether all is well, and lets them learn"
+            "The server and the hospitals start; the coordinator checks all connections, and submits the plan"
         )
         summary = self._learn()
         _say("Each hospital evaluates and reports, on its own data")
@@ -274,7 +274,7 @@ class _Demo:
         }
 
     def _paint(self) -> None:
-        """Give each hospital its slides, and everybody who learns the weights of the public encoder."""
+        """Give each hospital its simulated slides, and all that train the weights of the public encoder."""
         weights = self.chief.here / _WEIGHTS
         write_untrained(weights)
         for index, place in enumerate(self.hospitals):
@@ -283,7 +283,7 @@ class _Demo:
             _send(weights, place.here / _WEIGHTS)
 
     def _settle(self, place: Place) -> None:
-        """Make a hospital's study, which lets counts of its test part go, and its request to join."""
+        """Make a hospital's study, which discloses counts of its test part, and its certificate request."""
         self.run(place, "init", ".", "--from", Path("..") / "archive", "--real", "--pipeline", _PIPELINE)
         site = place.here / "sites" / f"{place.name}.toml"
         write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW}\n")
@@ -294,7 +294,7 @@ class _Demo:
         self.read_out[place.name] = asked["fingerprint"]
 
     def _found(self) -> None:
-        """Found the federation, give the server its kit, and approve the hospitals' requests."""
+        """Provision the federation, give the server its kit, and approve the hospitals' requests."""
         chief, address = self.chief, f"localhost:{free_port()}"
         founded = self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
         self.read_out["root"] = founded["fingerprint"]
@@ -307,7 +307,7 @@ class _Demo:
             self.run(chief, "federation", "approve", Path("..") / name, *given)
 
     def _join(self, place: Place) -> None:
-        """Complete a hospital's kit, and make what it learns from."""
+        """Complete a hospital's kit, and make its training data."""
         name = f"certificate-{place.name}.json"
         _send(self.chief.folder / name, place.folder / name)
         given = ("--kit", _KIT, "--fingerprint", self.read_out["root"])
@@ -316,7 +316,7 @@ class _Demo:
         self.run(place, "features", "--site", place.name)
 
     def _plan(self) -> None:
-        """Make the plan of what the hospitals promise."""
+        """Make the plan from the hospitals' site files."""
         chief, what = self.chief, ("--method", _METHOD, "--pipeline", _PIPELINE)
         self.run(chief, "init", ".")
         for place in self.hospitals:
@@ -353,14 +353,14 @@ def _say(text: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on now."""
+    """Return a port of this machine that no process listens on now."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])
 
 
 def federation_demo_lines(document: _Finished) -> Lines:
-    """Yield every model's accuracy at every hospital, and where the pages lie."""
+    """Yield every model's accuracy at every hospital, and the paths of the pages."""
     yield from between_lines(document["scores"])
     for name, page in document["reports"].items():
         yield Line(f"  {name}'s own page: {page}")

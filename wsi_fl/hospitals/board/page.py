@@ -1,7 +1,6 @@
-"""The board: who takes part, how far they are, what came of it, and what is to be done next, by whom.
+"""The dashboard: participants, progress, results, and the next steps with the person for each.
 
-What is known at one place of a federation is gathered from the files that lie there, its folder and its server; of no
-store.
+It gathers what one place of a federation knows from its files, its shared folder and its server; never from a store.
 """
 
 from __future__ import annotations
@@ -52,20 +51,20 @@ _COLUMNS = {
     "spent": ("ε spent", _HOSPITAL),
     "labels": ("labels", _HOSPITAL),
 }
-"""What is shown of each member: its heading, and who could know it where nothing here says it."""
+"""The columns of a member: its heading, and who could know it if nothing here does."""
 _HEADINGS = ["who", *(heading for heading, _ in _COLUMNS.values())]
 
 
 def make_board(
     study: Study, *, kit: Path | None, out: Path | None = None, named: str = "."
 ) -> dict[str, Any]:
-    """Return what is known here of a federation and what is to be done next, and write the page where one is asked for.
+    """Return what is known here of a federation and the next steps, and write the page if one is requested.
 
-    Nothing is sent to any hospital. A server is asked who is connected, and a folder is listed. None stands for what is
-    not known here, and "unknown" says who could know it.
+    Nothing is sent to any hospital. A server is asked for connected clients, and a folder is listed. None stands for
+    unknown values, and "unknown" names who could know them.
 
     Args:
-        kit: of whoever looks, a coordinator or a hospital; without it only files of the study are looked at.
+        kit: a coordinator's or a hospital's; without it only files of the study are read.
         out: the page.
         named: the study, as the commands of the steps name it.
     """
@@ -99,7 +98,7 @@ def _plain(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _render(board: dict[str, Any]) -> str:
-    """One HTML document that needs nothing beside it, of a board as `--json` prints it."""
+    """Return a dashboard's `--json` document as one self-contained HTML document."""
     names = [one["name"] for one in board["members"] if one["role"] == "hospital"]
     many = len(names) > N_COLORS
     context = {
@@ -114,7 +113,7 @@ def _render(board: dict[str, Any]) -> str:
 
 
 def _cells(one: dict[str, Any], rounds: int) -> list[str]:
-    """The row of a member: "–" for what is not known, "" for what nobody asks of a server or a coordinator."""
+    """Return the row of a member: "–" for unknown values, "" for those that a server or a coordinator has not."""
     shown = {key: "–" if one[key] is None else str(one[key]) for key in _COLUMNS}
     shown |= {key: ("no", "yes")[one[key]] for key in ("signed", "connected") if one[key] is not None}
     shown |= {key: one[key][5:16].replace("T", " ") for key in ("since", "heard") if one[key]}
@@ -129,7 +128,7 @@ def _cells(one: dict[str, Any], rounds: int) -> list[str]:
 
 
 def board_lines(board: dict[str, Any]) -> Lines:
-    """Show everybody, what came of the plan, and what is to be done next."""
+    """Render the members, the plan's result, and the next steps."""
     about = f"plan {board['sha256'][:8]}, {board['method']}, {board['rounds']} rounds"
     rows = [_cells(one, board["rounds"]) for one in board["members"]]
     yield Table(about if board["plan"] else "no plan yet", _HEADINGS[:-1], [row[:-1] for row in rows])
@@ -150,7 +149,7 @@ def board_lines(board: dict[str, Any]) -> Lines:
 
 
 def _gather(study: Study, kit: Kit | None) -> Facts:
-    """What is known here of a federation; nothing is written but the lock that tells whether a kit is in use.
+    """Collect what is known here of a federation; only the lock that shows whether a kit is in use is written.
 
     Without a kit nothing is known of signatures, folder and server.
     """
@@ -167,14 +166,14 @@ def _gather(study: Study, kit: Kit | None) -> Facts:
         for look_at in (_at_signatures, _at_work, _at_folder, _at_own_part):
             try:
                 look_at(facts, study, plan, kit)
-            except WsiFlError as error:  # the rest is looked at all the same
+            except WsiFlError as error:  # the other parts are collected all the same
                 facts.trouble.append(str(error))
     facts.trouble = list(dict.fromkeys(facts.trouble))
     return facts
 
 
 def _newest_plan(study: Study) -> tuple[Path, Plan] | None:
-    """The newest plan of a study: the one that came, or the one that was signed."""
+    """Return the newest plan of a study: the received or the signed one."""
     found = []
     for path in (study.root / "plan.json", plan_path(study)):
         with suppress(UsageError):
@@ -183,10 +182,10 @@ def _newest_plan(study: Study) -> tuple[Path, Plan] | None:
 
 
 def _members(kit: Kit | None, plan: Plan | None) -> Iterator[Member]:
-    """Everybody who has a certificate, where the list of them lies here, else who is in the plan, and oneself."""
+    """Yield all holders of certificates, if their list is here, otherwise the plan's sites, and the kit's holder."""
     told: dict[str, Any] = {}
     gone: Mapping[str, datetime] = {}
-    with suppress(UsageError, NotTrusted):  # the founded folder is the coordinator's
+    with suppress(UsageError, NotTrusted):  # the provisioned folder is the coordinator's
         if kit is not None:
             root = Root.open(kit.path.parent)
             told = {str(line["name"]): line for line in root.issued()}
@@ -199,9 +198,9 @@ def _members(kit: Kit | None, plan: Plan | None) -> Iterator[Member]:
 
 
 def _look_at_kit(facts: Facts, kit: Kit) -> None:
-    """One's own certificate, whether it gets through, and whether a hospital's process has the kit."""
+    """Collect the kit's certificate, its connection, and whether a hospital's process has the kit."""
     facts.trouble += [step.said for step in look(kit) if not step.ok]
-    with suppress(WsiFlError):  # `look` has said it
+    with suppress(WsiFlError):  # reported by `look`
         identity = kit.identity()
         facts.note(kit.name, until=verified(identity.certificate, identity.root).until, version=__version__)
     if kit.role == "hospital":
@@ -212,7 +211,7 @@ def _look_at_kit(facts: Facts, kit: Kit) -> None:
 
 
 def _at_signatures(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
-    """Who has signed the plan; nobody sends approvals to other hospitals, so there a missing one says nothing."""
+    """Collect who has signed the plan; hospitals receive no approvals of others, so a missing one is unknown there."""
     root = kit.identity().root
     heard, said = approvals(study, plan, root), plan.document
     for name in heard.signed:
@@ -229,7 +228,7 @@ def _at_signatures(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
 
 
 def _at_work(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
-    """How far the plan's run is, by the coordinator's jobs or a hospital's own files."""
+    """Collect the progress of the plan's run, by the coordinator's jobs or a hospital's own files."""
     if kit.role == "coordinator":
         _look_at_jobs(facts, study, plan, kit)
         return
@@ -248,7 +247,7 @@ def _at_work(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
 
 
 def _look_at_jobs(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
-    """What the coordinator asked for, what came back, and, where there is a server, who is connected to it."""
+    """Collect the coordinator's jobs and results, and, if there is a server, the clients connected to it."""
     asked = [(key, one) for key, one in asked_for(kit).items() if one["plan"] == plan.digest]
     for key, job in [one for one in asked if one[1]["what"] == "work"]:  # the newest counts
         facts.job, facts.reason = key, job["reason"] or ""
@@ -266,7 +265,7 @@ def _look_at_jobs(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
 
 
 def _finish(facts: Facts, summary: dict[str, Any], report: str, scores: Any) -> None:
-    """Note a run that has finished, and what its summary, which all hold alike, says of each site."""
+    """Record a finished run, and its summary's values for each site, which all hold alike."""
     facts.run, facts.report, facts.scores = str(summary["run"]), report, cast("Scores | None", scores)
     for name in scores["hospitals"] if scores else ():
         facts.note(name, labels=tuple(scores["classes"]))
@@ -275,7 +274,7 @@ def _finish(facts: Facts, summary: dict[str, Any], report: str, scores: Any) -> 
 
 
 def _at_folder(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
-    """Who said hello in the folder and has not left, and the newest round that letters are of."""
+    """Collect the sites with a handshake in the folder, and the newest round of any message."""
     try:
         letters = lying(kit.folder, plan.digest) if kit.folder else []
     except WsiFlError:
@@ -292,7 +291,7 @@ def _at_folder(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
                 if letter.head["session"] == plan.digest:  # so it has signed
                     told = {"version": said["version"], "since": _time(said["time"]), "until": holder.until}
                     facts.note(holder.name, connected=True, signed=True, **told)
-    # by the clock of the share, which tells when files were written; a process that lives writes several times a minute
+    # by the clock of the share, which knows when files were written; a living process writes several times a minute
     latest = max([one.time or 0.0 for one in letters] + [facts.now.timestamp() - _SKEW_S])
     for name, member in list(facts.members.items()):
         if member.connected and member.heard and latest - member.heard.timestamp() > _SILENT_S:
@@ -300,7 +299,7 @@ def _at_folder(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
 
 
 def _at_own_part(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
-    """What a hospital's own ledger says, and before a run what its own process would refuse."""
+    """Collect a hospital's own ledger, and before a run what its own process would refuse."""
     if kit.name not in plan.sites:
         return
     site = study.site(kit.name)

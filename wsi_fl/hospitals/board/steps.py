@@ -1,4 +1,4 @@
-"""What is to be done next in a federation, by whom: a pure function of what is known, and `remedies.toml`."""
+"""The next steps in a federation, each with its person: a pure function of the known facts, and `remedies.toml`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SITE, _ALL = "SITE", "everybody"
 
 @dataclass(frozen=True)
 class Member:
-    """Who takes part, as far as it is known here; None stands for what is not.
+    """A member of the federation, as far as it is known here; None stands for unknown values.
 
     Attributes:
         until: when the certificate ends.
-        withdrawn_on: when it was withdrawn instead.
-        signed: whether the plan.
-        withdrawn: whether the key that the plan names.
-        connected, since: whether a process of its own takes part, and since when; over a folder nobody can tell that of
-            one that left no letter.
-        round, heard: the last that it began or finished, and when it last wrote a letter or a line of its log.
+        withdrawn_on: when it was revoked instead.
+        signed: whether it signed the plan.
+        withdrawn: whether the key in the plan was revoked.
+        connected, since: whether a process of its own takes part, and since when; over a folder that is unknown of a
+            process without a message.
+        round, heard: the last that it began or finished, and when it last wrote a message or a line of its log.
         spent, budget: ε of everything that it ever released, and its max_epsilon.
-        labels: classes that it offers examples of.
+        labels: classes that it has examples of.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Member:
 
 @dataclass
 class Facts:
-    """All that is known of a federation at one place; "" stands for what there is not.
+    """All that is known of a federation at one place; "" stands for missing things.
 
     Attributes:
-        me: whose kit looks.
-        over: what joins the hospitals.
-        plan, sha256, sites, method, rounds, patience_s: the newest plan: its file, and what it says.
-        job, running, reason: the newest job of the plan, whether it works, and why it failed.
-        run, report, scores: the finished run of the plan, its page, and the counts that hospitals let go.
-        kit, study: where they lie, as commands name them.
-        trouble: what failed while this was looked up, a line each.
+        me: the holder of the kit.
+        over: the connection between the hospitals.
+        plan, sha256, sites, method, rounds, patience_s: the newest plan: its file, and its content.
+        job, running, reason: the newest job of the plan, whether it runs, and why it failed.
+        run, report, scores: the finished run of the plan, its page, and the counts that hospitals disclosed.
+        kit, study: their paths, as commands name them.
+        trouble: failures while this was collected, a line each.
     """
 
     members: dict[str, Member]
@@ -86,14 +86,14 @@ class Facts:
     trouble: list[str] = field(default_factory=list)
 
     def note(self, name: str, **found: Any) -> None:
-        """Note what was found of a member; None tells nothing, and a stranger's name is nobody's."""
+        """Record values of a member; None changes nothing, and unknown names are ignored."""
         if name in self.members:
             known = {key: value for key, value in found.items() if value is not None}
             self.members[name] = replace(self.members[name], **known)
 
 
 class _Step(NamedTuple):
-    """What somebody does next; `command` is "" where no command of wsi-fl does it."""
+    """Somebody's next step; `command` is "" if no command of wsi-fl does it."""
 
     who: str
     what: str
@@ -102,7 +102,7 @@ class _Step(NamedTuple):
 
 _SAID = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
 _COMMANDS: dict[str, str] = _SAID["command"]
-"""Commands with places for what is known."""
+"""Commands with places for known values."""
 _REMEDIES = [
     (one["problem"].replace(_SITE, r"(?P<site>[\w.-]+)"), [_Step(*step) for step in one["steps"]])
     for one in _SAID["remedy"]
@@ -111,7 +111,7 @@ _REMEDIES = [
 
 
 def next_steps(facts: Facts) -> list[_Step]:
-    """Return what is to be done next, the most pressing first, each once; what is unknown asks nothing of anybody."""
+    """Return the next steps, the most pressing first, each once; unknown values need no step."""
     return list(dict.fromkeys(_steps(facts)))
 
 
@@ -124,7 +124,7 @@ def _steps(facts: Facts) -> Iterator[_Step]:
     for member in facts.members.values():
         yield from _renewal(facts, member)
     if not facts.me:
-        yield _Step("", "say --kit too: without it nothing is known of signatures, server and folder")
+        yield _Step("", "give --kit too: without it nothing is known of signatures, server and folder")
     elif not facts.plan:
         yield _step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
     elif facts.running:
@@ -136,7 +136,7 @@ def _steps(facts: Facts) -> Iterator[_Step]:
 
 
 def _to_a_run(facts: Facts) -> Iterator[_Step]:
-    """What is missing for a run of the plan to begin, or to go on."""
+    """Yield the missing steps before a run of the plan can begin, or go on."""
     hospitals = [facts.members[name] for name in facts.sites]
     missing = [step for one in hospitals for step in _from_hospital(facts, one)]
     yield from missing
@@ -149,7 +149,7 @@ def _to_a_run(facts: Facts) -> Iterator[_Step]:
 
 
 def _from_hospital(facts: Facts, one: Member) -> Iterator[_Step]:
-    waited_for = one.heard if facts.over == "folder" else None  # a server says itself who is gone
+    waited_for = one.heard if facts.over == "folder" else None  # a server detects dropouts itself
     if one.withdrawn:
         what = f"the key of {one.name} was withdrawn: make a plan without it, or with its new key"
         yield _step(facts, COORDINATOR, what, "plan")
@@ -178,7 +178,7 @@ def _renewal(facts: Facts, one: Member) -> Iterator[_Step]:
 
 
 def _remedied(facts: Facts, line: str) -> Iterator[_Step]:
-    """What is to be done about a problem; one that nobody knows is shown as it is."""
+    """Yield the steps for a problem; an unknown one is shown as it is."""
     for problem, steps in _REMEDIES:
         if found := re.search(problem, line):
             site = found.groupdict().get("site") or facts.me
@@ -189,8 +189,8 @@ def _remedied(facts: Facts, line: str) -> Iterator[_Step]:
 
 
 def _step(facts: Facts, who: str, what: str, command: str, site: str = "") -> _Step:
-    """A step with what is known put into its places: own paths for oneself, words in capitals for others."""
-    if facts.over == "folder" and command in ("submit", "resume"):  # there every hospital goes on by itself
+    """Return a step with known values in its places: paths for this place, words in capitals for others."""
+    if facts.over == "folder" and command in ("submit", "resume"):  # there every hospital resumes by itself
         who, what, command = _ALL, "start; to start again is always right", "start"
     mine = who == facts.me
     places = {

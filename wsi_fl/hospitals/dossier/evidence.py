@@ -1,4 +1,4 @@
-"""The evidence of a hospital: what others ask on forms of theirs, answered from its state, in one signed folder."""
+"""The evidence of a hospital: answers to others' forms, derived from its state, in one signed folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wsi_fl.system.files import ordinary, read_object, write_json, write_text
 from wsi_fl.types import UsageError
 
 _PATH = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)*([^\s/'\"]+)")
-"""An absolute path, of which the last part is told."""
+"""An absolute path, of which the last part is disclosed."""
 _PURPOSE = b"wsi-fl evidence, version 1\n"
 _SIGNATURE = "evidence.sig.json"
 _SHEETS = tomllib.loads(Path(__file__).with_name("evidence.toml").read_text("utf-8"))["sheet"]
@@ -38,7 +38,7 @@ _GUARANTEED = (
 
 
 def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
-    """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document."""
+    """Write the folder: the dossier, the sheets, the software list, and a signature of all; return the document."""
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: it holds something already; give a new folder")
     identity = kit.identity()
@@ -66,16 +66,18 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
 
 
 def verify_evidence(folder: Path, root: str | None) -> dict[str, Any]:
-    """Return {"site", "organization", "time", "files", "fingerprint", "root_fingerprint"} of a folder that is as its
-    hospital signed it, else UsageError. The fingerprints are of the key that signed, and of the root that named it.
+    """Return {"site", "organization", "time", "files", "fingerprint", "root_fingerprint"} of a folder unchanged since
+    its hospital signed it, else UsageError. The fingerprints are of the signing key, and of the root CA that named it.
 
     Args:
-        root: what is trusted, PEM. None takes the root that the folder brings, which anybody can make: then the folder
-            is whole, and people compare the root's fingerprint by telephone.
+        root: the trusted text, PEM. None takes the root CA from the folder, which anybody can make: then people compare
+            its fingerprint by telephone.
     """
     signed = read_object(folder / _SIGNATURE, "ask for the folder again")
     if root is None and "root" not in signed:
-        raise UsageError(f"{folder}: no root's certificate is in it; give --kit, or ask for the folder again")
+        raise UsageError(
+            f"{folder}: it has no root CA's certificate; give --kit, or ask for the folder again"
+        )
     trusted = str(signed["root"]) if root is None else root
     holder = signer_of(signed, trusted, _PURPOSE, str(folder / _SIGNATURE))
     said = {key: signed.get(key) for key in ("site", "time", "files")}
@@ -91,19 +93,17 @@ def verify_evidence(folder: Path, root: str | None) -> dict[str, Any]:
 
 
 def verified_lines(found: Mapping[str, Any], *, folder: Path, vouched: bool) -> Lines:
-    """Say who signed a folder; where no kit vouches for the root, by which keys, and what is left to compare."""
+    """Report the signer of a folder; if no kit vouches for the root CA, also the keys, and what to compare."""
     yield f"{folder} is as {found['site']} ({found['organization']}) signed it at {found['time']}"
     if not vouched:
         yield fingerprint_line("the key that signed", found["fingerprint"])
-        yield fingerprint_line("the root that came with it", found["root_fingerprint"])
-        told = (
-            "anybody can make such a root: have the coordinator read out its fingerprint, or give --kit too"
-        )
+        yield fingerprint_line("the root CA that came with it", found["root_fingerprint"])
+        told = "anybody can make such a root CA: have the coordinator read out its fingerprint, or give --kit too"
         yield Line(f"  {told}", "yellow")
 
 
 def _facts(dossier: Mapping[str, Any]) -> dict[str, object]:
-    """What the sheets may name beside the dossier's own keys; None where it is not known."""
+    """Return the facts that sheets may name beside the dossier's own keys; None for unknown ones."""
     plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
     group, limit = dossier["group"], dossier["budget"]["max_epsilon"]
     releases = [one for account in accounts for one in account["releases"]]
@@ -138,7 +138,7 @@ class _NotKnown(Exception):
 
 
 class _Known(Formatter):
-    """Fills places of a text with what is known."""
+    """Fills places of a text with known facts."""
 
     def get_field(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         found = super().get_field(name, args, given)
@@ -148,7 +148,7 @@ class _Known(Formatter):
 
 
 def _answered(row: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, object]:
-    """The answer of a row, where all that it names is known."""
+    """Return the answer of a row, if all facts that it names are known."""
     try:
         said = {"shown": True, "says": _Known().vformat(row["says"], (), known)}
     except _NotKnown:
@@ -157,7 +157,7 @@ def _answered(row: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, obj
 
 
 def _tool(module: str, package: str, arguments: list[str], file: Path) -> str:
-    """Let a tool that may be installed write a file; return what came of it in words."""
+    """Run a tool, if installed, that writes a file; return the result in words."""
     command = ["-m", module, *arguments, "-o", str(file)]
     if find_spec(module) is None:
         return f"not made; pip install {package}, then python {' '.join(command[:-1])} {file.name}"
@@ -167,7 +167,7 @@ def _tool(module: str, package: str, arguments: list[str], file: Path) -> str:
 
 
 def _without_places(file: Path) -> None:
-    """Take out of a list of software where on this machine a package was installed from."""
+    """Remove from a software list the paths of this machine that packages were installed from."""
     if not file.is_file():
         return
 
@@ -188,7 +188,7 @@ def _names_a_place(entry: object) -> bool:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file but the signature, by its path in the folder."""
+    """Return the SHA-256 of every file except the signature, by its path in the folder."""
     files = sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / _SIGNATURE)
     return {
         path.relative_to(folder).as_posix(): sha256(ordinary(path).read_bytes()).hexdigest() for path in files

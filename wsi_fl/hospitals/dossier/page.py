@@ -1,7 +1,7 @@
-"""The dossier of a hospital: what its data protection officer and its network people ask, from the files that are here.
+"""The dossier of a hospital: answers for its data protection officer and its network administrators, from local files.
 
-It reads the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store. What it
-says beside them is in `dossier.toml`. A hospital that leaves keeps a part of it: what it let go, and what of it stays
+It is made from the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store;
+further texts are in `dossier.toml`. A hospital that leaves keeps a part of it: its releases, and what of them stays
 with others.
 """
 
@@ -34,14 +34,14 @@ from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _MOST_LINES = 12
-"""Releases of a run that are shown; the JSON beside the page has them all."""
+"""Releases of a run that are shown; the JSON beside the page has all."""
 _WIDEST = 36
 """Characters of a line in the drawing."""
 _SAID = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
 
 
 def _render(dossier: Mapping[str, Any]) -> str:
-    """One HTML document that needs nothing beside it, of a dossier as `--json` prints it."""
+    """Return a dossier's `--json` document as one self-contained HTML document."""
     context = {
         "d": dossier,
         "plan": dossier["plan"],
@@ -53,7 +53,7 @@ def _render(dossier: Mapping[str, Any]) -> str:
 
 
 def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
-    """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
+    """Return the labels of the data flow drawing: at the hospital, in transit, at the others; and the same in words."""
     plan, way = dossier["plan"], dossier["network"][0]["to"]
     others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
     leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
@@ -67,7 +67,7 @@ def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
         "relay": f"shared {relay}" if relay == "folder" else relay,
         "others": named or "nobody",
         "alt": (
-            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed letters with "
+            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed messages with "
             f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {named or 'nobody'}. "
             "Theirs come back."
         ),
@@ -77,14 +77,14 @@ def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
 def make_dossier(
     study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False
 ) -> dict[str, Any]:
-    """Write the page, and the same as JSON beside it; return what the page says.
+    """Write the page, and its content as JSON beside it; return the content.
 
     Args:
-        site: whose dossier; default: that of the kit.
+        site: of the dossier; default: that of the kit.
         for_others: whether it leaves the hospital; see `dossier_of`.
 
     Raises:
-        UsageError: when no plan lies in the study, or nobody says of which site the dossier is.
+        UsageError: when no plan is in the study, or the site is not given.
     """
     if not plan_path(study).is_file():
         raise UsageError(
@@ -105,17 +105,17 @@ def make_dossier(
 def dossier_of(
     study: Study, plan: Plan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
 ) -> dict[str, Any]:
-    """Return what the page of a hospital says of a plan, from the files of its study and its kit.
+    """Return a hospital's dossier on a plan, from the files of its study and its kit.
 
-    What leaves the hospital (`for_others`) holds nothing that rests on single patients and that no ε covers, nor a path
-    of the machine: no number of rows of the patient with the most, nor what that is worth; not what the plan cost as
-    the hospital saw it; no attack on a model that stayed; of a ledger that is not to be believed only that it is so.
+    A dossier that leaves the hospital (`for_others`) holds nothing that depends on single patients without an ε, nor a
+    path of the machine: neither the number of rows of the patient with the most nor its group ε; not the plan's cost as
+    the hospital saw it; no attack on a local model; of an invalid ledger only that it is invalid.
 
     Returns:
-        Among others "missing": why sites have not signed, None where the federation's root is not here to tell;
-        "spent": ε of everything released so far, per unit of the plan; "group": what that is worth to the patient with
-        the most rows; "cost": what the plan costs, as the hospital saw it when it signed; "warning": why the ledger is
-        not to be believed, as `approve` says it; "accounts": as `_accounts`; "audits": what attacks found out.
+        Among others "missing": why sites have not signed, None if the federation's root CA is not here to verify;
+        "spent": ε of everything released so far, per unit of the plan; "group": the same for the patient with the most
+        rows; "cost": the plan's cost, as the hospital saw it when it signed; "warning": why the ledger is invalid, as
+        by `approve`; "accounts": as `_accounts`; "audits": results of attacks.
     """
     said = document_of(plan)
     heard = approvals(study, plan, kit.identity().root) if kit else None
@@ -157,10 +157,10 @@ def _said_beside(
     audited: bool,
     for_others: bool,
 ) -> dict[str, object]:
-    """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
+    """Return the connections, the remaining risks, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
     Args:
-        group: what ε of all that was released and of the plan is worth to the patient with the most rows.
+        group: ε of all releases and of the plan for the patient with the most rows.
         audited: whether a model of the site was attacked by `audit`.
         for_others: whether this leaves the hospital.
     """
@@ -187,7 +187,7 @@ def _said_beside(
 
 
 def _reached(kit: Kit | None) -> dict[str, str | None]:
-    """The folder that joins the hospitals, or host and port of their server, in words where no kit says them."""
+    """Return the shared folder, or host and port of the server, in words if no kit names them."""
     if kit is None or not (server := kit.document.get("server")):
         known = {"host": "the coordinator's server", "port": "the server's one TCP port"}
         return {"folder": kit.folder if kit else None, **known}
@@ -196,7 +196,7 @@ def _reached(kit: Kit | None) -> dict[str, str | None]:
 
 
 def _ledger(study: Study, plan: Plan, site: SiteFile) -> tuple[Sequence[Entry], str]:
-    """The lines of a site's ledger, and why they are not to be believed; "" where they are."""
+    """Return the lines of a site's ledger, and why they are invalid; "" if they are valid."""
     try:
         terms = terms_of(site, plan.pipeline(), "none")
         return open_ledger(study, site, f"plan {plan.digest[:32]}", terms).entries, ""
@@ -205,7 +205,7 @@ def _ledger(study: Study, plan: Plan, site: SiteFile) -> tuple[Sequence[Entry], 
 
 
 def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, str]:
-    """Why no approval of a site is here; of one that took part in a run of the plan that is no sign of anything."""
+    """Return why no approval of a site is here; for a participant in a run of the plan that is normal."""
     took_part = {
         row["site"]: run.name
         for run in runs_of_plan(study, plan.digest)
@@ -222,10 +222,10 @@ def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, 
 def _accounts(
     study: Study, site: str, entries: Sequence[Entry], delta: float, rows: int | None
 ) -> list[dict[str, Any]]:
-    """What the site released in each run, the first run first, and what that cost.
+    """Return the site's releases in each run, the first run first, and their cost.
 
-    "plan" is "" where none was signed, and "epsilon" None where ε says nothing. "releases" have the "bytes" that the
-    round sent in all, None where its run is no longer here, and as "final" whether they may have left.
+    "plan" is "" if none was signed, and "epsilon" None if no ε holds. "releases" have the "bytes" that the round sent
+    in all, None if its run is no longer here, and as "final" whether they may have left.
     """
     found = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
@@ -257,7 +257,7 @@ def _accounts(
 
 
 def _sent(study: Study, site: str, run: str) -> dict[int, int]:
-    """Bytes that the site sent in each round of a run, where its folder is still here."""
+    """Return the bytes that the site sent in each round of a run, if its folder is still here."""
     for manifest in sorted(study.runs.glob("*/manifest.json")):
         folder = RunFolder(manifest.parent)
         if folder.id == run:
@@ -266,9 +266,9 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
 
 
 def _audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[str, object]]:
-    """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %.
+    """Return `audit`'s results on the models of the site, in every audited run here; intervals are of 95 %.
 
-    For others that is of models that left.
+    For others these are results on models that left.
     """
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
@@ -291,14 +291,14 @@ def _audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[s
 
 
 def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
-    """What a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+    """Return a plan's cost as a hospital saw it when it signed; None if it saw none."""
     path = cost_path(study, site)
     kept = read_object(path, "delete it") if path.is_file() else {}
     return kept["cost"] if kept.get("plan") == plan.digest else None
 
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
-    """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
+    """Return the largest number of rows of a patient of a site, as it signed or in a run; None if unknown."""
     places = [RunFolder(path).site(site) for path in sorted(study.runs.glob("*"))]
     accounts = [place.account() for place in places if place.account_path.is_file()]
     seen = [one.get("group") for one in (cost or {}, *accounts)]
@@ -306,16 +306,16 @@ def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int |
 
 
 def _group_of(entries: Sequence[Entry], delta: float, rows: int | None) -> Group | None:
-    """What ε per row of lines of a ledger is worth to a patient with so many rows; None where that says nothing."""
+    """Return ε per row of ledger lines for a patient with a number of rows; None if no such ε holds."""
     if rows is None or units_of(entries) != {"row"} or epsilon_of(entries, delta) is None:
         return None
     return {"rows": rows, "epsilon": group_epsilon(applied(entries), delta, rows), "delta": delta}
 
 
 def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
-    """Write down, as JSON, what a hospital has released to whom, and what is left to be done; return the document.
+    """Write, as JSON, a hospital's releases with their receivers, and the remaining steps; return the document.
 
-    Where its approval is to be deleted too, so that no further run starts, no process of it may still run.
+    If its approval is to be deleted too, so that no further run starts, no process of it may still run.
     """
     site, approval = study.site(kit.name), approval_path(study, kit.name)
     entries = [one for one in LedgerFile(study.ledger(site.name)).entries if one.site == site.name]
@@ -343,9 +343,9 @@ def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -
 
 
 def _released(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
-    """What left in one run, and which other sites took part in it; of a run that is no longer here nobody knows.
+    """Return the releases of one run, and its other sites, if the run is still here.
 
-    A letter that was released by itself has gone to the sites of all plans whose runs carried it.
+    Class statistics that were released by themselves went to the sites of all plans whose runs carried them.
     """
     folders = [RunFolder(file.parent) for file in sorted(study.runs.glob("*/config.toml"))]
     run = next((one for one in folders if one.id == run_id(account["run"])), None)
@@ -358,7 +358,7 @@ def _released(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any
 
 
 def _stays(site: str, run: dict[str, Any]) -> str:
-    """What of a run stays with others, in words."""
+    """Describe what of a run stays with others."""
     name, gone = run["run"].split()[0], run["releases"]
     if not gone:
         return f"{name}: nothing has left"
@@ -373,6 +373,6 @@ def _stays(site: str, run: dict[str, Any]) -> str:
 
 
 def leaving_lines(document: dict[str, Any]) -> Lines:
-    """Say what stays with others, and what to do."""
+    """Report what stays with others, and what to do."""
     yield Line(f"{document['site']} leaves {document['federation']}")
     yield from (Line(f"  {said}") for said in document["says"])

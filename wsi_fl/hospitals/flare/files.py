@@ -1,7 +1,7 @@
-"""What NVIDIA FLARE 2.9 reads from a kit: who is where, what may run here, and where it writes.
+"""Files of a kit that NVIDIA FLARE 2.9 reads: identities, permissions, and folders to write to.
 
-A hospital runs one class alone, which came with this package. Jobs bring no code, the coordinator may submit, watch and
-end them and nothing else, and no log is streamed away.
+A hospital runs one class alone, which came with this package. Jobs bring no code, the coordinator may only submit,
+watch and end them, and no log is streamed away.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from wsi_fl.types import UsageError
 _HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
 _TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
 PROCESSES = "wsi_fl.hospitals.flare.processes"
-"""The module that every process of FLARE is."""
+"""The module of every FLARE process."""
 STARTED_BY = "WSI_FL_STARTED_BY"
 """Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
 STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
-"""Environment variables by which a hospital tells its own processes where its study and its kit are."""
+"""Environment variables of a hospital's processes with the paths of its study and its kit."""
 HEARTBEAT_S = 30
-"""A hospital that is not heard of for so long is lost."""
+"""A hospital without a sign of life for so long has dropped out."""
 SERVER, COORDINATOR = "server", "coordinator"
-"""What their certificates call them."""
+"""Their names in certificates."""
 SAID = "said.json"
-"""What each hospital said of a job, in the job's folder on the server."""
+"""Each hospital's reply to a job, in the job's folder on the server."""
 
 
 def need_flare() -> None:
-    """Refuse what needs NVIDIA FLARE where it is not installed.
+    """Require NVIDIA FLARE.
 
     Raises:
-        UsageError: which says how to install it.
+        UsageError: with the command that installs it.
     """
     if find_spec("nvflare") is None:
         raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
@@ -67,7 +67,7 @@ def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host
 
 
 class Job(TypedDict):
-    """What hospitals are asked to do by a plan: work, or go to see every peer and train nothing."""
+    """A plan's job for hospitals: "work", or "check", which only meets every peer."""
 
     what: Literal["work", "check"]
     plan: str
@@ -81,8 +81,8 @@ def job_files(folder: Path, sites: list[str], job: Job) -> None:
     """Write a job: JSON that names the two classes, and no code.
 
     Args:
-        sites: that take part.
-        job: what the hospitals are asked to do.
+        sites: of the job.
+        job: its content.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True)
@@ -128,7 +128,7 @@ def _admin(federation: str, name: str, host: str, port: int) -> dict[str, object
 _COORDINATORS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
 _NOBODYS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
 _RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATORS | _NOBODYS}}
-"""What the coordinator may do here. Other roles may do nothing, `shell_commands` (which read files) are nobody's, and
+"""The coordinator's rights here. Other roles have none; `shell_commands` (which read files) are denied to all, and
 `byoc` (bring your own code) is refused."""
 
 
@@ -212,4 +212,4 @@ _LOGGING = {
         "nvflare.private.fed.client.fed_client": {"level": "INFO"},
     },
 }
-"""Warnings, and what a client says of its registration, in one file of the kit."""
+"""Warnings, and a client's lines on its registration, in one file of the kit."""

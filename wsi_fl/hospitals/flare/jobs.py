@@ -1,4 +1,4 @@
-"""The coordinator's side of NVIDIA FLARE: who is connected, and jobs that are submitted, watched and ended."""
+"""The coordinator's side of NVIDIA FLARE: connected hospitals, and jobs that are submitted, watched and ended."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 _CONNECT_S, _POLL_S, _LOOK_S = 15.0, 1.0, 10.0
 _GO_ON = f"go on with `wsi-fl federation submit --resume {LAST}`, or --without a site that stays away"
 _BEGIN_S = 120.0
-"""A job that has not begun by then never does; usually it takes some 20 s."""
+"""A job that has not begun by then never will; usually it takes some 20 s."""
 _AWAY_S = 20.0
-"""A hospital, or a job on the server, that is missed for so long is gone, and was not just about to begin or end."""
+"""A hospital, or a job on the server, missing for so long is gone, and not merely about to begin or end."""
 _SETTLE_S = 3.0
-"""So long after its process has ended the server may still call a job running."""
+"""The server may still call a job running for so long after its process has ended."""
 _BEGUN = ("RUNNING", "DISPATCHED")
-"""What the server calls a job that has begun and not ended, even if it was stopped meanwhile and has forgotten it."""
+"""The server's states of a job that has begun and not ended, even if the server was restarted and has forgotten it."""
 _TRIES, _MOST_ASKED = 4, 5
-"""How often the server is asked who answers, and of how many failed jobs it is asked at once why they did."""
+"""Requests for the responding clients, and failed jobs in one call for whose reason the server is asked."""
 _LOST = ("was lost", "took nothing", "did not answer")
-"""Words of failures after which the others can go on."""
+"""Phrases of failures after which the others can go on."""
 _OTHERS = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
 _NAMED = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOST, *_OTHERS))})")
-"""How such a failure, or another that is a single hospital's, names it."""
+"""The pattern of such a failure, or another of a single hospital, with its name."""
 
 
 class JobFailed(WsiFlError):
     """A job did not end well.
 
     Attributes:
-        blamed: the hospitals that fell silent or failed.
-        again: whether another job may end well: the reason is one that passes, and lies in nothing that was signed.
+        blamed: the hospitals that timed out or failed.
+        again: whether another job may succeed: the reason is temporary, and not part of anything signed.
     """
 
     def __init__(self, message: str, blamed: Sequence[str] = (), *, again: bool = False) -> None:
@@ -57,11 +57,11 @@ class JobFailed(WsiFlError):
 
 
 class SiteBack(WsiFlError):
-    """Hospitals that a job is not for are there again, and the job was ended for their sake."""
+    """Hospitals that a job left out are connected again, and the job was ended so that they can take part."""
 
 
 def _answering(session: Session) -> list[str]:
-    """The hospitals whose clients answer now; the server lists one that was stopped for half a minute more."""
+    """Return the hospitals whose clients answer now; the server lists a stopped one for half a minute more."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoClientsAvailable, NoConnection
 
     for left in reversed(range(_TRIES)):
@@ -78,13 +78,13 @@ def _answering(session: Session) -> list[str]:
 
 
 def _at_work(session: Session) -> set[str]:
-    """The ids of the jobs that have a process on the server."""
+    """Return the ids of the jobs that have a process on the server."""
     return {str(job.job_id) for job in session.get_system_info().job_info}
 
 
 @dataclass
 class _Watch:
-    """Looks now and then who is there while a job has not ended; the arguments are those of `run_job`."""
+    """Checks now and then which hospitals are connected while a job runs; the arguments are those of `run_job`."""
 
     session: Session
     job: str
@@ -99,7 +99,7 @@ class _Watch:
         self._back: dict[str, float] = {}
 
     def look(self, status: str) -> None:
-        """Look who is there, if it is time to; end a job that cannot end any more, or that another one is due for."""
+        """Check the hospitals when it is due; end a job that cannot finish, or that another one should replace."""
         now, begun = time.monotonic(), status in _BEGUN
         if now - self._looked < _LOOK_S:
             return
@@ -108,7 +108,7 @@ class _Watch:
             self._give_up(f"site {gone[0]} has a certificate that was withdrawn; {_GO_ON}", gone)
         try:
             here, at_work = _answering(self.session), _at_work(self.session)
-        except Exception:  # nothing is known then; whoever asks for the status next is told why
+        except Exception:  # the next request for the status fails with the reason
             return
         self._back = {site: self._back.get(site, now) for site in self.awaited if site in here}
         there_s = {site: now - since for site, since in self._back.items() if begun}
@@ -146,7 +146,7 @@ class _Watch:
 
 @contextmanager
 def _session(kit: Kit) -> Iterator[Session]:
-    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business."""
+    """Connect to the server as coordinator; the output and logs of FLARE are hidden."""
     need_flare()
     from nvflare.fuel.flare_api.api_spec import NoConnection
     from nvflare.fuel.flare_api.flare_api import new_secure_session
@@ -190,13 +190,13 @@ def connected(kit: Kit) -> list[str]:
 
 
 def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the jobs that the server knows: {"id", "name", "status", "submitted", "reason"}, newest first.
+    """Return the jobs on the server: {"id", "name", "status", "submitted", "reason"}, newest first.
 
-    The status of a job that the server calls running, and has no process for, is "DEAD". The reason is why a job
+    The status of a job that the server calls running, without a process for it, is "DEAD". The reason is why a job
     failed, in one line, or None.
 
     Args:
-        known: ids of jobs whose reason need not be asked for.
+        known: ids of jobs whose reason is not needed.
     """
     with _session(kit) as session:
         found = _listed(session)
@@ -230,7 +230,7 @@ def _failed(status: str) -> bool:
 
 
 def _reason_of(session: Session, job: str, status: str) -> str:
-    """Why a job failed, as the hospitals or the server said."""
+    """Return why a job failed, by the hospitals' or the server's replies."""
     with tempfile.TemporaryDirectory() as place, suppress(NotAgreed):
         told = _result(session, job, Path(place))
         if isinstance(told, Mapping) and any(
@@ -241,7 +241,7 @@ def _reason_of(session: Session, job: str, status: str) -> str:
 
 
 def abort(kit: Kit, job: str) -> None:
-    """End a job at all hospitals; WsiFlError when the server knows no such job, or it has ended."""
+    """End a job at all hospitals; WsiFlError if the server has no such job, or it has ended."""
     with _session(kit) as session:
         try:
             session.abort_job(job)
@@ -260,21 +260,21 @@ def run_job(
     awaited: Mapping[str, float] | None = None,
     withdrawn: Callable[[], Sequence[str]] = list,
 ) -> dict[str, Any]:
-    """Submit a job, wait for its end, and return what each hospital said.
+    """Submit a job, wait for its end, and return each hospital's reply.
 
     A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
-    server went away ends.
+    server dropped out ends.
 
     Args:
-        patience_s: how long a hospital may be away from a job that has begun.
-        awaited: hospitals that the job is not for; when one of them is there for so many seconds, the job ends.
-        withdrawn: asked now and then which of the hospitals have no certificate any more; the job ends.
+        patience_s: how long a hospital may be disconnected from a job that has begun.
+        awaited: hospitals that the job leaves out; when one of them is connected for its number of seconds, it ends.
+        withdrawn: returns now and then the hospitals with a revoked certificate, which end the job.
         told: called with FLARE's id of the job.
         waiting: called now and then with the seconds that the job has taken.
 
     Raises:
-        JobFailed: with the reason of the first hospital that failed, or that the server gave.
-        SiteBack: when an awaited hospital is there again.
+        JobFailed: with the reason of the first hospital that failed, or of the server.
+        SiteBack: when an awaited hospital is connected again.
     """
     with tempfile.TemporaryDirectory() as place, _session(kit) as session:
         folder = Path(place) / "job"
@@ -309,7 +309,7 @@ def _status(session: Session, job: str) -> str:
 
 
 def _without_a_word(job: str, status: str) -> str:
-    """Why a job failed of which no hospital said anything."""
+    """Return why a job failed if no hospital gave a reason."""
     if status == "FINISHED:ABORTED":
         return (
             f"job {job} was ended by the coordinator (`federation abort`); rounds that were finished are kept: "
@@ -320,14 +320,14 @@ def _without_a_word(job: str, status: str) -> str:
 
 
 def _first_reason(errors: list[str]) -> str:
-    """Who failed first says why; the others only noticed that it did."""
+    """Return the reason of the first hospital that failed; the others only noticed it."""
     own = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
     reason = (own or errors)[0]
     return f"{reason}; {_GO_ON}" if any(words in reason for words in _LOST) else reason
 
 
 def _result(session: Session, job: str, place: Path) -> Any:
-    """What the hospitals said as the server has it, from the job's folder there; nobody has looked at it yet."""
+    """Return the hospitals' replies from the job's folder on the server, not yet validated."""
     with suppress(Exception):
         folder = Path(session.download_job_result(job, str(place)))
         file = next(folder.rglob(SAID), None)

@@ -1,11 +1,10 @@
-"""Every process of NVIDIA FLARE: the way to the right server, its own end, and at a hospital deafness to much else.
+"""Every process of NVIDIA FLARE: connection to the right server, its own end, and a hospital's narrow set of commands.
 
-    python -m wsi_fl.hospitals.flare.processes client|job|server …, with what FLARE's own process takes
+    python -m wsi_fl.hospitals.flare.processes client|job|server …, with the arguments of FLARE's own process
 
-FLARE 2.9 looks at no name in certificates and at no list of withdrawn ones, knows no proxy and reads no IPv6 address.
-It lets whoever may send to a client ask for its files, have folders deleted and shells run, and asks for rights only
-where the message says that it should. So nothing is left in a client that could answer: it takes jobs, tells how they
-stand, and ends them.
+FLARE 2.9 checks neither names in certificates nor a revocation list, knows no proxy and parses no IPv6 address. Anybody
+who may send to a client can request its files, delete folders and run shells; rights are checked only if the message
+requests it. So a client keeps no such command: it takes jobs, reports their state, and ends them.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ _MOST_BYTES = 1 << 20
 
 
 def find_the_way() -> None:
-    """Let this process connect to servers as `federation check` does.
+    """Connect this process to servers as `federation check` does.
 
-    It goes through the proxy that the environment names, also to an IPv6 address. Every connection fails whose
-    certificate is withdrawn, or not for the host that is called.
+    Connections use the proxy that the environment names, also to an IPv6 address. One fails if its certificate is
+    revoked, or not for the host that is called.
     """
     net_utils.get_ssl_context = _checking
     aio_http_driver.AioHttpDriver.connect = _connecting
@@ -76,7 +75,7 @@ def _connecting(driver: Any, connector: Any) -> None:
 
 @asynccontextmanager
 async def _session(way: Mapping[str, Any]) -> AsyncIterator[SimpleNamespace]:
-    """What the driver takes of aiohttp's session; with the password in a header, no error and no log can tell it."""
+    """Yield the part of aiohttp's session that the driver uses; a password in a header appears in no error or log."""
     async with aiohttp.ClientSession() as session:
         yield SimpleNamespace(ws_connect=partial(session.ws_connect, **way))
 
@@ -90,7 +89,7 @@ def _checking(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:
 
 
 def _end_with(parent: int) -> None:
-    """Let this process end at once when its parent has ended, in whatever way that did."""
+    """End this process at once when its parent has ended, for any reason."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -101,17 +100,17 @@ def _end_with(parent: int) -> None:
 
 
 class _OfOneJob(RequestProcessor):  # type: ignore[misc]
-    """Hands on what concerns a job by its id, and refuses every other name: the kit has folders too."""
+    """Passes on requests that name a job by its id, and refuses every other name: the kit has folders too."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def get_topics(self) -> list[str]:
-        """Return what the inner processor answers to."""
+        """Return the topics of the inner processor."""
         return list(self._inner.get_topics())
 
     def process(self, req: Any, app_ctx: Any) -> Any:
-        """Answer where the message names a job by a UUID."""
+        """Process the request if it names a job by a UUID."""
         job = str(req.get_header(RequestHeader.JOB_ID))
         if not _is_job(job):
             return error_reply(f"{job!r} is no job")
@@ -121,7 +120,7 @@ class _OfOneJob(RequestProcessor):  # type: ignore[misc]
 
 
 def brings_more(body: bytes) -> str:
-    """Return what a job's archive holds beside its two configurations and FLARE's signatures; "" for nothing."""
+    """Return why an archive is no plain job, with two configurations and FLARE's signatures; "" if it is one."""
     if len(body) > _MOST_BYTES:
         return f"a job of {len(body)} bytes is refused; it holds two short configurations"
     try:
@@ -141,7 +140,7 @@ def _is_job(name: str) -> bool:
 
 
 def narrow() -> None:
-    """Take away all that a client of wsi-fl must not answer."""
+    """Remove all commands that a client of wsi-fl must not answer."""
     left = [one for one in ClientRequestProcessors.request_processors if type(one).__name__ in _KEPT]
     if missing := _KEPT - {type(one).__name__ for one in left}:
         raise SystemExit(f"this NVIDIA FLARE has no {min(missing)}; wsi-fl needs version 2.9")
@@ -152,7 +151,7 @@ def narrow() -> None:
 
 
 class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
-    """Starts this module where FLARE would start its own process of a job."""
+    """Starts this module instead of FLARE's own process of a job."""
 
     def get_command(self, job_meta: Any, fl_ctx: Any) -> str:
         """Return FLARE's command line, with this module in it."""
@@ -163,7 +162,7 @@ class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
 
 
 def main(role: str) -> None:
-    """Be FLARE's client, its server, or a job's process, with the arguments that FLARE's own takes."""
+    """Run as FLARE's client, its server, or a job's process, with the arguments of FLARE's own."""
     _end_with(int(os.environ[STARTED_BY]))
     find_the_way()
     if role == "client":

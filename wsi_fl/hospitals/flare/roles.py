@@ -1,8 +1,8 @@
-"""The one door to NVIDIA FLARE 2.9: its server runs `Together`, hospitals run `Hospital`, and letters go between them.
+"""Adapter to NVIDIA FLARE 2.9: a controller for its server, an executor for hospitals, and messages between them.
 
-FLARE brings connections, mutual TLS, and processes that are started for a job. It is not trusted with anything: what it
-carries is sealed and signed by `trust.letters`, and its own encryption from end to end is on as well. A job names
-the plan that the hospitals have signed; everything else about it comes from the hospital's own study.
+FLARE brings connections, mutual TLS, and processes that are started for a job. It is not trusted: what it carries is
+sealed and signed by `trust.letters`, and its own end-to-end encryption is on as well. A job names the plan that the
+hospitals have signed; everything else about it comes from the hospital's own study.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _READY_S = 120
 
 
 class Together(Controller):  # type: ignore[misc]
-    """The server's part of a job: ask all hospitals to begin, wait until all are done, and note what they said.
+    """The server's part of a job: start it at all hospitals, wait until all are done, and store their replies.
 
     Args:
-        sites: that take part.
-        job: what they are asked to do, see `Hospital`.
+        sites: of the job.
+        job: its content, see `Hospital`.
     """
 
     def __init__(self, sites: list[str], job: Job) -> None:
@@ -64,7 +64,7 @@ class Together(Controller):  # type: ignore[misc]
         self._heard: dict[str, float] = {}
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Ask for "ready", so that every process listens, and then for the work itself."""
+        """Request "ready", so that every process listens, and then the work itself."""
         for name, seconds in (("ready", _READY_S), ("work", 0)):
             self._said = {}
             data = Shareable({"job": self._job})
@@ -85,7 +85,7 @@ class Together(Controller):  # type: ignore[misc]
                 return
 
     def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        """Keep an answer; after a failure the others would wait in vain, so the job ends."""
+        """Store a reply; after a failure the others would wait in vain, so the job ends."""
         result, site = client_task.result, client_task.client.name
         asked = "ready" if client_task.task.name == "ready" else str(self._job["what"])
         try:
@@ -99,7 +99,7 @@ class Together(Controller):  # type: ignore[misc]
             self.system_panic(said["error"], fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Hear the signs of life of the hospitals' processes from the beginning."""
+        """Receive the signs of life of the hospitals' processes from the beginning."""
         if event_type == EventType.START_RUN:
             cell = fl_ctx.get_engine().get_cell()
             cell.register_request_cb(channel=_CHANNEL, topic=_ALIVE, cb=self._hear)
@@ -108,7 +108,7 @@ class Together(Controller):  # type: ignore[misc]
         self._heard[str(request.get_header(MessageHeaderKey.ORIGIN)).split(".")[0]] = time.monotonic()
 
     def _name_the_lost(self) -> None:
-        """Note who fell silent first, where a job ends and nobody says why: the others end because of it, and later."""
+        """Record the first silent sites, if a job ends without a reason: the others end because of them, later."""
         time.sleep(_SILENT_S)
         latest = max(self._heard.values(), default=0.0)
         silent = {site: latest - self._heard.get(site, 0.0) for site in self._sites if site not in self._said}
@@ -121,13 +121,13 @@ class Together(Controller):  # type: ignore[misc]
         write_json(folder / SAID, self._said)
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """FLARE asks for more than there is to do."""
+        """Do nothing where FLARE expects a method."""
 
     start_controller = stop_controller = process_result_of_unknown_task = _nothing
 
 
 class _CellLine:
-    """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server."""
+    """A transport over FLARE's cells: from one hospital's job process to another's, by way of the server."""
 
     lag_s = 60.0
 
@@ -136,12 +136,12 @@ class _CellLine:
         self._stopped: Signal | None = None
 
     def attach(self, fl_ctx: FLContext) -> None:
-        """Be called for every letter; before somebody listens it is asked for again later."""
+        """Register for every message; one that comes before `listen` is answered "later"."""
         self._cell, self._job = fl_ctx.get_engine().get_cell(), fl_ctx.get_job_id()
         self._cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
 
     def until(self, stopped: Signal) -> None:
-        """Carry nothing any more once FLARE has stopped the job."""
+        """Carry nothing more once FLARE has stopped the job."""
         self._stopped = stopped
 
     def _arrived(self, request: Message) -> Message:
@@ -181,7 +181,7 @@ class _CellLine:
 
 @contextmanager
 def _signs_of_life(engine: Any, job: str) -> Iterator[None]:
-    """Tell the server several times a second that this process lives."""
+    """Send the server several signs of life a second."""
     done, cell = threading.Event(), engine.get_cell()
 
     def tell() -> None:
@@ -192,13 +192,13 @@ def _signs_of_life(engine: Any, job: str) -> Iterator[None]:
 
     threading.Thread(target=tell, daemon=True).start()
     yield
-    done.set()  # after a failure it goes on to the very end: who falls silent first is who failed
+    done.set()  # after a failure it goes on to the very end: the first silent process is the one that failed
 
 
 class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
-    What a job asks for is a `files.Job`.
+    The content of a job is a `files.Job`.
     """
 
     def __init__(self) -> None:
@@ -206,14 +206,14 @@ class Hospital(Executor):  # type: ignore[misc]
         self._line = _CellLine()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Listen from the beginning, before any task, so that no letter is lost."""
+        """Listen from the beginning, before any task, so that no message is lost."""
         if event_type == EventType.START_RUN:
             self._line.attach(fl_ctx)
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
-        """Do what the job says; whatever fails is told in one line."""
+        """Do the job; any failure is reported in one line."""
         try:
             self._line.until(abort_signal)
             with _signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
@@ -237,14 +237,18 @@ class Hospital(Executor):  # type: ignore[misc]
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()
-        given: dict[str, Any] = {
-            "plan": str(job["plan"]),
-            "brought": Plan(str(job["text"])) if "text" in job else None,
-        }
+        plan, brought = str(job["plan"]), Plan(str(job["text"])) if "text" in job else None
         if job["what"] == "check":
-            return greet(study, identity, self._line, **given)
+            return greet(study, identity, self._line, plan=plan, brought=brought)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
-            given |= {"resume": job["resume"], "without": job["without"]}
-            given |= {"withdrawn": lambda: kit.withdrawn().keys}
-            summary = take_part(study, identity, self._line, **given)
+            summary = take_part(
+                study,
+                identity,
+                self._line,
+                resume=job["resume"],
+                without=job["without"],
+                plan=plan,
+                brought=brought,
+                withdrawn=lambda: kit.withdrawn().keys,
+            )
         return known_to_all(study, identity.name, summary)

@@ -1,12 +1,12 @@
-"""Letters as files in a folder that all sites can reach: a network share, SFTP, S3, WebDAV, whatever fsspec opens.
+"""Messages as files in a folder that all sites can reach: a network share, SFTP, S3, WebDAV, or another fsspec backend.
 
-Below the address there is one folder per topic, and in it an inbox per site. A letter is a file in its receiver's
-inbox, `<sender>~<place>~<SHA-256>.letter`: the name says nothing else, and tells whether the file is whole. Receivers
-look every few seconds, and delete what they took; beside what they refused they leave an empty `….refused`, so that
-its sender writes it again. A hello stays until its sender leaves: a peer that begins later finds it too. Each inbox has
-an empty file `inbox-<random>`. Only while that is there is a letter that is gone believed to have been collected: a
-share that vanished, or was made anew, has collected nothing. In the folder `_alive` each process that listens keeps one
-empty file, `<site>~<random>`, and gives it another name now and then: a sign of life, by no clock but the reader's own.
+Below the address there is one folder per topic, and in it an inbox per site. A message is a file in its receiver's
+inbox, `<sender>~<place>~<SHA-256>.letter`; the digest shows whether the file is complete. Receivers look every few
+seconds, and delete what they took; beside a refused file they leave an empty `….refused`, so that its sender writes it
+again. A handshake stays until its sender leaves, for peers that begin later. Each inbox has an empty file
+`inbox-<random>`. Only while that exists does a missing message count as collected: a share that vanished, or was made
+again, has collected nothing. In the folder `_alive` each listening process keeps one empty file, `<site>~<random>`, and
+renames it now and then: a sign of life, by the reader's own clock alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FILE = re.compile(
 )
 _LAG_S = 30 * 86400.0
 _MOST_HELLO = 1 << 16
-"""Bytes that are read of a hello by whoever only looks."""
+"""Bytes that are read of a handshake in a mere listing."""
 _ANSWER_S = 5.0
-"""Longest time that one call of `send` watches a letter: who waits must notice other things too."""
+"""Longest time that one call of `send` watches a message: its caller must notice other things too."""
 
 
 def _folder_of(topic: str) -> str:
@@ -42,7 +42,7 @@ def _folder_of(topic: str) -> str:
 
 
 class _Lying(NamedTuple):
-    """A letter or a sign of life in the folder: when it was written, where the share tells, and what a hello says."""
+    """A message or a sign of life in the folder: when it was written, if the share knows, and a handshake's content."""
 
     sender: str
     place: str
@@ -51,13 +51,13 @@ class _Lying(NamedTuple):
 
 
 def lying(address: str, topic: str) -> list[_Lying]:
-    """Return what of a topic lies in a folder now; its backend raises what it likes where it cannot."""
+    """Return the files of a topic in a folder now; the share's backend raises errors of its own."""
     share, found = Share(address), []
     share.check()
     for to in share.folders(_folder_of(topic)):
         inbox = (_folder_of(topic), to)
         for name, entry in share.entries(*inbox).items():
-            with suppress(FileNotFoundError):  # its sender took it back
+            with suppress(FileNotFoundError):  # its sender removed it
                 if said := _FILE.fullmatch(name):
                     hello = said["place"] == HELLO
                     content = share.read(_MOST_HELLO, *inbox, name) if hello else b""
@@ -72,20 +72,20 @@ def _inboxes(there: Mapping[str, Entry]) -> set[str]:
 
 
 class FolderLine:
-    """A `Line` over a folder that all sites can reach.
+    """A transport over a folder that all sites can reach.
 
     Args:
-        address: of the folder, an fsspec URL, or a path on this machine; options and keys stand in fsspec's own
-            configuration files, never in an address.
-        me: the name of the site at this end.
-        topic: what the letters are about, the SHA-256 of the signed plan: letters of other topics are never seen.
-        most_bytes: of a letter; a longer file is deleted without being read.
+        address: of the folder, an fsspec URL, or a path on this machine; options and keys belong into fsspec's own
+            configuration files, never into an address.
+        me: the name of the local site.
+        topic: of the messages, the SHA-256 of the signed plan: messages of other topics are never seen.
+        most_bytes: of a message; a longer file is deleted unread.
         pauses_s: the shortest and the longest time between two looks into the folder, in seconds.
-        settled_s: how long a file that is not whole may take to become so, before it is judged as it is.
+        settled_s: how long a file may stay incomplete before it is judged as it is.
         beat_s: time between two signs of life, in seconds.
 
     Raises:
-        UsageError: when the address can be none, or is a folder of this machine that is not there.
+        UsageError: when the address is invalid, or names a missing folder of this machine.
     """
 
     lag_s = _LAG_S
@@ -102,9 +102,9 @@ class FolderLine:
         beat_s: float = 15.0,
     ) -> None:
         self.trouble = ""
-        """What the folder last failed with."""
+        """The folder's last failure."""
         self.written_bytes = 0
-        """All that was written: letters, as often as they were."""
+        """All that was written: messages, repetitions included."""
         self._me, self._topic = me, _folder_of(topic)
         self._most, self._pauses, self._settled_s, self.beat_s = most_bytes, pauses_s, settled_s, beat_s
         self._looking, self._sending = Share(address), Share(address)
@@ -114,18 +114,18 @@ class FolderLine:
         self._forget()
 
     def _forget(self) -> None:
-        """Know nothing of letters: those of an earlier session are others."""
+        """Forget all messages: those of an earlier session do not count."""
         self._clean = False
         self._laid: dict[tuple[str, str], set[str]] = {}
         self._met: set[str] = set()
         self._growing: dict[str, tuple[int, float]] = {}
         self._signs: dict[str, tuple[set[str], float]] = {}
         self._greeted: dict[str, tuple[str, float]] = {}
-        """Sender → the file of its hello that was taken last, and when that was last seen to lie there."""
+        """Sender → the file of its handshake that was taken last, and when that was last seen."""
         self._sign, self._beaten = "", -inf
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
-        """From now on hand over what lies in this site's inbox, from a thread."""
+        """Hand over the files in this site's inbox from now on, from a thread."""
         self.close()
         self._forget()
         self._stop = threading.Event()
@@ -133,10 +133,10 @@ class FolderLine:
         self._thread.start()
 
     def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
-        """Lay a letter into a site's inbox, and watch it for a while; return "" once it was taken, or why not.
+        """Write a message into a site's inbox, and watch it for a while; return "" once it was taken, or why not.
 
-        A hello is there as soon as it is written. What was not collected yet stays, and the next call with the same
-        letter goes on watching it.
+        A handshake counts as taken once written. An uncollected message stays, and the next call with the same message
+        goes on watching it.
         """
         file = f"{self._me}~{name}~{hashlib.sha256(letter).hexdigest()[:32]}{_LETTER}"
         try:
@@ -152,11 +152,11 @@ class FolderLine:
             return self._note(error)
 
     def broken(self) -> str:
-        """Return "": a folder that is not there now may come back."""
+        """Return "": a missing folder may come back."""
         return ""
 
     def signs(self, share: Share | None = None) -> dict[str, set[str]]:
-        """Return the signs of life that lie in the folder, by site; those of a process that lives change."""
+        """Return the signs of life in the folder, by site; those of a living process change."""
         found: dict[str, set[str]] = {}
         try:
             for name in (share or self._sending).entries(self._topic, _ALIVE):
@@ -166,15 +166,15 @@ class FolderLine:
         return found
 
     def silent_s(self, site: str) -> float:
-        """Return for how long the sign of life of a site has not changed, or its hello is gone, as seen from here.
+        """Return the seconds since a site's sign of life changed or its handshake was there, as seen from here.
 
-        Another process of the site, whose hello is refused, gives signs too.
+        Another process of the site, whose handshake is refused, gives signs too.
         """
         lying, changed = (known.get(site, ("", -inf))[1] for known in (self._greeted, self._signs))
         return time.monotonic() - min(lying, changed)
 
     def close(self) -> None:
-        """Stop listening, and take back the hello; letters that wait for their receivers stay."""
+        """Stop listening, and remove the handshake; messages that wait for their receivers stay."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_ANSWER_S)
@@ -186,7 +186,7 @@ class FolderLine:
                 self._discard(self._sending, to, file)
 
     def waiting(self) -> set[str]:
-        """Return the sites that have said hello to this one and not left since."""
+        """Return the sites whose handshake to this one is there."""
         try:
             names = self._sending.entries(self._topic, self._me)
         except Exception as error:
@@ -198,7 +198,7 @@ class FolderLine:
     # sending
 
     def _begin(self) -> None:
-        """Remove what an earlier process of this site, or session of this process, left for others, once."""
+        """Remove, once, the files that an earlier process or session of this site left for others."""
         mine = (f"{self._me}~", f".{self._me}~")
         with self._beginning:
             for to in [] if self._clean else self._sending.folders(self._topic):
@@ -208,7 +208,7 @@ class FolderLine:
             self._clean = True
 
     def _await(self, to: str, file: str, limit_s: float) -> str:
-        """Watch a letter until it was collected; return "" when it was taken, or what became of it."""
+        """Watch a message until it was collected; return "" if it was taken, or its fate."""
         deadline, pause = time.monotonic() + limit_s, self._pauses[0]
         while True:
             there = self._sending.entries(self._topic, to)
@@ -216,13 +216,13 @@ class FolderLine:
             if file in there:
                 self._laid[to, file] = known | now
             elif now:
-                # once more: a listing may have begun before what its receiver left, and ended after the letter went
+                # once more: a listing may have begun before the receiver's refusal, and ended after the deletion
                 there = self._sending.entries(self._topic, to)
                 if file in there:
                     continue
                 del self._laid[to, file]
                 if known and not known & now:
-                    return "the folder was made anew"
+                    return "the folder was made again"
                 if f"{file}{_REFUSED}" not in there:
                     return ""
                 self._sending.remove(self._topic, to, f"{file}{_REFUSED}")
@@ -248,7 +248,7 @@ class FolderLine:
             stop.wait(pause)
 
     def _beat(self) -> None:
-        """Give a sign of life where it is time to, and see those of others; a name that is new is no sign yet."""
+        """Give a sign of life when it is due, and read those of others; a new name is no sign yet."""
         now = time.monotonic()
         if now - self._beaten < self.beat_s:
             return
@@ -265,7 +265,7 @@ class FolderLine:
                 self._signs[site] = (names, now if known else -inf)
 
     def _collect(self, take: Callable[[Buffer], Answer], stop: threading.Event) -> bool:
-        """Look once into the inbox; return whether something was taken or refused."""
+        """Look once into the inbox; return whether a file was taken or refused."""
         there = self._looking.entries(self._topic, self._me)
         if not _inboxes(there):
             self._looking.write(b"", self._topic, self._me, f"{_INBOX}{token_hex(4)}")
@@ -279,14 +279,14 @@ class FolderLine:
                 return busy
             try:
                 busy |= self._judge(said, entry, take)
-            except FileNotFoundError:  # its sender took it back
+            except FileNotFoundError:  # its sender removed it
                 continue
             except Exception as error:  # one file that cannot be read hides no other
                 self._note(error)
         return busy
 
     def _judge(self, said: re.Match[str], entry: Entry, take: Callable[[Buffer], Answer]) -> bool:
-        """Hand over a file that is whole; return whether it is done with."""
+        """Hand over a complete file; return whether it is dealt with."""
         name, hello = entry.name, said["place"] == HELLO
         if hello and name in self._met:
             return False
@@ -313,7 +313,7 @@ class FolderLine:
         return answer != "later"
 
     def _may_grow(self, entry: Entry, size: int) -> bool:
-        """Return whether a file that is not whole may still be on its way."""
+        """Return whether an incomplete file may still be arriving."""
         known, since = self._growing.get(entry.name, (-1, 0.0))
         if known != size:
             since = time.monotonic()

@@ -1,13 +1,13 @@
-"""A `Comm` over a line that is not trusted: whatever carries bytes between hospitals, an engine or a shared folder.
+"""A `Comm` over an untrusted transport: an engine or a shared folder that carries bytes between hospitals.
 
-Each process introduces itself with a hello. All hellos together make the session; what comes afterwards is sealed,
-signed and bound to it (`letters`). A line may be slow, lose, repeat, reorder, alter or invent: what does not verify is
-refused, what was lost is sent again until the deadline, and what came twice is taken once.
+Each process introduces itself with a handshake. All handshakes together make the session; later messages are sealed,
+signed and bound to it. A transport may be slow, lose, repeat, reorder, alter or invent: messages that do not verify are
+refused, lost ones are sent again until the deadline, and repeated ones are taken once.
 
-Where the others go on without a site that fell silent, every process keeps, for each site, the newest hello that it
-knows, and the hello of a process that is believed gone. A hello tells what its sender believes, and beliefs are put
-together by the later time, so that all who hear each other come to believe the same. Only a newer hello of the site
-itself ends such a belief. As a session binds the hellos of all its members, sites that disagree exchange nothing.
+If the others may go on without a site that timed out, every process keeps, per site, the newest handshake it knows, and
+the handshake of a process that is believed to have dropped out. A handshake states its sender's beliefs, which are
+merged by the later time, so that all processes in contact agree. Only a newer handshake of the site itself ends such a
+belief. As a session binds the handshakes of all its members, sites that disagree exchange nothing.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from wsi_fl.types import Interrupted, KnownToAll
 _T = TypeVar("_T")
 
 Answer = Literal["taken", "later", "refused"]
-"""What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
+"""A receiver's answer to a message: taken, not yet decidable, or refused for good."""
 _ENDS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
-"""Places of the last letter of a site, and what it tells."""
+"""Sequence ids of a site's last message, and their meaning."""
 MOST_BYTES = 1 << 30
-"""The longest letter that is taken, where the signed plan does not say what to expect."""
+"""The longest message that is taken unless the signed plan sets a limit."""
 _PAUSES_S = (0.05, 2.0)
 _WAKE_S = 0.5
 _SKEW_S = 900.0
 _END_S = 5.0
 _MOST_HELD = 64
-"""Letters of one peer that wait to be read: a site is never more than a few places ahead."""
+"""Messages of one peer that wait to be read: a site is never more than a few sequence ids ahead."""
 
 
 def _ahead_s() -> float:
-    """How much further the clock is than one that nobody sets; both go on while a machine sleeps."""
+    """Return the offset of the clock from one that nobody sets; both go on while a machine sleeps."""
     return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class SiteReturned(Interrupted):
-    """A peer's process began anew, so that all begin again from their checkpoints."""
+    """A peer's process began again, so all resume from their checkpoints."""
 
 
 class SitesGone(Interrupted):
-    """Peers fell silent or ended, or they went on without this site; all who are there begin again.
+    """Peers timed out or ended, or they went on without this site; all others resume.
 
     Attributes:
-        sites: who is gone.
+        sites: those that dropped out.
     """
 
     def __init__(self, message: str, sites: Sequence[str] = ()) -> None:
@@ -70,43 +70,43 @@ class SitesGone(Interrupted):
 
 @dataclass
 class Attendance:
-    """What one process knows of who is there; it outlives the process's sessions.
+    """The presence of all sites as one process knows it; it outlives the process's sessions.
 
     Args:
         identity: of this site.
-        names: of all sites of the plan, this one among them.
-        at_least: how many must be there for a session, where the others go on without a site that fell silent; more
-            than half must be in any case, lest two groups that do not hear each other both go on. By default all are
-            needed, and nobody is ever gone.
+        names: of all sites of the plan, this one included.
+        at_least: sites required for a session, if the others go on without a site that timed out; more than half are
+            required in any case, so that two groups out of contact cannot both go on. By default all are required, and
+            no site drops out.
     """
 
     identity: Identity
     names: Sequence[str]
     at_least: int | None = None
     gone: dict[str, float] = field(default_factory=dict)
-    """Site → time of the hello of its newest process that is gone; 0 for a site that never said hello."""
+    """Site → time of the handshake of its newest process that dropped out; 0 for a site that never sent one."""
     why: dict[str, str] = field(default_factory=dict)
-    """Site → why this process believed it gone; what others say of it has no reason."""
+    """Site → why this process believes it dropped out; beliefs of others carry no reason."""
 
     def __post_init__(self) -> None:
         self.writer, self._ahead_s = Writer(self.identity, time.time()), _ahead_s()
 
     def clock_was_set(self) -> bool:
-        """Return whether this machine's clock was, so that the time of its hello is no longer that of the others."""
+        """Return whether this machine's clock was set, so that its handshake's time is no longer comparable."""
         return abs(_ahead_s() - self._ahead_s) > _SKEW_S
 
     def is_gone(self, name: str) -> bool:
-        """Return whether the newest process of a site is gone."""
+        """Return whether the newest process of a site dropped out."""
         return name in self.gone and self.writer.heard.get(name, 0.0) <= self.gone[name]
 
     def lacking(self) -> list[str]:
-        """Return those that are gone, of whom some must come back before there are enough; none where there are."""
+        """Return the sites that dropped out, if too few are left; none if enough are."""
         gone = [name for name in self.names if name != self.identity.name and self.is_gone(name)]
         enough = len(self.names) - len(gone) >= max(self.at_least or 0, len(self.names) // 2 + 1)
         return [] if enough else gone
 
     def note_gone(self, names: Sequence[str], why: str) -> None:
-        """Believe that the newest process of each of some sites is gone, remember in words why, and say a new hello."""
+        """Mark the newest process of each of some sites as dropped out, with a reason, and renew the handshake."""
         self.gone |= {name: self.writer.heard.get(name, 0.0) for name in names}
         self.why |= dict.fromkeys(names, why)
         since = 0.0 if self.clock_was_set() else self.writer.since
@@ -114,7 +114,7 @@ class Attendance:
         self._ahead_s = _ahead_s()
 
     def learn(self, told: Mapping[str, float]) -> bool:
-        """Believe what a peer's hello tells, where it is of a later process; return whether this one is left out."""
+        """Merge the beliefs in a peer's handshake, of later processes alone; return whether this site is left out."""
         if self.at_least is None:
             return False
         for name, time_ in told.items():
@@ -124,31 +124,31 @@ class Attendance:
 
 
 class Line(Protocol):
-    """Carries letters; knows nothing of what is in them.
+    """Carries messages without knowledge of their content.
 
     Attributes:
-        lag_s: how old a letter may be when it arrives: seconds for an engine, days for a folder.
+        lag_s: the greatest age of a message at its arrival: seconds for an engine, days for a folder.
     """
 
     lag_s: float
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
-        """From now on hand over what arrives, from any thread."""
+        """Hand over all arrivals from now on, from any thread."""
 
     def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
-        """Carry a letter to a site; return "" once it is there, or why not, and it may be tried again.
+        """Carry a message to a site; return "" once it has arrived, or why not, and it may be retried.
 
         Args:
-            name: of the letter among those of the sender and the receiver in this session.
+            name: of the message among those of the sender and the receiver in this session.
         """
         ...
 
     def broken(self) -> str:
-        """Return why the line will carry nothing any more; "" while it may."""
+        """Return why the transport has failed for good; "" if it has not."""
         ...
 
     def silent_s(self, site: str) -> float:
-        """Return for how many seconds no sign of life of a site's process came; infinite where none ever did."""
+        """Return the seconds since the last sign of life of a site's process; infinite if there was none."""
         ...
 
     def close(self) -> None:
@@ -157,30 +157,30 @@ class Line(Protocol):
 
 @dataclass
 class RelayedComm:
-    """One process per site, over a line.
+    """One process per site, over a transport.
 
     Args:
         identity: of this site.
         names: of all sites of the study, by index.
-        running: indices of those that take part, the same everywhere.
-        line: listened to from now on.
+        running: indices of the participants, the same everywhere.
+        line: the transport, listened to from now on.
         timeout_s: how long to wait for a peer.
-        version, code: of wsi-fl, and the SHA-256 of what is installed; all sites must have the same.
+        version, code: of wsi-fl, and the SHA-256 of the installed package; the same at all sites.
         plan: SHA-256 of the signed plan; "" without one.
-        most_bytes: of a letter.
-        keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
+        most_bytes: of a message.
+        keys: the fingerprint of each site's key, if the plan pins them: no other key speaks for the site.
         waiting: called now and then while this process waits.
-        attendance: of this process; the same one when it begins again, so that its peers need not. Where the others
-            may go on without a site, `running` becomes those of the session, and a site that falls silent or ends makes
-            every call raise `SitesGone`. By default all of `running` are needed.
-        standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
-        withdrawn: asked before anything is sent and while this process waits, returns when the certificates of each key
-            were withdrawn, by its fingerprint: no session goes on with such a site.
+        attendance: the presence known to this process; the same one when it resumes, so that its peers need not. If the
+            others may go on without a site, `running` becomes the participants of the session, and a site that times
+            out or ends makes every call raise `SitesGone`. By default all of `running` are required.
+        standing: called before each sending; returns why this site no longer takes part, "" if it does.
+        withdrawn: called before each sending and while this process waits; returns when the certificates of each key
+            were revoked, by its fingerprint: no session goes on with such a site.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
-        SitesGone: the same, where the others may go on without it.
-        KnownToAll: when one brings another plan, version, code or time.
+        SitesGone: the same, if the others may go on without it.
+        KnownToAll: when one has another plan, version, code or time.
     """
 
     identity: Identity
@@ -198,9 +198,9 @@ class RelayedComm:
     standing: Callable[[], str] = lambda: ""
     withdrawn: Callable[[], Mapping[str, datetime]] = dict
     line_bytes: int = 0
-    """All that was sent: letters with heads and signatures, documents too."""
+    """All that was sent: messages with headers and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
-    """Why letters were not taken, the last ones."""
+    """Reasons of the last refusals."""
 
     def __post_init__(self) -> None:
         me = list(self.names).index(self.identity.name)
@@ -219,7 +219,7 @@ class RelayedComm:
         self._read: set[tuple[str, str]] = set()
         self._over: KnownToAll | None = None
         self._left: KnownToAll | None = None
-        """What a peer did to end the run; while sites may be lost, nobody heeds it."""
+        """A peer's end of the run; ignored while sites may drop out."""
         self._lossy, self._last = False, "end"
         self._changed = threading.Condition()
         self.line.listen(self._take)
@@ -236,7 +236,7 @@ class RelayedComm:
         kind: PayloadType = NUMBERS,
         lossy: bool = False,
     ) -> list[Message]:
-        """Send releases and receive those that are expected; see `Comm`."""
+        """Send releases and receive the expected ones; see `Comm`."""
         began, mine = time.perf_counter(), self.sites[0]
         contents: dict[str, Sequence[Buffer]] = {}
         for item in outgoing:
@@ -277,15 +277,15 @@ class RelayedComm:
         return {(k, mine): decoded(bytes(text), kind, self.names[k]) for k, text in texts.items()}
 
     def _place(self) -> str:
-        """Return the place of the next documents, the same at every site."""
+        """Return the sequence id of the next documents, the same at every site."""
         self._gathered += 1
         return f"g{self._gathered - 1}"
 
     def abort(self, code: int = 1) -> None:
-        """Tell all sites that this one ends here, so that none waits for it in vain; the process itself goes on."""
+        """End this site's part for all others, so that none waits for it; the process itself goes on."""
         del code
         if self._session and self._over is self._left is None:
-            with suppress(Exception):  # the line may be what failed
+            with suppress(Exception):  # the transport itself may have failed
                 self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S)
         self.close()
 
@@ -296,10 +296,10 @@ class RelayedComm:
             self._changed.notify_all()
         self.line.close()
 
-    # hellos
+    # handshakes
 
     def _introduce(self) -> None:
-        """Tell everybody who this is, and learn who the others are."""
+        """Send this site's handshake to all, and collect theirs."""
         said = Hello(
             certificate=self.identity.certificate,
             public=self._writer.public,
@@ -322,11 +322,11 @@ class RelayedComm:
             self._session = session_of([*hellos, (self.identity.name, self._writer.public)], self.plan)
 
     def _expected(self) -> list[str]:
-        """The peers of the session that begins."""
+        """Return the peers of the session that begins."""
         return [name for name in self._others if not self._attendance.is_gone(name)]
 
     def _meet(self, letter: Letter) -> Answer:
-        """Take a hello: the first one, or that of a process that began anew."""
+        """Take a handshake: the first one, or that of a process that began again."""
         said, holder = letter.hello(self.identity.root)
         name, met = holder.name, holder.name in self._peers
         heard = self._writer.heard.get(name, 0.0)
@@ -342,7 +342,7 @@ class RelayedComm:
             self._left = KnownToAll(f"{problem}; nothing was trained")
         else:
             if self._session:
-                self._left = SiteReturned(f"site {name} began anew")
+                self._left = SiteReturned(f"site {name} began again")
             else:
                 self._peers[name] = (said, holder)
             self._writer.heard[name] = said["time"]
@@ -352,23 +352,23 @@ class RelayedComm:
         return "taken"
 
     def _stranger(self, said: Hello, name: str, letter: Letter) -> str:
-        """Why a hello is none of this run's; empty where it is one.
+        """Return why a handshake is none of this run's; "" if it is one.
 
-        One for another plan may be an old one that somebody laid here again, so it is held against nobody.
+        One for another plan may be an old one that somebody copied here again, so nobody is blamed.
         """
         print_, behind_s = fingerprint(said["certificate"]), time.time() - said["time"]
         if name not in self._invited:
-            return f"{name} said hello, and takes no part in this run"
+            return f"{name} sent a handshake, and takes no part in this run"
         if self.keys.get(name, print_) != print_:
-            return f"somebody said hello as {name} with another key than the plan's"
+            return f"somebody sent a handshake as {name} with another key than the plan's"
         if behind_s > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
-            return f"{name} said hello {behind_s / 3600:.1f} h ago by this clock"
+            return f"{name} sent a handshake {behind_s / 3600:.1f} h ago by this clock"
         if letter.head["session"] != self.plan:
-            return f"a hello as {name} for another plan ({str(letter.head['session'])[:8]}) was passed over"
+            return f"a handshake as {name} for another plan ({str(letter.head['session'])[:8]}) was ignored"
         return ""
 
     def _unlike(self, said: Hello, name: str) -> str:
-        """What a peer has otherwise than this site; empty where it is alike."""
+        """Return how a peer differs from this site; "" if it does not."""
         me, ahead_s = self.identity.name, max([said["time"], *said["gone"].values()]) - time.time()
         if ahead_s > _SKEW_S:
             return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
@@ -377,13 +377,13 @@ class RelayedComm:
             return f"{name} has wsi-fl {theirs}, {me} has {ours}"
         return ""
 
-    # what arrives
+    # arrivals
 
     def _take(self, data: Buffer) -> Answer:
-        """Judge what arrived, in the line's thread."""
+        """Judge an arrival, in the transport's thread."""
         if len(data) > self.most_bytes:
             return self._refuse(
-                f"a letter of {len(data)} bytes arrived, at most {self.most_bytes} are agreed on"
+                f"a message of {len(data)} bytes arrived, at most {self.most_bytes} are agreed on"
             )
         try:
             letter = Letter.read(data)
@@ -397,13 +397,15 @@ class RelayedComm:
         if head["place"] == HELLO and head["to"] == EVERYBODY:
             return self._meet(letter)
         if head["sender"] not in self._others:
-            return self._refuse(f"a letter of {head['sender']} came, who takes no part in this run")
+            return self._refuse(f"a message of {head['sender']} came, who takes no part in this run")
         peer = self._peers.get(head["sender"])
         if peer is None or not self._session or self._is_full(letter):
             return "later"
         letter.check(peer[1])
         if head["to"] != self.identity.name or head["session"] != self._session:
-            return self._refuse(f"a letter of {head['sender']} is of another session or for somebody else")
+            return self._refuse(
+                f"a message of {head['sender']} is of another session or for another receiver"
+            )
         key = (head["sender"], head["place"])
         if key in self._held or key in self._read:
             return "taken"
@@ -415,7 +417,7 @@ class RelayedComm:
         return "taken"
 
     def _is_full(self, letter: Letter) -> bool:
-        """Whether so much of a peer waits to be read that a further letter has to wait too."""
+        """Return whether a peer's unread messages leave no room for a further one."""
         waiting = [
             len(one.body) for (sender, _), one in self._held.items() if sender == letter.head["sender"]
         ]
@@ -434,9 +436,9 @@ class RelayedComm:
         patient: bool = False,
         lossy: bool = False,
     ) -> dict[int, memoryview]:
-        """Send letters, then wait for those of some sites at the same place, and open them.
+        """Send messages, then wait for those of some sites with the same sequence id, and open them.
 
-        Where it is lossy, who is late is left out: the k-th time since all met, k timeouts after that.
+        If lossy, late ones are left out: the k-th time since all met, k timeouts after that.
         """
         self._lossy, self._steps = lossy, self._steps + lossy
         ends_s = self._met_s + self._steps * self.timeout_s
@@ -458,7 +460,7 @@ class RelayedComm:
         return {k: self._writer.open(letter) for k, letter in letters.items()}
 
     def _wait_for(self, place: str, missing: Callable[[], list[str]], limit_s: float) -> None:
-        """Wait, holding the lock, until nobody is missing."""
+        """Wait, holding the lock, until no peer is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
             self._check_over()
@@ -478,17 +480,20 @@ class RelayedComm:
         self._check_certificates()
 
     def _check_certificates(self) -> None:
-        """End the session where the certificate of one of its sites was withdrawn meanwhile."""
+        """End the session if the certificate of one of its sites was revoked meanwhile."""
         if not (gone := self.withdrawn()):
             return
         met = {name: said["certificate"] for name, (said, _) in [*self._peers.items()]}
         for name, certificate in {**met, self.identity.name: self.identity.certificate}.items():
             if (since := gone.get(fingerprint(certificate))) is not None:
-                why = f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, and needs a new key"
+                why = (
+                    f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, "
+                    "and needs a new key"
+                )
                 raise SitesGone(why, [name]) if self._few and name in met else Interrupted(why)
 
     def _give_up(self, place: str, late: Mapping[str, str]) -> None:
-        """Raise that sites are late, if some gave no sign of life either; where the late are left out, in any case."""
+        """Raise an error if late sites gave no sign of life either; in lossy steps, in any case."""
         silent = [name for name in late if self._lossy or self.line.silent_s(name) >= self.timeout_s]
         if not silent:
             return
@@ -502,10 +507,10 @@ class RelayedComm:
             raise SitesGone(text, silent)
         raise PeerLate(text, [self._others[name] for name in silent])
 
-    # what is sent
+    # sending
 
     def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
-        """Seal and deliver one letter to each of some sites."""
+        """Seal and deliver one message to each of some sites."""
         letters = {
             name: self._writer.letter(name, self._peers[name][0]["public"], self._session, place, parts)
             for name, parts in contents.items()
@@ -513,7 +518,7 @@ class RelayedComm:
         self._deliver(place, letters, limit_s)
 
     def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float) -> None:
-        """Send letters, all at once, until each has been taken; nothing where this site takes part no longer."""
+        """Send messages at once, until each has been taken; none if this site no longer takes part."""
         if place not in _ENDS:
             self._check_certificates()
             if why := self.standing():

@@ -1,4 +1,4 @@
-"""The one door to fsspec: files of a folder that lies anywhere, whole or absent."""
+"""Adapter to fsspec: files of a folder anywhere, complete or absent."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import fsspec
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
-"""What shows an object when all of it has arrived; elsewhere a letter is moved to its name when it is whole."""
+"""Protocols that show an object once it is complete; elsewhere a file is renamed when it is complete."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of an inbox; `time` is when it was written, in seconds since 1970, where the share tells."""
+    """A file of an inbox; `time` is when it was written, in seconds since 1970, if the share knows."""
 
     name: str
     size: int
@@ -33,9 +33,9 @@ class Entry:
 
 @dataclass
 class Share:
-    """The folder, for one thread at a time; connected anew after a failure.
+    """A shared folder, for one thread at a time; reconnected after a failure.
 
-    Every failure of a share is an `Exception` of its own: each backend of fsspec has others.
+    A failure is an `Exception` of any class: each backend of fsspec has its own.
     """
 
     address: str
@@ -43,7 +43,7 @@ class Share:
     _connected: tuple[Any, str] | None = None
 
     def do(self, action: Callable[[Any, str], Any]) -> Any:
-        """Do something, given the file system and the root's path in it."""
+        """Run an action on the file system and the root's path in it."""
         with self._lock:
             try:
                 if self._connected is None:
@@ -58,7 +58,7 @@ class Share:
                 raise
 
     def check(self) -> None:
-        """Refuse an address that can be none, or a folder of this machine that is not there."""
+        """Refuse an invalid address, or a missing folder of this machine."""
         try:
             self.do(_require_root)
         except (ValueError, ImportError) as error:
@@ -71,26 +71,26 @@ class Share:
             return
 
     def probe(self) -> None:
-        """Write a small file, find it, read it and delete it again; fail where one of these is not possible."""
+        """Write a small file, find it, read it and delete it; fail if one of these is impossible."""
         name = f"check-{token_hex(8)}"
         self.write(name.encode(), name)
         try:
             if name not in self.entries() or self.read(len(name), name) != name.encode():
-                raise OSError("what is written is not found")
+                raise OSError("a written file is not found")
         finally:
             self.remove(name)
 
     def entries(self, *parts: str) -> dict[str, Entry]:
-        """Return the files of a folder by name; none where it is not there."""
+        """Return the files of a folder by name; none if it is missing."""
         found = [one for one in self._listed(*parts) if one.get("type") == "file" and not one.get("islink")]
         return {one["name"]: Entry(one["name"], int(one.get("size") or 0), _written(one)) for one in found}
 
     def folders(self, *parts: str) -> list[str]:
-        """Return the names of the folders in a folder; none where it is not there."""
+        """Return the names of the folders in a folder; none if it is missing."""
         return [one["name"] for one in self._listed(*parts) if one["type"] == "directory"]
 
     def _listed(self, *parts: str) -> list[dict[str, Any]]:
-        """What a folder holds now, as fsspec says it, but for names, which are without the path."""
+        """Return fsspec's description of each entry of a folder, its name without the path."""
 
         def look(fs: Any, root: str) -> Any:
             fs.invalidate_cache()
@@ -102,9 +102,9 @@ class Share:
             return []
 
     def read(self, most_bytes: int, *parts: str) -> bytes:
-        """Return the content of a file, and no more than one byte beyond what is allowed.
+        """Return the content of a file, at most one byte beyond the limit.
 
-        A pipe or device in its place is a WsiFlError: reading one may go on for ever.
+        A pipe or device in its place is a WsiFlError: reading one may never end.
         """
 
         def read(fs: Any, root: str) -> bytes:
@@ -115,12 +115,12 @@ class Share:
         return bytes(self._fresh(read))
 
     def _fresh(self, action: Callable[[Any, str], Any]) -> Any:
-        """Do something with one file, which NFS may still show after its sender took it back ("stale file handle").
+        """Run an action on one file, which NFS may still show after its sender removed it ("stale file handle").
 
-        It is asked for once more, since another of its name may have taken its place.
+        It is retried once, since another file of its name may have replaced it.
 
         Raises:
-            FileNotFoundError: when it is gone.
+            FileNotFoundError: when it is missing.
             OSError: of the share.
         """
         try:
@@ -136,7 +136,7 @@ class Share:
             raise FileNotFoundError(str(error)) from error
 
     def write(self, content: bytes, *parts: str) -> None:
-        """Write a file, which is there whole or not at all."""
+        """Write a file, which appears complete or not at all."""
 
         def write(fs: Any, root: str) -> None:
             _require_root(fs, root)
@@ -153,25 +153,25 @@ class Share:
                 _open_up(fs, root, temporary)
                 fs.mv(temporary, path)
             except Exception:
-                with suppress(Exception):  # the share is what failed
+                with suppress(Exception):  # the share itself has failed
                     fs.rm_file(temporary)
                 raise
 
         self.do(write)
 
     def remove(self, *parts: str) -> None:
-        """Delete a file that may be gone already."""
+        """Delete a file that may be missing already."""
         self._fresh(lambda fs, root: fs.rm_file("/".join([root, *parts])))
 
 
 def _is_gone(error: Exception) -> bool:
-    """Whether a file system, or a server of HTTP by its answer, says that a file is not there."""
+    """Return whether a file system, or an HTTP server by its answer, reports a missing file."""
     answer = getattr(error, "response", None)
     return getattr(error, "errno", None) == errno.ENOENT or getattr(answer, "status_code", None) == 404
 
 
 def _written(one: Mapping[str, Any]) -> float | None:
-    """When a file was written; each backend of fsspec calls it otherwise."""
+    """Return when a file was written; backends of fsspec name it differently."""
     said = next((one[key] for key in ("mtime", "LastModified", "modified", "created") if one.get(key)), None)
     return said.timestamp() if isinstance(said, datetime) else said if isinstance(said, float) else None
 
@@ -182,13 +182,13 @@ def _protocols(fs: Any) -> set[str]:
 
 
 def _require_root(fs: Any, root: str) -> None:
-    """A folder of this machine is never made: where a share is not mounted, letters would lie beneath it."""
+    """Require a folder of this machine, never make it: without its mount, messages would be written beneath it."""
     if "file" in _protocols(fs) and not fs.isdir(root):
         raise FileNotFoundError(root)
 
 
 def _opened(path: str) -> BinaryIO:
-    """Open a file of this machine to read, if it is one by now: whoever can write there may have laid anything."""
+    """Open a regular file of this machine to read: anybody with write access may have replaced it."""
     file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -197,7 +197,7 @@ def _opened(path: str) -> BinaryIO:
 
 
 def _made(fs: Any, path: str) -> Any:
-    """A new file to write, and never one that is there: whoever can write to the share could have laid a link."""
+    """Open a new file to write, never an existing one: anybody with write access could have made a link."""
     if "file" not in _protocols(fs):
         return fs.open(path, "wb")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -213,7 +213,7 @@ def _make_folder(fs: Any, root: str, path: str) -> None:
 
 
 def _open_up(fs: Any, root: str, path: str) -> None:
-    """Let whoever may use the root use this too: what wsi-fl writes is its owner's alone elsewhere."""
+    """Give the root's users access to this too: files of wsi-fl are its owner's alone elsewhere."""
     if "file" in _protocols(fs):
         mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o3777
         Path(path).chmod(mode if Path(path).is_dir() else mode & 0o666)

@@ -1,9 +1,9 @@
-"""What lies inside a frame: how one is made of a plan, and how a hospital's process takes the plans that come later.
+"""Standing approvals: how one is made from a plan, and how a hospital's process admits the plans that come later.
 
-Nobody trusts whoever sent a plan. Its own text is compared with the frame first, before anything is built, fetched or
-opened, so that a plan outside makes no connection, and neither words nor time of the refusal tell of the store. Only
-then does a hospital's process look at the plan as `approve` does. What is wrong by then stays at home: others learn
-that the hospital does not approve, and not why.
+The sender of a plan is not trusted. The plan's own text is compared with the standing approval first, before anything
+is built, fetched or opened, so that a plan outside its limits makes no connection, and neither text nor time of the
+refusal depends on the store. Only then is the plan reviewed as by `approve`. A fault found then stays local: others
+learn that the hospital does not approve, and not why.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MAY_VARY: dict[str, tuple[str, _Varies]] = {
         lambda said, agreed: said == agreed or (None not in (said, agreed) and said <= agreed),
     ),
 }
-"""The settings in which plans of a frame may differ, in words and as a test of (what a plan says, what was agreed on).
+"""The settings that plans of a standing approval may vary: the limit in words, and as a test (plan's value, limit).
 
-None of them changes n, which rows are trained on, or what is asked of whom.
+None of them changes n, the training rows, or the task of any site.
 """
 
 
@@ -66,18 +66,18 @@ def make_frame(
     partners: Sequence[str] = (),
     codes: Sequence[str] = (),
 ) -> Frame:
-    """Return the frame of plans that are like one that a hospital could sign; nothing is written.
+    """Return the standing approval of plans like one that a hospital could sign, without writing it.
 
     Args:
-        plan: says what is trained on, who takes part, and what ε is about and worth.
-        epsilon: of all plans together; None where nothing is under differential privacy.
+        plan: has the training data, the participants, and the unit and guarantee of ε.
+        epsilon: of all plans together; None if nothing is under differential privacy.
         until: the last day, "2027-03-31".
         methods: default: that of the plan.
         partners: of the plan's sites; default: all.
-        codes: further SHA-256 of wsi-fl, beside the one that is installed.
+        codes: further SHA-256 of wsi-fl, beside the installed one.
 
     Raises:
-        UsageError: when the hospital could not sign the plan, or the frame would allow more than its site file.
+        UsageError: when the hospital could not sign the plan, or its site file permits less.
     """
     try:
         last = date.fromisoformat(until)
@@ -87,7 +87,7 @@ def make_frame(
     worth, wanted = looked.document["privacy"], {site, *(partners or plan.sites)}
     if above := above_words(looked.cost):
         raise UsageError(
-            f"{above}; no frame is for such plans: sign each, or ask for one per patient (privacy.unit)"
+            f"{above}; no standing approval is for such plans: sign each, or ask for one per patient (privacy.unit)"
         )
     if worth["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
@@ -114,21 +114,23 @@ def make_frame(
 
 
 def with_code(frame: Frame, codes: Sequence[str] = ()) -> Frame:
-    """Return a frame that also allows the wsi-fl that is installed, and others by their SHA-256; its id stays."""
+    """Return a standing approval, its id unchanged, that also allows the installed wsi-fl and others by SHA-256."""
     known = list(dict.fromkeys([*frame["allows"]["code"], *codes, code_digest()]))
     return {**frame, "allows": {**frame["allows"], "code": known}}
 
 
 def _of_method(study: Study, looked: Looked, method: str) -> dict[str, list[Any]]:
-    """What a plan would say if it were of a method."""
+    """Return the terms of a plan with another method."""
     own = study.site(looked.site)
     files = tuple(own if one.name == own.name else one for one in sites_of(looked.document))
     pipeline = settings_for(method, study, looked.plan.pipeline())
     with RunContext(study, pipeline, method, RunFolder(study.runs / "plan"), files) as party:
         if not party.method.shares:
-            raise UsageError(f"{method} shares nothing between hospitals and needs no frame")
+            raise UsageError(f"{method} shares nothing between hospitals and needs no standing approval")
         if not party.has_store(own.name):
-            raise UsageError(f"the store of {own.name} is not on this machine; sign a frame where it is")
+            raise UsageError(
+                f"the store of {own.name} is not on this machine; sign a standing approval where it is"
+            )
         learned, leaves = of_store(party, own.name), leaving(party, None, None)
         return _said(looked.document, looked.plan, own.name, method, learned, leaves)
 
@@ -141,7 +143,7 @@ def _said(
     learned: Mapping[str, object],
     leaves: Sequence[Leaving],
 ) -> dict[str, list[Any]]:
-    """What a plan says of each thing that a frame limits: what its models see, and what would leave a site."""
+    """Return a plan's terms that a standing approval limits: what its models see, and what would leave a site."""
     privacy, own = plan.pipeline().privacy, next(one for one in said["sites"] if one["name"] == site)
     worth, bare = said["privacy"]["guarantee"], ", without differential privacy"
     kinds = {
@@ -164,12 +166,12 @@ def _said(
 
 
 def outside_by_text(frame: Frame, plan: Plan, today: date, n_admitted: int) -> str:
-    """Return in one line what of a plan's own text lies outside a frame today, in UTC; "" for nothing.
+    """Return in one line how a plan's own text exceeds a standing approval today, in UTC; "" if it does not.
 
-    Nothing else is read, built or fetched, so others may know it.
+    Nothing else is read, built or fetched, so the line may be disclosed.
 
     Args:
-        n_admitted: how many plans were approved in the frame before.
+        n_admitted: number of plans approved before.
 
     Raises:
         UsageError: when the text is no plan's.
@@ -177,7 +179,7 @@ def outside_by_text(frame: Frame, plan: Plan, today: date, n_admitted: int) -> s
     if is_over(frame, today):
         return f"its last day was {frame['until']}"
     if n_admitted >= frame["runs"]:
-        return f"the frame is for {frame['runs']} runs, and it had them"
+        return f"the standing approval is for {frame['runs']} runs, and it had them"
     said, site = document_of(plan), frame["site"]
     if site not in plan.sites:
         return f"it is a plan without {site}"
@@ -186,27 +188,26 @@ def outside_by_text(frame: Frame, plan: Plan, today: date, n_admitted: int) -> s
 
 
 def _other_order(frame: Frame, plan: Plan) -> str:
-    """Return in one line that a plan's sites stand in another order than the frame's, the first sees most; else ""."""
+    """Return in one line that a plan's sites are ordered otherwise than approved (the first sees most), or ""."""
     agreed = [
         name for name in (one.split(" ")[0] for one in frame["allows"]["partners"]) if name in plan.sites
     ]
     return (
         ""
         if plan.sites == agreed
-        else f"order: {', '.join(plan.sites)}, where the frame has {', '.join(agreed)}"
+        else f"order: {', '.join(plan.sites)}, where the standing approval has {', '.join(agreed)}"
     )
 
 
 def _other_setting(frame: Frame, plan: Plan) -> str:
-    """Return in one line the first setting of a plan that is not the frame's, nor one that may vary so; "" for none."""
+    """Return in one line the first setting of a plan that differs more than it may; "" for none."""
     agreed, said = by_key(frame["settings"][plan.method]), by_key(str(plan.document["settings"]))
     for key in dict.fromkeys([*agreed, *said]):
         was, now = agreed.get(key), said.get(key)
         also, fits = _MAY_VARY.get(key, ("", lambda one, other: one == other))
         if not fits(now, was):
-            return (
-                f"{key}: {_in_words(now)}, where the frame has {_in_words(was)}{f' {also}' if also else ''}"
-            )
+            limit = f"{_in_words(was)}{f' {also}' if also else ''}"
+            return f"{key}: {_in_words(now)}, where the standing approval has {limit}"
     return ""
 
 
@@ -217,11 +218,11 @@ def _in_words(value: object) -> str:
 def _beyond(
     frame: Frame, said: PlanDocument, plan: Plan, learned: Mapping[str, object], *, unknown: bool = False
 ) -> str:
-    """Return in one line what of a plan a frame does not allow; "" for nothing.
+    """Return in one line the first term of a plan that a standing approval does not allow; "" for none.
 
     Args:
-        learned: what the plan's models see, as the plan or a store has it.
-        unknown: whether the plan may leave open what only stores know.
+        learned: what the plan's models see, by the plan or a store.
+        unknown: whether the plan may leave open what only stores determine.
     """
     allows = frame["allows"]
     for what, values in _said(said, plan, frame["site"], said["method"], learned, said["leaves"]).items():
@@ -229,32 +230,35 @@ def _beyond(
             value for value in values if not (unknown and value is None and what in Learned.__annotations__)
         ]
         if more := [value for value in known if not any(is_alike(what, value, one) for one in allows[what])]:
-            return f"{what}: {shown(more[0])}, where the frame has {'; '.join(map(shown, allows[what])) or 'none'}"
+            return (
+                f"{what}: {shown(more[0])}, where the standing approval has "
+                f"{'; '.join(map(shown, allows[what])) or 'none'}"
+            )
     return ""
 
 
 def _outside(frame: Frame, looked: Looked) -> str:
-    """Return in one line what of a plan that was looked at lies outside a frame; "" for nothing. It stays at home."""
+    """Return in one line how a reviewed plan exceeds a standing approval; "" if it does not. It stays local."""
     cost, learned = looked.cost, looked.learned
     if cost is None or learned is None:
         return "the hospital's store is not on this machine, so what it costs is not known"
     if beyond := _beyond(frame, looked.document, looked.plan, learned):
         return beyond
     if cost.framed_runs >= frame["runs"]:
-        return f"the frame is for {frame['runs']} runs, and it had them"
+        return f"the standing approval is for {frame['runs']} runs, and it had them"
     if cost.framed is not None and cost.framed > (frame["epsilon"] or 0):
-        return f"all plans of the frame would cost ε = {cost.framed:.2f} of {frame['epsilon'] or 0:g}"
+        return f"all plans of the standing approval would cost ε = {cost.framed:.2f} of {frame['epsilon'] or 0:g}"
     return ""
 
 
 def admit(study: Study, identity: Identity, plan: Plan) -> None:
-    """Approve a plan in the name of the hospital's frame; do nothing without one, or where the plan is approved.
+    """Approve a plan by the hospital's standing approval; do nothing without one, or if the plan is approved already.
 
-    What became of it is said, and stands in `federation/frame.log`; the plan is kept in `federation/plans/`.
+    The outcome is printed, and logged in `federation/frame.log`; the plan is kept in `federation/plans/`.
 
     Raises:
-        UsageError: in one line that others may know. It says what lies outside by the plan's own text, and otherwise
-            nothing but that the hospital does not approve.
+        UsageError: in one line that may be disclosed: how the plan's own text exceeds the limits, and otherwise nothing
+            but that the hospital does not approve.
     """
     if (frame := open_frame(study, identity)) is None:
         return
@@ -270,37 +274,41 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
     before = len(admitted_plans(study, frame["id"]))
     try:
         why = outside_by_text(frame, plan, datetime.now(UTC).date(), before)
-    except Exception as error:  # of a text that is none of a plan
+    except Exception as error:  # of a text that is no plan
         tell(f"{called} was refused: {one_line(error)}")
-        raise UsageError(f"{called} is damaged; ask for it anew") from None
+        raise UsageError(f"{called} is damaged; ask for it again") from None
     if why:
-        tell(f"{called} was refused, for it lies outside the frame: {why}")
-        raise UsageError(f"{called} lies outside the frame of {identity.name}: {why}")
+        tell(f"{called} was refused, for it exceeds the standing approval: {why}")
+        raise UsageError(f"{called} exceeds the standing approval of {identity.name}: {why}")
     try:
         looked = look(study, plan, identity.name, frame)
         if why := _outside(frame, looked):
             raise UsageError(why)
         assert looked.cost is not None
         if not note_admitted(study, frame, plan.digest):
-            raise UsageError(f"the frame is for {frame['runs']} runs, and it had them")
+            raise UsageError(f"the standing approval is for {frame['runs']} runs, and it had them")
         write_text(study.root / "federation" / "plans" / f"{plan.digest}.json", plan.text)
         sign(study, looked, identity, frame)
-    except Exception as error:  # may name what is in the store, and follow from it
+    except Exception as error:  # may name and depend on the store's content
         tell(f"{called} was refused: {one_line(error)}")
         own = "its own federation/frame.log says why"
-        raise UsageError(f"site {identity.name} cannot approve {called} in its frame; {own}") from None
-    tell(f"{called} was approved in the frame: {looked.document['does']} {cost_words(looked.cost)}")
-    # others would see a refusal, and find how many rows the patient with the most has by plans of more noise
+        raise UsageError(
+            f"site {identity.name} cannot approve {called} by its standing approval; {own}"
+        ) from None
+    tell(
+        f"{called} was approved by the standing approval: {looked.document['does']} {cost_words(looked.cost)}"
+    )
+    # a refusal would disclose, by plans of more and more noise, the largest number of rows of a patient
     for said in filter(None, [above_words(looked.cost), *looked.notes]):
         tell(f"  {said}")
 
 
 def frame_lines(frame: Frame) -> Lines:
-    """Show people what a frame allows."""
+    """Render what a standing approval allows."""
     limit = "no ε" if frame["epsilon"] is None else f"ε = {frame['epsilon']:g} in all"
     yield Line(
-        f"until {frame['until']} up to {frame['runs']} runs begin at {frame['site']} without a further signature, at "
-        f"{limit}, of plans with"
+        f"until {frame['until']} up to {frame['runs']} runs begin at {frame['site']} without a further signature, "
+        f"at {limit}, of plans with"
     )
     for what, values in frame["allows"].items():
         yield Line(f"  {what}: {'; '.join('nothing' if one is None else str(one) for one in values)}")

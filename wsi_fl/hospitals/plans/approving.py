@@ -1,4 +1,4 @@
-"""A hospital's own look at a plan before it signs: whether it says what will run, and what it costs here."""
+"""A hospital's review of a plan before it signs: whether its text matches what will run, and what it costs here."""
 
 from __future__ import annotations
 
@@ -81,22 +81,22 @@ _OF_STORE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs a hospital, from its own store and its own ledger.
+    """The cost of a plan for a hospital, from its own store and its own ledger.
 
     Attributes:
-        n_units: how many records are protected, rows or patients.
-        epsilon: of all rounds of the plan; None where there is no differential privacy.
+        n_units: number of protected records, rows or patients.
+        epsilon: of all rounds of the plan; None without differential privacy.
         max_tpr_at_fpr_1pct: what share of those protected the best test finds in all that the account holds then, with
             1 false alarm in 100; None where nothing is promised.
         lifetime_epsilon: the same on top of everything on the account.
-        rounds: how many of the plan's rounds the budget is enough for.
-        group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
-            already, and where the store knows no patients.
-        most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
-        framed: the ε of everything that was spent in a frame and of all that this plan may spend; None without one.
-        framed_runs: how many runs the frame has had.
-        letter: the ε of the letter that was released before and is sent, so that the plan spends nothing; None where
-            the plan makes what it sends.
+        rounds: the plan's rounds that the budget covers.
+        group, lifetime_group: both ε for the patient with the most rows; None if ε is per patient already, or the store
+            knows no patients.
+        most_epsilon: of all attempts at a sum that one approval allows; None if no sum is made.
+        framed: the ε spent under a standing approval and by this plan at most; None without one.
+        framed_runs: runs under the standing approval so far.
+        letter: the ε of the released class statistics that are sent again, so that the plan spends nothing; None if the
+            plan makes new releases.
     """
 
     n_units: int
@@ -116,15 +116,15 @@ class Cost:
 
     @property
     def above(self) -> Group | None:
-        """What is above `max_epsilon` though ε per row is not, of everything on the account; None where nothing is."""
+        """The ε above `max_epsilon` though ε per row is not, of everything on the account; None if nothing is."""
         return self.lifetime_group if above_budget(self.lifetime_group, self.max_epsilon) else None
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A plan that a hospital may sign, which site looked, and what it should know that refuses nothing.
+    """A plan that a hospital may sign, the reviewing site, and remarks that refuse nothing.
 
-    `cost` and `learned` are from the hospital's own store; None where that is not on this machine.
+    `cost` and `learned` are from the hospital's own store; None if that is not on this machine.
     """
 
     plan: Plan
@@ -138,14 +138,14 @@ class Looked:
 def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Looked:
     """Check a plan against its own settings, this installation, the hospital's site file and its store.
 
-    Nothing is written but the secret of the hospital's lots, where it has none and the plan draws who is held out. No
+    Nothing is written except the hospital's holdout secret, if it has none and the plan draws held-out patients. No
     other site's store is opened.
 
     Args:
-        frame: that the plan might lie in: what was spent in it is counted, and its list of code holds.
+        frame: the standing approval that may cover the plan: its spending is counted, and its list of code holds.
 
     Raises:
-        UsageError: in one line that says why the plan cannot be signed here.
+        UsageError: in one line, why the plan cannot be signed here.
     """
     document = document_of(plan)
     there = {one["name"]: one for one in document["sites"]}
@@ -176,10 +176,10 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
 
 
 def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
-    """Sign a plan in the name of the hospital that looked, or of its frame where no person does.
+    """Sign a plan in the name of the reviewing hospital, or by its standing approval.
 
-    The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none. Returns
-    where the approval is, which the coordinator needs.
+    For the plan's other sites a missing file in `sites/` is written with their terms in the plan. Returns the path of
+    the approval, which the coordinator needs.
     """
     check_withdrawn(looked.plan, identity.root, looked.plan.sites)
     check_key(looked.plan, identity.certificate, looked.site)
@@ -200,9 +200,9 @@ def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None =
 
 
 def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -> None:
-    """Refuse a plan whose readable part is not, letter by letter, what its settings and table of sites come to."""
+    """Refuse a plan whose text differs in any character from what its settings and table of sites generate."""
     right = described(party, document["pipeline"], document["learns"], plan.keys)
-    if document["code"] != right["code"]:  # the site's frame lists both
+    if document["code"] != right["code"]:  # the site's standing approval lists both
         right |= {"wsi_fl": document["wsi_fl"], "code": document["code"], "packages": document["packages"]}
     odd = odd_in(document["learns"], party)
     if odd or plan.text != text_of(right, document["created"]):
@@ -215,25 +215,25 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
 
 
 def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> None:
-    """Refuse a plan for another question, encoder, weights, directions, classes or shape than its store has."""
+    """Refuse a plan for another task, encoder, weights, projection, classes or shape than the store has."""
     own: dict[str, object] = dict(learned)
     said: dict[str, object] = dict(document["learns"])
     for key, what in _OF_STORE.items():
         wanted, found = said[key], own[key]
         if None not in (wanted, found) and not is_alike(key, wanted, found):
             raise UsageError(
-                f"the plan is for {what} {shown(wanted)}, but {site} has {shown(found)}; make the store as the plan "
-                "says, or ask for another plan"
+                f"the plan is for {what} {shown(wanted)}, "
+                f"but {site} has {shown(found)}; make the store as the plan says, or ask for another plan"
             )
 
 
 def is_alike(key: str, wanted: object, found: object) -> bool:
-    """Return whether two values of a key of `Learned` mean the same; without a store a plan knows an encoder's name."""
+    """Return whether two values of a term mean the same; of an encoder a plan without a store has the name alone."""
     return not any(encoder_differences([str(wanted), str(found)])) if key == "encoder" else wanted == found
 
 
 def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | None:
-    """What the plan costs, beside the runs of a frame with this id; UsageError where no round can be afforded."""
+    """Return the plan's cost, beside the runs of a standing approval; UsageError if no round is affordable."""
     from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
 
     pipeline, rounds = party.pipeline, party.pipeline.train.rounds
@@ -291,25 +291,27 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
 
 
 def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, plan: Plan) -> list[str]:
-    """What the people who sign should know."""
+    """Return remarks for the people who sign."""
     found = []
     with suppress(UsageError, KeyError, ValueError):  # the first plan of a study, or no plan of this version
         before = Plan.load(plan_path(study))
-        asked = "; ".join(changes(before, plan)) or "it asks the same"
+        asked = "; ".join(changes(before, plan)) or "no difference in its terms"
         if before.digest != plan.digest:
-            found.append(f"beside plan {before.digest[:8]}, which lies here: {asked}")
+            found.append(f"compared with plan {before.digest[:8]}, which lies here: {asked}")
     if cost is None:
         found.append(
-            f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
+            f"the store of {me} is not on this machine, so what the plan costs here was not computed; "
+            "sign where it is"
         )
     elif cost.unit == "row" and cost.epsilon is not None and cost.group is None:
         found.append(
-            f"ε is per row, and the store of {me} names no patients, so what it is worth to a patient is not known"
+            f"ε is per row, and the store of {me} names no patients, so its value for a patient is not known"
         )
     rounds = plan.document["rounds"]
     if cost is not None and cost.rounds < rounds:
         found.append(
-            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; then {me} leaves and the others go on"
+            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; "
+            f"then {me} leaves and the others go on"
         )
     if len(plan.keys) < len(sites):
         found.append(
@@ -318,7 +320,7 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
         )
     if plan.method == RUN and not plan.pipeline().train.from_released and _wrote_before(study, me):
         found.append(
-            f"{me} has released a letter before; this plan makes a further one, which costs ε again. Letters that lie "
+            f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing ones "
             "there are sent for nothing by a plan of `federation plan --method oneshot --set train.from_released=true`"
         )
     for site in sites:
@@ -334,13 +336,13 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
 
 
 def _wrote_before(study: Study, site: str) -> bool:
-    """Return whether a letter of a site has left it, by a file or in a run of `oneshot`, as its ledger knows."""
+    """Return whether class statistics of a site have left it, by a file or in a run of `oneshot`, by its ledger."""
     lines = [one for one in LedgerFile(study.ledger(site)).entries if one.site == site and one.sending]
     return any(RUN in one.run.split()[0].split("-")[:2] for one in lines)
 
 
 def look_lines(looked: Looked) -> Lines:
-    """Show people what they are about to sign."""
+    """Render a plan for the people who sign it."""
     said, privacy = looked.document, looked.document["privacy"]
     yield Line(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
@@ -383,7 +385,7 @@ def look_lines(looked: Looked) -> Lines:
 
 
 def _allowed(site: PlannedSite) -> str:
-    """What a site allows by name; masked sums of shared noise are under differential privacy, all else is not."""
+    """Return a site's permissions; sums by secure aggregation are under differential privacy, all else is not."""
     if site["role"] == "receiver":
         return "nothing; it receives"
     if not site["real"]:
@@ -395,7 +397,7 @@ def _allowed(site: PlannedSite) -> str:
 
 
 def cost_words(cost: Cost) -> str:
-    """Say in one sentence what a plan costs a hospital."""
+    """Describe in one sentence what a plan costs a hospital."""
     of = f"{count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
     if cost.epsilon is None or cost.lifetime_epsilon is None:
         why = "there is no differential privacy" if cost.n_units else "nothing of its records leaves it"
@@ -403,8 +405,8 @@ def cost_words(cost: Cost) -> str:
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
     if cost.letter is not None:
         return (
-            f"{of}: sends the letter that it released (ε = {cost.letter:.2f} at δ = {cost.delta:g}); nothing more is "
-            f"spent, and everything spent before is {cost.lifetime_epsilon:.2f} of {limit}"
+            f"{of}: sends the class statistics that it released (ε = {cost.letter:.2f} at δ = {cost.delta:g}); "
+            f"nothing more is spent, and everything spent before is {cost.lifetime_epsilon:.2f} of {limit}"
         )
     said = (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
@@ -420,21 +422,22 @@ def cost_words(cost: Cost) -> str:
 
 
 def _patient_words(cost: Cost) -> str:
-    """What ε per row is worth to the patient with the most rows."""
+    """Describe ε per row for the patient with the most rows."""
     assert cost.group is not None and cost.lifetime_group is not None
     ever = cost.lifetime_group["epsilon"]
-    return f"{group_words(cost.group)}{'' if ever is None else f'; with everything spent before {ever:.1f}'}"
+    suffix = "" if ever is None else f"; with everything spent before {ever:.1f}"
+    return f"{group_words(cost.group)}{suffix}"
 
 
 def above_words(cost: Cost | None) -> str:
-    """Say what is above the budget though ε per row is not; "" where nothing is."""
+    """Describe the ε above the budget though ε per row is not; "" if none is."""
     if cost is None or cost.above is None:
         return ""
     return f"{_patient_words(cost)}, which is above your max_epsilon = {cost.max_epsilon:g}"
 
 
 def signed_lines(document: dict[str, Any]) -> Lines:
-    """Say where the approval lies, and what to do with it."""
+    """Report where the approval is, and what to do with it."""
     yield Line(
         f"{document['site']} signed plan {document['plan'][:8]}; send {document['approval']} to the coordinator, then "
         "start your kit"

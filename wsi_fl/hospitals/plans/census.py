@@ -1,8 +1,8 @@
-"""A census: how many patients of a hospital have which value of a column of its table, with noise, before any plan.
+"""A feasibility query: noisy counts of a hospital's patients by values of a column of its table, before any plan.
 
-Each column that is asked puts a patient into one cell: a value that was declared, or "other" where the patient has
-none, an undeclared one, or several. So values that nobody declared are never told. The cells are one letter: whole
-numbers with discrete Gaussian noise, on the hospital's ledger, signed with its key, and made once.
+Each column puts a patient into one cell: a declared value, or "other" for none, an undeclared one, or several. So
+undeclared values are never disclosed. The cells are one release: whole numbers with discrete Gaussian noise, on the
+hospital's ledger, signed with its key, and made once.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from wsi_fl.system.files import locked, read_object, write_json
 from wsi_fl.types import UsageError
 
 _ENOUGH = 20
-"""Patients of a value that a hospital should have to answer a question about it."""
+"""Patients of a value that a hospital should have for a task on it."""
 _SURE = NormalDist().inv_cdf(0.95)
 _FORMAT, _PURPOSE, _RUN, _OTHER = "wsi-fl census 1", b"wsi-fl census, version 1\n", "census", "other"
 
 
 class _Census(TypedDict):
-    """What a hospital tells of its patients.
+    """A hospital's released counts of its patients.
 
     Attributes:
-        counts: patients by column and value, with noise; of `only_enough` 1 where there are `_ENOUGH` for all that the
-            noise leaves open (95 %), else 0.
+        counts: noisy patients by column and value; with `only_enough` 1 if there are `_ENOUGH` at 95 %
+            confidence, else 0.
         deviation: of the noise, in patients.
     """
 
@@ -59,9 +59,9 @@ class _Census(TypedDict):
 
 
 def _exact_counts(study: Study, site: SiteFile, columns: Mapping[str, Sequence[str]]) -> NDArray[np.int64]:
-    """int64[cells], the patients of each declared value and of all others, column by column.
+    """Return int64[cells], the patients of each declared value and of all others, column by column.
 
-    A patient more or less changes one cell of each of k columns by 1, so these numbers by √k in L2.
+    One patient changes one cell of each of k columns by 1, so these numbers by √k in L2.
     """
     found: list[int] = []
     for column, values in columns.items():
@@ -81,10 +81,10 @@ def take_census(
     epsilon: float,
     only_enough: bool = False,
 ) -> dict[str, Any]:
-    """Return what a hospital answers to a census, signed; the same question again has the same answer, at no cost.
+    """Return a hospital's signed response to a feasibility query; the same query has the same response, at no cost.
 
     Args:
-        columns: of the hospital's table, and which values are counted.
+        columns: of the hospital's table, with the counted values.
         epsilon: of all columns together, at the δ of the site's file, per patient.
 
     Raises:
@@ -140,7 +140,7 @@ def take_census(
 
 
 def _noisy(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[np.float64]:
-    """Add the noise of letters, and round to whole patients, which tells no more."""
+    """Add the noise of class statistics, and round to whole patients, which discloses no more."""
     import torch
 
     from wsi_fl.privacy.cipher import CipherStream
@@ -152,7 +152,7 @@ def _noisy(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[np.f
 
 
 def read_census(path: Path, root: str) -> _Census:
-    """Return what a hospital has answered and signed, by what is trusted (PEM); UsageError where it has not."""
+    """Return a hospital's signed response, verified by the trusted text (PEM); UsageError if it is invalid."""
     document = read_object(path, "ask the hospital for it again")
     holder = signer_of(document, root, _PURPOSE, str(path))
     said = {key: value for key, value in document.items() if key in _Census.__annotations__}
@@ -166,15 +166,15 @@ def read_census(path: Path, root: str) -> _Census:
 
 
 def collect(censuses: Sequence[_Census], epsilon: float = 1.0) -> dict[str, Any]:
-    """Return what can be asked of all hospitals, who would lend no label to it, and what to expect.
+    """Return possible tasks of all hospitals, with the sites that lack labels and the expected gains.
 
     Args:
         epsilon: of the plan to come, per patient.
 
     Returns:
         {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
-        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `_ENOUGH`. A
-        site that lacks all of them is among "receivers".
+        "all", "expected", "pipeline"}]}; "lacks" are each site's values with possibly fewer than `_ENOUGH`.
+        A site that lacks all of them is among "receivers".
     """
     sites = [census["site"] for census in censuses]
     if twice := [site for site in sites if sites.count(site) > 1]:
@@ -188,7 +188,7 @@ def collect(censuses: Sequence[_Census], epsilon: float = 1.0) -> dict[str, Any]
 
 
 def _question(column: str, values: list[str], censuses: Sequence[_Census], epsilon: float) -> dict[str, Any]:
-    """What hospitals can say of one column."""
+    """Summarize the responses on one column."""
     from wsi_fl.stages.training.plan import expected  # and with it PyTorch
 
     lacks, gains = {}, {}
@@ -213,7 +213,7 @@ def _question(column: str, values: list[str], censuses: Sequence[_Census], epsil
 
 
 def census_lines(document: Mapping[str, Any]) -> Lines:
-    """Say what hospitals can answer, and what to write into the pipeline and the site files."""
+    """Report possible tasks, and the lines for the pipeline and the site files."""
     for one in document["questions"]:
         cells = [*one["values"], _OTHER]
         rows = [

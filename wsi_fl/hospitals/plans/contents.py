@@ -1,6 +1,6 @@
-"""What a plan says of data: what is learned from, what leaves a hospital and what never does.
+"""The plan's terms on data: what is trained on, what leaves a hospital and what never does.
 
-What leaves are the shares of the plan's method, in words. What is learned is as a store has it, or as settings know.
+Disclosures are the shares of the plan's method, in words. Training data are described from a store, or from settings.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
 _FLOAT_BYTES = 4
 _SUM_BYTES = 8
-"""Of a number in a sum that is masked."""
+"""Of a number in a masked sum."""
 WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
 _TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
 _TEMPLATES.filters["size"] = size
 
 
 def filled(text: str, **known: Any) -> list[str]:
-    """Return the lines of a jinja2 template that are not empty once it is filled with what is known."""
+    """Return the non-empty lines of a jinja2 template after filling it with values."""
     return [line for line in _TEMPLATES.from_string(text).render(known).splitlines() if line]
 
 
 class Leaving(TypedDict):
-    """One kind of thing that leaves a hospital.
+    """One kind of disclosure by a hospital.
 
     Attributes:
         what, to, often, protected_by: in words.
-        times: how often at most in a run, to each receiver of one hop; None where it is not fixed.
-        bytes: size of each; None where it is not known yet, or small and not fixed.
-        large: whether it bounds the longest letter.
-        of_records: whether it is computed of records, be it that they are counted.
+        times: maximum per run, to each receiver of one hop; None if it is not fixed.
+        bytes: size of each; None if it is not known yet, or small and not fixed.
+        large: whether it bounds the longest message.
+        of_records: whether it is computed from records, be it by counting.
     """
 
     what: str
@@ -59,10 +59,10 @@ class Leaving(TypedDict):
 
 
 def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> list[Leaving]:
-    """Return a row for every kind of thing that leaves a hospital.
+    """Return a row for every kind of disclosure by a hospital.
 
     Args:
-        shape, n_classes: of what the models see and answer; None where only the hospitals' stores know.
+        shape, n_classes: of the models' inputs and outputs; None if only the hospitals' stores determine them.
     """
     rows: list[Leaving] = []
     for share in party.method.shares:
@@ -91,11 +91,11 @@ def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> li
 _SMALL = Leaving(
     what="", to="", often="", times=None, bytes=None, large=False, of_records=True, protected_by=""
 )
-"""What is of a few kB."""
+"""A row of a few kB."""
 
 
 def _as(row: Leaving, name: str, **more: Any) -> Leaving:
-    """A row with the words of that name, and other values of its keys; the rest of what is given fills the words."""
+    """Return a row with the texts of a name, and other values of its keys; further values fill the texts."""
     said = {key: text.format(**more) for key, text in WORDS[name].items()}
     return cast("Leaving", row | said | {key: value for key, value in more.items() if key in row})
 
@@ -109,9 +109,9 @@ def staying(party: RunContext) -> list[str]:
 
 
 def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
-    """One share of the method, in words and bytes."""
+    """Return one share of the method, in words and bytes."""
     pipeline, kind = party.pipeline, _kind_of(party, share)
-    letter = kind == "letter"  # protected as it was made
+    letter = kind == "letter"  # protected by its own release
     rounds, masked, generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
     mixed = share.times == "rounds" and share == party.method.mixed
     often = kind if letter else "tried" if masked else "mixed" if mixed else share.times
@@ -133,7 +133,7 @@ def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | 
 
 
 def _kind_of(party: RunContext, share: Share) -> str:
-    """What plans call a share."""
+    """Return the plan's name for a share."""
     if share.what == "sums":
         if share.by == FILES:
             return "letter"
@@ -146,12 +146,12 @@ def _kind_of(party: RunContext, share: Share) -> str:
 
 
 def _architecture(party: RunContext, role: str) -> str:
-    """The name of the model that all sites have in a role."""
+    """Return the architecture that all sites have in a role."""
     return party.pipeline.model.proxy if role in COMMON else party.pipeline.model.private
 
 
 def _receivers(party: RunContext, share: Share) -> str:
-    """Who gets a share, in words."""
+    """Return the receivers of a share, in words."""
     graph = party.pipeline.topology.graph if share == party.method.mixed else None
     if graph is not None and graph.endswith(".json"):
         return f"the sites that the graph of {graph} names"
@@ -162,7 +162,7 @@ def _receivers(party: RunContext, share: Share) -> str:
 def _bytes(
     party: RunContext, share: Share, shape: Shape | None, n_classes: int | None, each: int
 ) -> int | None:
-    """Bytes of a share, of `each` a number; None where its shape is not known."""
+    """Return the bytes of a share, by the bytes of a number; None if its shape is not known."""
     if shape is None or n_classes is None:
         return None
     if share.what in ("buffer", "generator"):
@@ -174,14 +174,14 @@ def _bytes(
 def _recipe(
     party: RunContext, role: str
 ) -> tuple[str, Literal["all", "head", "last", "norm", "lora"] | None]:
-    """Return the architecture of a role, and the part of it that is trained where it starts from weights."""
+    """Return the architecture of a role, and its trained part if it starts from pretrained weights."""
     said = party.pipeline.model
     return _architecture(party, role), said.train if said.weights else None
 
 
 @lru_cache(maxsize=64)
 def _of_model(name: str, part: Any, n_classes: int, shape: Shape) -> tuple[int, str]:
-    """Return how many parameters of a model are trained, and the SHA-256 of the names and shapes of all."""
+    """Return the number of a model's trained parameters, and the SHA-256 of the names and shapes of all."""
     from wsi_fl.models import Start, build, parameters_digest  # and with it PyTorch
 
     start = None if part is None else Start(part)
@@ -190,18 +190,18 @@ def _of_model(name: str, part: Any, n_classes: int, shape: Shape) -> tuple[int, 
 
 
 class Learned(TypedDict):
-    """What models are trained on; None where only the hospitals' stores know.
+    """The training data of models; None if only the hospitals' stores determine a value.
 
     Attributes:
-        data, example: `train.data` and what a row is, `train.example`.
+        data, example: `train.data` and the kind of a row, `train.example`.
         task: what models answer, in words.
-        classes: the classes; of numbers and survival what each output is called.
+        classes: the classes; for numbers and survival the names of the outputs.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
-        weights: that the model that travels starts from, by the SHA-256 of all its tensors.
-        parameters: of the model that travels, by the SHA-256 of all their names and shapes.
+        weights: that the shared model starts from, by the SHA-256 of all its tensors.
+        parameters: of the shared model, by the SHA-256 of all their names and shapes.
         projection: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
-        says: where this is from, and what it rests on.
+        says: the origin and basis of these values.
     """
 
     data: Literal["patches", "features", "mosaics"]
@@ -227,9 +227,9 @@ _OF_NOTHING = (
 
 
 def odd_in(learned: Learned, party: RunContext) -> str:
-    """Return the first key of what a plan says of its data that no plan says so; "" for none.
+    """Return the first key of a plan's data description that is invalid; "" for none.
 
-    Whoever makes a plan may leave to the stores what only they know, and nothing else; and adds no words of his own.
+    A plan may leave to the stores only what they alone determine, and must not add its own words.
     """
     if learned["says"] not in (_OF_STORE, _OF_SETTINGS, _OF_NOTHING):
         return "says"
@@ -243,9 +243,9 @@ def odd_in(learned: Learned, party: RunContext) -> str:
 
 
 def learned_by(party: RunContext) -> Learned:
-    """Return what models are trained on, from the first store of a site of the party that is in this study.
+    """Return the training data of models, from the first store of a participating site in this study.
 
-    Without a store the pipeline's settings say what `wsi-fl tile` would make, and the stores of all must agree.
+    Without a store it follows from the settings of `wsi-fl tile`, and the stores of all must agree.
     """
     for name in party.names:
         if party.has_store(name):
@@ -260,7 +260,7 @@ def learned_by(party: RunContext) -> Learned:
 
 
 def of_store(party: RunContext, site: str) -> Learned:
-    """Return what the models of a party see, from the store of one site."""
+    """Return the training data of a run's models, from the store of one site."""
     data = party.data(site)
     return _learned(party, list(data.classes), data.shape, data.inputs().get("encoder"), _OF_STORE)
 
@@ -312,7 +312,7 @@ def _directions(party: RunContext) -> str | None:
 
 
 def shape_of(learned: Learned) -> Shape | None:
-    """Return the shape of what models see; None where it is not known."""
+    """Return the shape of the models' input; None if it is not known."""
     if learned["channels"] is not None and learned["size_px"] is not None:
         return Images(learned["channels"], learned["size_px"])
     if learned["n_features"] is None:

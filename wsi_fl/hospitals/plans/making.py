@@ -1,7 +1,7 @@
-"""What a plan says: everything that hospitals read before they sign, made of the settings that will run.
+"""The plan's content: everything that hospitals read before they sign, derived from the settings that will run.
 
-The words follow from the settings, the sites and what is trained on, and from nothing else. So a hospital makes the
-same words again, and refuses a plan whose words are not those of its settings.
+The text follows from the settings, the sites and the training data, and from nothing else. So a hospital renders the
+same text again, and refuses a plan whose text differs in any character.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
 _ROOM = 32_000_000
-"""Bytes that the longest letter has beside twice the largest thing."""
+"""Bytes of the longest message beyond twice the largest payload."""
 _UNKNOWN, _UNKNOWN_SUMS = 500_000_000, 10_000_000
-"""What the largest thing counts as where its size is not known yet; sums of features are small."""
+"""Assumed size of the largest payload if it is not known yet; class statistics are small."""
 
 
 class PlannedSite(TypedDict):
-    """A site as its own file has it in the study where the plan was made.
+    """A site by its own file, in the study where the plan was made.
 
     Attributes:
-        role: "receiver" where it lets nothing go, and has the head that the others make.
-        allow: what it lets go without differential privacy.
-        max_epsilon, delta: its budget; None where its file names none.
-        key: the fingerprint of the key that speaks for it, which people compare by telephone; None where none is
-            pinned: then whoever holds the root's key can speak for the site.
+        role: "receiver" for an inference-only site, which releases nothing and receives the one-shot global head.
+        allow: what it discloses without differential privacy.
+        max_epsilon, delta: its budget; None if its file names none.
+        key: the fingerprint of its key, which people compare by telephone; None if none is pinned: then anybody with
+            the root CA's key can speak for the site.
     """
 
     name: str
@@ -78,11 +78,11 @@ class PlannedSite(TypedDict):
 
 
 class _Protection(TypedDict):
-    """What differential privacy promises.
+    """The guarantee of differential privacy.
 
     Attributes:
-        epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None where each site's
-            max_epsilon alone bounds it, and where letters are sent that were paid for before.
+        epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None if each site's max_epsilon
+            alone bounds it, and if class statistics are sent that were paid for before.
         delta: of simulated sites that name none.
         says: all this in words.
     """
@@ -100,7 +100,7 @@ class _Protection(TypedDict):
 
 
 def _a_time(text: str) -> str:
-    """A time as `make_plan` writes it; ValueError for anything else."""
+    """Return a time in the format of `make_plan`; ValueError for any other text."""
     with suppress(ValueError):
         time = datetime.fromisoformat(text)
         if time.tzinfo is not None and time.isoformat(timespec="seconds") == text:
@@ -109,7 +109,7 @@ def _a_time(text: str) -> str:
 
 
 class PlanDocument(TypedDict):
-    """The file of a plan; `created` is missing as long as only its words are made."""
+    """The file of a plan; `created` is missing until it is written."""
 
     format: str
     version: int
@@ -143,7 +143,7 @@ def make_plan(
 ) -> Plan:
     """Write the plan of a method for all sites of a study, and return it.
 
-    Of another plan in its place, and of approvals of another plan, copies are kept; see `keep_other`.
+    A different plan in its place, and approvals of one, are copied first; see `keep_other`.
 
     Args:
         out: the file to write.
@@ -164,23 +164,23 @@ def make_plan(
     plan = Plan(text_of(said, datetime.now(UTC).isoformat(timespec="seconds")))
     kept = [keep_other(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))]
     if there := [path for path in kept if path]:
-        say(f"  what was about the plan of before is kept: {', '.join(there)}")
+        say(f"  files of the previous plan are kept: {', '.join(there)}")
     write_text(out, plan.text)
     return plan
 
 
 def text_of(said: PlanDocument, created: str) -> str:
-    """Return the text of a plan's file; there is one for each document and time."""
+    """Return the text of a plan's file, unique for each document and time."""
     head = {"format": said["format"], "version": said["version"], "created": created}
     return json.dumps(head | said, indent=2, ensure_ascii=False) + "\n"
 
 
 def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str, str]) -> PlanDocument:
-    """Return all that a plan says but the time it was made; the same for the same party and what it learns from.
+    """Return the content of a plan without its time, the same for the same run context and training data.
 
     Args:
         name: of the pipeline.
-        keys: the fingerprint of each site's key, as far as they are pinned.
+        keys: the fingerprint of each site's key, if pinned.
     """
     pipeline = party.pipeline.model_copy(update={"sites": party.names})
     rows = leaving(party, shape_of(learned), len(learned["classes"] or ()) or None)
@@ -224,12 +224,12 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
 
 
 def settings_text(pipeline: Pipeline) -> str:
-    """Return settings as TOML that is the same once it was read: numbers by default are as those that were written."""
+    """Return settings as TOML that survives reading unchanged: default numbers are formatted like written ones."""
     return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
 
 
 def document_of(plan: Plan) -> PlanDocument:
-    """Return what a plan says; UsageError where something is missing, wrong or hidden."""
+    """Return a plan's content; UsageError if something is missing, wrong or hidden."""
     if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
         raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
     try:
@@ -237,21 +237,21 @@ def document_of(plan: Plan) -> PlanDocument:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it anew") from None
+        raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it again") from None
     if "created" not in said:
-        raise UsageError("this plan is damaged: it does not say when it was created; ask for it anew")
+        raise UsageError("this plan is damaged: it does not say when it was created; ask for it again")
     return said
 
 
 def left_by(document: PlanDocument, site: str) -> list[Leaving]:
-    """Return what leaves one of a plan's sites: all that the plan names, and no sums or scores of one that receives."""
+    """Return the disclosures of one of a plan's sites: all of the plan, without statistics and scores of a receiver."""
     roles = {one["name"]: one["role"] for one in document["sites"]}
     of_all = {WORDS[name]["what"] for name in ("documents", "tallies", "final")}
     return [row for row in document["leaves"] if roles[site] == "member" or row["what"] in of_all]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts of a document but its settings, which have lines."""
+    """Yield all texts of a document except its settings, which have lines."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -264,7 +264,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
-    """Return the site files that a plan's table of sites amounts to: promises alone, and no paths."""
+    """Return the site files that a plan's table of sites amounts to: terms alone, and no paths."""
     return tuple(
         validated(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
         for site in document["sites"]
@@ -275,7 +275,7 @@ _SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n 
 
 
 def _protection(party: RunContext) -> _Protection:
-    """Return what differential privacy promises in a plan, in numbers and in words."""
+    """Return the guarantee of differential privacy in a plan, in numbers and in words."""
     privacy, train = party.pipeline.privacy, party.pipeline.train
     on, own = spends(party.pipeline), privacy.target_epsilon is not None
     anew = on and not party.by_files
@@ -298,7 +298,7 @@ def _protection(party: RunContext) -> _Protection:
 
 
 def made_lines(document: dict[str, Any]) -> Lines:
-    """Say where a plan lies, and what to do with it."""
+    """Report where a plan is, and what to do with it."""
     yield Line(
         f"{document['plan']}: plan {document['sha256'][:8]} for {', '.join(document['sites'])}; send it to every "
         f"hospital, which signs it with `wsi-fl federation approve {Path(document['plan']).name} --kit KIT`"

@@ -1,4 +1,4 @@
-"""A plan tried at one hospital alone before it is signed: nothing leaves, and no ledger of the hospital is written."""
+"""Dry run of a plan at one hospital before it is signed: nothing leaves, and the hospital's ledger is not written."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _PIPELINE, _PLACE = "rehearsal", ".rehearsal-"
 _NOT_SHOWN = {"federation", "generated", "ledgers", "pipelines", "statistics", "runs", "sites", "stores"}
-"""Folders of a study that a rehearsal has for itself."""
+"""Folders of a study that a dry run has for itself."""
 _OF_THE_ACCOUNT = {"ledger.head.json", "statistics.safetensors"}
 """Files beside a store that belong to the hospital's ledger."""
 _PATHS = ("slides", "annotations", "labels", "clinical", "split", "manifest")
 
 
 class _Rehearsed(TypedDict):
-    """What a run took, and would cost for real."""
+    """The resources of a dry run, and the cost of the real run."""
 
     site: str
     plan: str
@@ -54,15 +54,15 @@ def rehearse(
     keep: Path | None = None,
     watcher: Watcher | None = None,
 ) -> _Rehearsed:
-    """Do a plan with the hospital's own rows in the place of everybody's, in this process, with its noise.
+    """Run a plan in this process with copies of the hospital's own rows for all sites, with its noise.
 
     Args:
-        site: of the hospital; the other sites of the plan are imitated by copies of it.
-        rounds: fewer than the plan's, for an idea of minutes and memory.
-        keep: a new folder for the run, its private models too; by default it is deleted.
+        site: of the hospital; the other sites of the plan are copies of it.
+        rounds: fewer than the plan's, for an estimate of time and memory.
+        keep: a new folder for the run, its private models included; by default it is deleted.
 
     Raises:
-        UsageError: when the plan could not be signed here, the store is not here, or `keep` is there already.
+        UsageError: when the plan could not be signed here, the store is not here, or `keep` exists.
         WsiFlError: when it was interrupted.
     """
     if keep is not None and keep.exists():
@@ -72,7 +72,9 @@ def rehearse(
     if roles[site] == "receiver":
         raise UsageError(f"{site} receives, and sends nothing that could be rehearsed")
     if cost is not None and cost.letter is not None:
-        raise UsageError(f"{site} sends the letter that it released, so there is nothing to rehearse")
+        raise UsageError(
+            f"{site} sends the class statistics that it released, so there is nothing to rehearse"
+        )
     if cost is None:
         raise UsageError(f"the store of {site} is not on this machine; rehearse where it is")
     from wsi_fl.stages.training.train import train  # and with it PyTorch
@@ -109,9 +111,9 @@ def rehearse(
 
 @contextmanager
 def _imitated(study: Study, plan: Plan, site: str, roles: Mapping[str, str]) -> Iterator[Study]:
-    """A study inside the hospital's, for as long as it is used: its sites are simulated, and have a ledger there.
+    """Yield a temporary study inside the hospital's: its sites are simulated, and have a ledger there.
 
-    What one that was killed has left, private models among it, goes first.
+    Leftovers of a killed dry run, private models included, are deleted first.
     """
     for left in study.root.glob(f"{_PLACE}*"):
         with suppress(WsiFlError), alone(left / ".lock", "another rehearsal is at work there"):
@@ -134,7 +136,7 @@ def _imitated(study: Study, plan: Plan, site: str, roles: Mapping[str, str]) -> 
 
 
 def _simulated(study: Study, site: str, name: str) -> SiteFile:
-    """The hospital's own site file under another name: with its budget, and without its ledger."""
+    """Return the hospital's own site file under another name: with its budget, and without its ledger."""
 
     def there(said: str | list[str] | None) -> str | list[str] | None:
         if isinstance(said, list):
@@ -147,7 +149,7 @@ def _simulated(study: Study, site: str, name: str) -> SiteFile:
 
 
 def _not_finite(run: RunFolder) -> list[str]:
-    """The models of a run with a number that is none, or is infinite, as "site/role"."""
+    """Return the models of a run with a NaN or an infinite number, as "site/role"."""
     return [
         f"{file.parent.name}/{file.stem}"
         for file in sorted(run.path.glob("sites/*/*.safetensors"))
@@ -156,7 +158,7 @@ def _not_finite(run: RunFolder) -> list[str]:
 
 
 def rehearsed_lines(document: _Rehearsed) -> Lines:
-    """Say what the real run would take and cost."""
+    """Report resources and cost of the real run."""
     wrong = ", ".join(document["not_finite"])
     yield Line(
         f"  {document['rounds']} rounds, {duration(document['seconds_per_round'])} each at {document['site']} alone; "

@@ -1,7 +1,7 @@
-"""The plan that hospitals sign: one readable file that says what runs, what leaves, and what it costs.
+"""The plan that hospitals sign: one readable file with what runs, what leaves, and its cost.
 
-A hospital's approval is a signature of the file's SHA-256 with the key of its kit. A process takes part in nothing but
-the plan that lies approved in its own study, and its ledger names that plan.
+A hospital's approval is a signature of the file's SHA-256 with the key of its kit. A process takes part only in the
+plan that is approved in its own study, and its ledger names that plan.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from wsi_fl.types import UsageError, WsiFlError
 FORMAT, VERSION = "wsi-fl plan", 1
 _REQUEST_FORMAT = "wsi-fl federation request"
 PROMISES = ("real", "role", "allow", "max_epsilon", "delta")
-"""What of a site's file stands in a plan."""
+"""Keys of a site's file that are copied into a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 _RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
-"""What the guarantee rests on."""
+"""Packages that the guarantee rests on."""
 _PACKAGE = Path(__file__).parents[2]
 _STRING, _MOST_DOTS = re.compile(r'"(?:[^"\\]|\\.)*"'), 8
-"""A string in the settings of a plan, and more dots than a line has outside of strings."""
+"""A string in the settings of a plan, and a limit of dots per line outside of strings."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan as it was written: the text of its file, whose SHA-256 is what hospitals sign."""
+    """A plan as written: the text of its file, whose SHA-256 hospitals sign."""
 
     text: str
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """Read a plan; UsageError where the file is none."""
+        """Read a plan; UsageError if the file is none."""
         try:
             text = ordinary(path).read_text(encoding="utf-8")
         except (OSError, ValueError):
@@ -57,7 +57,7 @@ class Plan:
 
     @staticmethod
     def of(text: str, label: str) -> Plan:
-        """Return the plan that a text is; UsageError, with a label of where it comes from, where it is none."""
+        """Return the plan of a text; UsageError, with a label of its origin, if it is none."""
         plan = Plan(text)
         try:
             said = (plan.document.get("format"), plan.document.get("version"))
@@ -69,7 +69,7 @@ class Plan:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """What the file says."""
+        """The content of the file."""
         return dict(json.loads(self.text))
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the pipeline."""
+        """The name of the pipeline."""
         return str(self.document["pipeline"])
 
     @property
@@ -93,28 +93,28 @@ class Plan:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The fingerprint of each site's key, as far as the plan pins them."""
+        """The fingerprint of each site's key, if the plan pins it."""
         return {str(site["name"]): str(site["key"]) for site in self.document["sites"] if site.get("key")}
 
     @property
     def parameters(self) -> str:
-        """The SHA-256 of the parameters of the model that travels; "" where only the hospitals' stores know."""
+        """The SHA-256 of the parameters of the model that travels; "" if only the hospitals' stores determine it."""
         return str(self.document.get("learns", {}).get("parameters") or "")
 
     @property
     def most_bytes(self) -> int:
-        """The longest letter that can be part of this plan."""
+        """The longest message that can be part of this plan."""
         return int(self.document["most_bytes"])
 
     def pipeline(self) -> Pipeline:
-        """Return the settings of the plan; UsageError where they are none of this version."""
+        """Return the settings of the plan; UsageError if they are none of this version."""
         return validated(pipeline_model(), _settings_in(str(self.document["settings"])), "plan")
 
 
 def _settings_in(text: str) -> dict[str, Any]:
-    """Return what the settings of a plan say, a TOML text of somebody whom nobody trusts; UsageError for any other.
+    """Return the settings of a plan from its untrusted TOML text; UsageError for any other text.
 
-    Whoever reads a TOML text gives its writer memory and time, so lines that plans never write are refused unread.
+    Parsing TOML can cost much memory and time, so lines that plans never contain are refused unread.
     """
     try:
         for line in text.split("\n"):
@@ -123,11 +123,11 @@ def _settings_in(text: str) -> dict[str, Any]:
                 raise ValueError
         return tomllib.loads(text)
     except (ValueError, RecursionError):
-        raise UsageError("plan: its settings are not as plans write them; ask for it anew") from None
+        raise UsageError("plan: its settings are not as plans write them; ask for it again") from None
 
 
 def changes(before: Plan, plan: Plan) -> list[str]:
-    """Say what a plan asks otherwise than one before it: who takes part, the method, settings, and what sites allow."""
+    """Describe how a plan differs from an earlier one: sites, method, settings, and permissions of sites."""
     both = [name for name in plan.sites if name in before.sites]
     was, now = (_terms(one, both) for one in (before, plan))
     return [
@@ -142,7 +142,7 @@ def changes(before: Plan, plan: Plan) -> list[str]:
 
 
 def by_key(settings: str) -> dict[str, object]:
-    """Return the settings of a TOML text by "section.key"; the list of sites is none of them."""
+    """Return the settings of a TOML text by "section.key", without the list of sites."""
     sections = _settings_in(settings).items()
     return {
         f"{name}.{key}": one for name, keys in sections if isinstance(keys, dict) for key, one in keys.items()
@@ -150,7 +150,7 @@ def by_key(settings: str) -> dict[str, object]:
 
 
 def _terms(plan: Plan, sites: Collection[str]) -> dict[str, object]:
-    """Return the method, the settings, and what of these sites a plan says, by name."""
+    """Return the method, the settings, and the terms of some sites in a plan, by name."""
     found: dict[str, object] = {"method": plan.method, **by_key(str(plan.document["settings"]))}
     for site in plan.document["sites"]:
         if site["name"] in sites:
@@ -168,25 +168,24 @@ def is_request(path: Path) -> bool:
 
 
 def plan_path(study: Study) -> Path:
-    """Return where a study keeps the plan that its hospital signed."""
+    """Return the path of the signed plan in a study."""
     return study.root / "federation" / "plan.json"
 
 
 def approval_path(study: Study, site: str) -> Path:
-    """Return where a study keeps a site's approval of that plan."""
+    """Return the path of a site's approval of that plan in a study."""
     return study.root / "federation" / f"approval-{site}.json"
 
 
 def cost_path(study: Study, site: str) -> Path:
-    """Return where a study keeps what its site saw of the plan's cost as it signed, which nobody else gets to know."""
+    """Return the path of the plan's cost as its site saw it when signing, which stays at the site."""
     return study.root / "federation" / f"cost-{site}.json"
 
 
 def keep_other(path: Path, plan: Plan) -> str:
-    """Copy a plan, or an approval, that is about another plan to a name with the first digits of its plan's digest.
+    """Copy a plan or an approval of another plan to a name with the first digits of its plan's digest.
 
-    Nobody but people reads the copy, such as approval-A-8e8966ae.json. Returns its path, "" where there is nothing to
-    keep.
+    The copy, such as approval-A-8e8966ae.json, is for people alone. Returns its path, "" if there is nothing to keep.
     """
     try:
         text = ordinary(path).read_text(encoding="utf-8")
@@ -202,7 +201,7 @@ def keep_other(path: Path, plan: Plan) -> str:
 
 
 def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, str]:
-    """Sign a plan in the name of a hospital of it, or of its frame where no person does; keep both in its study."""
+    """Sign a plan in the name of a hospital, or by its standing approval; store plan and approval in its study."""
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
     plan_path(study).parent.mkdir(exist_ok=True)
@@ -221,7 +220,7 @@ _SIGN_AGAIN = "sign the plan again with `wsi-fl federation approve`"
 
 
 def approved_plan(study: Study, identity: Identity) -> Plan:
-    """Return the plan that a hospital has signed; UsageError where there is none, or the file is another one now."""
+    """Return a hospital's signed plan; UsageError if there is none, or the file has changed."""
     path, approval = plan_path(study), approval_path(study, identity.name)
     if not path.exists() or not approval.exists():
         raise UsageError(
@@ -238,14 +237,14 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
 
 
 def approved_at(study: Study, site: str) -> str:
-    """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
+    """Return when a site approved its plan, valid for one run, and by which standing approval; "" if it did not."""
     path = approval_path(study, site)
     said = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
     return f"{said['time']} frame {said['preapproval']}" if "preapproval" in said else str(said["time"])
 
 
 def _check_approval(document: Mapping[str, object], plan: Plan, root: str, *, site: str) -> None:
-    """Refuse an approval that is not a site's signature of this very plan, by what is trusted (PEM)."""
+    """Refuse an approval that is not a site's signature of this very plan, by the trusted text (PEM)."""
     holder = signer_of(document, root, _PURPOSE, f"the approval of {site}")
     check_key(plan, str(document["certificate"]), site)
     if (holder.name, document.get("site"), document.get("plan")) != (site, site, plan.digest):
@@ -256,14 +255,14 @@ def _check_approval(document: Mapping[str, object], plan: Plan, root: str, *, si
 
 
 class _Approvals(NamedTuple):
-    """The sites whose signature of a plan is there, in its order, and why that of every other site does not count."""
+    """The sites whose signature of a plan is there, in its order, and why every other site's does not count."""
 
     signed: tuple[str, ...]
     missing: dict[str, str]
 
 
 def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
-    """Return who has signed a plan and who has not, by the approvals in a study and by what is trusted (PEM)."""
+    """Return the sites that have and have not signed a plan, by a study's approvals and the trusted text (PEM)."""
     missing: dict[str, str] = {}
     for site in plan.sites:
         path = approval_path(study, site)
@@ -279,7 +278,7 @@ def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
 
 
 def check_key(plan: Plan, certificate: str, site: str) -> None:
-    """Refuse a certificate (PEM) for another key than the one that a plan pins for a site."""
+    """Refuse a certificate (PEM) for another key than a plan pins for a site."""
     pinned = plan.keys.get(site)
     if pinned is not None and fingerprint(certificate) != pinned:
         raise UsageError(
@@ -289,7 +288,7 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
 
 
 def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
-    """Refuse to work with sites whose key, as the plan pins it, was withdrawn by what is trusted (PEM)."""
+    """Refuse sites whose key, as the plan pins it, was revoked by the trusted text (PEM)."""
     gone = withdrawn(root).keys
     for site in sites:
         if (since := gone.get(plan.keys.get(site, ""))) is not None:
@@ -300,9 +299,9 @@ def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
 
 
 def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
-    """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
+    """Refuse a plan for other code, or other versions of the packages behind the guarantee, than a site has installed.
 
-    Code whose digests its frame lists counts as the same.
+    Digests listed in its standing approval count as the same code.
     """
     said, here = str(plan.document["code"]), code_digest()
     if said != here and {said, here} <= set(listed):
@@ -313,8 +312,8 @@ def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
         one, other = (versions.get(name, "not installed") for versions in (planned, installed))
         if one != other:
             raise UsageError(
-                f"the plan is for {name} {one}, and site {site} has {other}; install the plan's version, or agree on "
-                "a new plan"
+                f"the plan is for {name} {one}, and site {site} has {other}; "
+                "install the plan's version, or agree on a new plan"
             )
     if said != here:
         raise UsageError(
@@ -324,26 +323,27 @@ def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
 
 
 def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
-    """Refuse a site file that promises something else than its part of a plan says."""
+    """Refuse a site file that differs from its part of a plan."""
     for key in PROMISES:
         own, agreed = getattr(file, key), said.get(key)
         if key in said and (sorted(own) != sorted(agreed or ()) if key == "allow" else own != agreed):
             raise UsageError(
-                f"the plan says {key} = {shown(agreed)} of {file.name}, and sites/{file.name}.toml says {shown(own)}; "
+                f"the plan says {key} = {shown(agreed)} of {file.name}, "
+                f"and sites/{file.name}.toml says {shown(own)}; "
                 "have the plan made with your site file, or change your site file"
             )
 
 
 def shown(value: Any) -> str:
-    """Return a value as a TOML file has it, and "nothing" for none."""
+    """Return a value as TOML, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
 
 
 def packages() -> dict[str, str]:
-    """Return the versions of the packages that the guarantee rests on, without what a build calls itself (`+cu126`).
+    """Return the versions of the packages that the guarantee rests on, without local build labels (`+cu126`).
 
-    Those that add methods, readers, encoders or commands are among them, since their code runs too. WsiFlError where
-    one is not installed.
+    Packages that add methods, readers, encoders or commands are included, since their code runs too. WsiFlError if one
+    is not installed.
     """
     try:
         found = {name: version(name) for name in _RESTS_ON} | plugins.versions()
@@ -353,11 +353,11 @@ def packages() -> dict[str, str]:
 
 
 def code_digest(package: Path = _PACKAGE) -> str:
-    """Return the SHA-256 over what runs, which all sites of a plan must have alike.
+    """Return the SHA-256 of the running code, which must be the same at all sites of a plan.
 
-    That is every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
-    of `packages`. What Python compiled, hidden files and shipped pipelines are left out, since a plan has its settings
-    in itself. WsiFlError where the folder of the package cannot be read.
+    It covers every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
+    of `packages`, but not compiled Python, hidden files and shipped pipelines, since a plan holds its settings.
+    WsiFlError if the folder of the package cannot be read.
     """
     digest = hashlib.sha256(json.dumps(packages(), sort_keys=True).encode())
     try:

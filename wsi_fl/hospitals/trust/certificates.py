@@ -1,10 +1,10 @@
-"""Who is who between hospitals: one root per federation, and a certificate for everybody who takes part.
+"""Identities of hospitals: one root CA per federation, and a certificate for every participant.
 
-Keys never leave the machine they were made on. A hospital sends a request, whoever founded the federation approves it,
-and the hospital puts the certificate beside its key (RFC 2986, RFC 5280). The root's key can name anybody.
+Keys never leave the machine they were made on. A hospital sends a request, the holder of the root CA approves it, and
+the hospital puts the certificate beside its key (RFC 2986, RFC 5280). The root CA's key can name anybody.
 
-The root also signs a numbered list of keys whose certificates it has withdrawn, a CRL (RFC 5280, section 5). What is
-*trusted* is one PEM text: the root's certificate, and after it that list, where there is one.
+The root CA also signs a numbered list of keys whose certificates it has revoked, a CRL (RFC 5280, section 5). The
+*trusted* text is one PEM text: the root CA's certificate, followed by that list if there is one.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from wsi_fl.types import KnownToAll, UsageError, printable
 
 Role = Literal["server", "coordinator", "hospital"]
 _KEY_BITS = 2048
-"""NVIDIA FLARE 2.9 has room for keys of this length alone in what it encrypts from end to end."""
+"""The only key length that fits NVIDIA FLARE 2.9's end-to-end encryption."""
 _EXPONENT = 65537
-"""The only public exponent that is taken: who may choose one soon finds a key whose fingerprint begins like another's,
-or one whose signatures need no private key."""
+"""The only accepted public exponent: with a free choice it is easy to find a key whose fingerprint begins like
+another's, or one whose signatures need no private key."""
 _ROOT_DAYS, _CERTIFICATE_DAYS = 3650, 730
 _SKEW = timedelta(minutes=10)
-"""A certificate holds from a little before it was made, for clocks that are slow."""
+"""Validity of a certificate before its creation, for slow clocks."""
 _FLARE_ROLE = {"coordinator": "project_admin"}
-"""What FLARE reads of a certificate to know what its holder may do."""
+"""The role that FLARE reads from a certificate."""
 _KEY_OF, _OCTETS = x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20"
-"""The extension of an entry of the list that holds the SHA-256 of the key, for plans pin keys, and how DER begins its
-32 bytes. The identifier is a UUID (ITU-T X.667)."""
+"""The extension of a list entry with the SHA-256 of the key, since plans pin keys, and the DER prefix of its 32 bytes.
+The identifier is a UUID (ITU-T X.667)."""
 _PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 
 
 class NotTrusted(KnownToAll):
-    """Something was not signed by whom it says it comes from."""
+    """Something was not signed by its alleged sender."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A key, its certificate (PEM) and what is trusted (PEM): what one needs to speak for a site of this name."""
+    """A key, its certificate (PEM) and the trusted text (PEM), with which a process speaks for a site."""
 
     name: str
     key: RSAPrivateKey
@@ -67,7 +67,7 @@ class Identity:
 
     @staticmethod
     def load(key: str, certificate: str, root: str) -> Identity:
-        """Return what three PEM texts make up; UsageError where they do not belong together or do not hold now."""
+        """Return the identity of three PEM texts; UsageError if they do not belong together or are not valid now."""
         try:
             private = _private(key)
             holder = verified(certificate, root)
@@ -78,18 +78,18 @@ class Identity:
         return Identity(holder.name, private, certificate, root)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the signature of some bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
+        """Return the signature of bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
         return self.key.sign(data, _PADDING, SHA256())
 
     def signed(self, document: Mapping[str, Any], purpose: bytes) -> dict[str, object]:
-        """Return a document with its signer's certificate and a signature that is good for one purpose alone."""
+        """Return a document with its signer's certificate and a signature that is valid for one purpose alone."""
         signature = self.sign(_signed_bytes(document, purpose))
         return {**document, "certificate": self.certificate, "signature": signature.hex()}
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Whom a certificate names, the number that the root gave it, and when it ends."""
+    """The holder that a certificate names, its serial number, and its last day."""
 
     name: str
     organization: str
@@ -98,7 +98,7 @@ class Holder:
     _key: RSAPublicKey
 
     def check(self, signature: bytes, data: bytes) -> None:
-        """Refuse (NotTrusted) what this holder's key did not sign."""
+        """Refuse (NotTrusted) data that this holder's key did not sign."""
         try:
             self._key.verify(signature, data, _PADDING, SHA256())
         except InvalidSignature:
@@ -106,11 +106,11 @@ class Holder:
 
 
 def signer_of(document: Mapping[str, Any], root: str, purpose: bytes, what: str) -> Holder:
-    """Return who signed a document, once every word of it is known to be what was signed, else UsageError.
+    """Return the signer of a document after verifying all of it; UsageError otherwise.
 
     Args:
-        root: what is trusted, PEM.
-        what: the document is, for messages.
+        root: the trusted text, PEM.
+        what: the name of the document, for messages.
     """
     try:
         holder = verified(str(document["certificate"]), root)
@@ -127,9 +127,9 @@ def _signed_bytes(document: Mapping[str, Any], purpose: bytes) -> bytes:
 
 
 def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
-    """Return whom a certificate (PEM) names, once it is known to be one of the federation that holds at a time.
+    """Return the holder of a certificate (PEM) after verifying that it is of the federation and valid at a time.
 
-    NotTrusted, by what is trusted (PEM), says in one line what is wrong.
+    NotTrusted, by the trusted text (PEM), with one line on the fault.
     """
     if not _issued_by(certificate, root):
         raise NotTrusted("a certificate does not belong to this federation")
@@ -156,8 +156,8 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The list of withdrawn certificates: its number (of two lists the higher holds), when each key was withdrawn by
-    its fingerprint, and the list alone as PEM. Where there is none: 0, nothing and "".
+    """A revocation list: its number (the higher of two holds), the time of each key's revocation by fingerprint, and
+    the list itself as PEM. Without one: 0, nothing and "".
     """
 
     number: int
@@ -166,7 +166,7 @@ class Withdrawn:
 
 
 def withdrawn(trusted: str) -> Withdrawn:
-    """Return the list in a PEM text that is trusted; NotTrusted where it is none that the root signed."""
+    """Return the list in a trusted PEM text; NotTrusted if the root CA did not sign it."""
     root, end, rest = trusted.partition("-----END CERTIFICATE-----")
     if not rest.strip():
         return Withdrawn(0, {}, "")
@@ -185,7 +185,7 @@ def withdrawn(trusted: str) -> Withdrawn:
 
 
 def longer_list(trusted: str, root_key: str, more: Mapping[int, str]) -> str:
-    """Return the next list, PEM: that of before and more certificates: by number, the fingerprints of their keys."""
+    """Return the next list, PEM: the previous one and further certificates, key fingerprints by serial number."""
     before, above, now = withdrawn(trusted), _certificate(trusted), datetime.now(UTC)
     made = x509.CertificateRevocationListBuilder(above.subject, now - _SKEW, above.not_valid_after_utc)
     made = made.add_extension(x509.CRLNumber(before.number + 1), critical=False)
@@ -205,7 +205,7 @@ def new_key() -> str:
 
 
 def new_root(key: str, federation: str) -> str:
-    """Return the root certificate (PEM) of a federation, signed by its own key (PEM)."""
+    """Return the root CA's certificate (PEM) of a federation, signed by its own key (PEM)."""
     private = _private(key)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
@@ -238,11 +238,11 @@ def approved(
     """Return the certificate (PEM) for a request (PEM).
 
     Args:
-        root: what is trusted, PEM.
+        root: the trusted text, PEM.
         hosts: names under which a server is reached.
 
     Raises:
-        UsageError: when the request was not signed by the key that it is for, or the key is withdrawn or unusual.
+        UsageError: when the request was not signed by its own key, or the key is revoked or unusual.
     """
     asked = _request(request)
     if not asked.is_signature_valid:
@@ -254,7 +254,7 @@ def approved(
     name, organization = _names(asked.subject)
     if fingerprint(request) in withdrawn(root).keys:
         raise UsageError(f"the key of this request was withdrawn; {name} needs a new one, in a new kit")
-    subject = [  # of the request nothing but these: whatever else it says could give its holder a role
+    subject = [  # of the request these fields alone: others could give its holder a role
         x509.NameAttribute(NameOID.COMMON_NAME, name),
         x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization or name),
     ]
@@ -266,7 +266,7 @@ def approved(
 
 
 def stranger(certificate: str, root: str) -> tuple[str, str] | None:
-    """Return (subject, issuer) of a certificate (PEM), short texts that steer no terminal; None for one of the root."""
+    """Return (subject, issuer) of a certificate (PEM), short printable texts; None for one of the root CA."""
     if _issued_by(certificate, root):
         return None
     found = _certificate(certificate)
@@ -276,7 +276,7 @@ def stranger(certificate: str, root: str) -> tuple[str, str] | None:
 
 
 def request_names(request: str) -> tuple[str, str]:
-    """Return (name, organization) of a certificate request (PEM); UsageError where it is none."""
+    """Return (name, organization) of a certificate request (PEM); UsageError if it is none."""
     return _names(_request(request).subject)
 
 
@@ -310,7 +310,7 @@ def _issued(
     ca: bool,
     extra: x509.ExtensionType,
 ) -> str:
-    """A certificate (PEM) for a key, signed by another or the same one."""
+    """Return a certificate (PEM) for a key, signed by another or the same one."""
     now, above = datetime.now(UTC), private.public_key()
     made = (
         x509.CertificateBuilder()
@@ -329,7 +329,7 @@ def _issued(
 
 
 def _issued_by(certificate: str, root: str) -> bool:
-    """Whether a root certificate signed another one (PEM)."""
+    """Return whether a root CA's certificate signed another one (PEM)."""
     try:
         _certificate(certificate).verify_directly_issued_by(_certificate(root))
     except (ValueError, TypeError, InvalidSignature):
@@ -338,7 +338,7 @@ def _issued_by(certificate: str, root: str) -> bool:
 
 
 def _general(host: str) -> x509.GeneralName:
-    """A host's name or IP address, as clients compare it with the one that they call."""
+    """Return a host's name or IP address in the form that clients compare with the called host."""
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
@@ -347,7 +347,7 @@ def _general(host: str) -> x509.GeneralName:
 
 @lru_cache(maxsize=32)
 def _private(pem: str) -> RSAPrivateKey:
-    """Return a private key; it is checked when it is read, which takes a quarter of a second."""
+    """Return a private key; the check when it is loaded takes a quarter of a second."""
     with suppress(ValueError):
         if isinstance(key := load_pem_private_key(pem.encode(), None), RSAPrivateKey):
             return key
@@ -355,7 +355,7 @@ def _private(pem: str) -> RSAPrivateKey:
 
 
 def _usual(key: object, whose: str) -> RSAPublicKey:
-    """Return a public key, once it is an RSA key with the usual exponent."""
+    """Return a public key after verifying that it is an RSA key with the usual exponent."""
     if not isinstance(key, RSAPublicKey):
         raise NotTrusted(f"{whose} has no RSA key")
     if (exponent := key.public_numbers().e) != _EXPONENT:
@@ -378,7 +378,7 @@ def _request(pem: str) -> x509.CertificateSigningRequest:
 
 
 def _names(subject: x509.Name) -> tuple[str, str]:
-    """(name, organization), each empty where a certificate has none or several."""
+    """Return (name, organization), each empty if a certificate has none or several."""
     found = (subject.get_attributes_for_oid(one) for one in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
     name, organization = (str(one[0].value) if len(one) == 1 else "" for one in found)
     return name, organization

@@ -1,8 +1,8 @@
-"""A kit: what somebody needs to take part in a federation, in one folder; its key was made there and stays there.
+"""The startup kit of a participant: one folder with the key, which was made there and stays there.
 
-`startup/` and `local/` are what NVIDIA FLARE reads. `federation.json` says who the kit is of and how the others are
-reached: by a server, or by a folder that all can reach. The way to a server is straight, or through the HTTP proxy that
-the environment names (CONNECT, RFC 9110, 9.3.6); it is looked at step by step, each with what to do when it fails.
+`startup/` and `local/` are read by NVIDIA FLARE. `federation.json` names the holder and how the others are reached: by
+a server, or by a shared folder. A server is reached directly, or through the HTTP proxy that the environment names
+(CONNECT, RFC 9110, 9.3.6); the connection is checked step by step, each step with a remedy for its failure.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from wsi_fl.system.files import alone, ordinary, read_object, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
-"""How FLARE calls the files of a role."""
+"""The stem of a role's file names in FLARE."""
 ROOT, LIST = "rootCA.pem", "withdrawn.pem"
-"""The root's certificate, and the certificates that it has withdrawn."""
+"""The root CA's certificate, and the list of certificates that it revoked."""
 SOON_DAYS = 30
 DEFAULT_PORT = 443
-"""What nearly every hospital's firewall and proxy let out."""
+"""The port that nearly every hospital's firewall and proxy let out."""
 _SECONDS = 5.0
 _ANSWER = re.compile(r"Tunnel connection failed: (\d{3})\b")
-"""How the standard library says what a proxy answered."""
+"""The proxy's status code in an error message of the standard library."""
 _WRITE = "write it as HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
 
 
 def trusted_in(folder: Path) -> str:
-    """Return what is trusted by the files of a folder, PEM; OSError when the root's certificate cannot be read."""
+    """Return the trusted PEM text of a folder's files; OSError if the root CA's certificate cannot be read."""
     root, file = ordinary(folder / ROOT).read_text(), folder / LIST
     return f"{root}\n{ordinary(file).read_text(errors='replace')}" if file.exists() else root
 
 
 class KitDocument(TypedDict):
-    """What `federation.json` says: a server joins the federation, or a folder."""
+    """The content of `federation.json`; the federation is connected by a server or by a folder."""
 
     name: str
     role: Role
@@ -57,14 +57,14 @@ class KitDocument(TypedDict):
 
 @dataclass(frozen=True)
 class Kit:
-    """A folder with a key, its certificate and the federation's root, and what its `federation.json` says."""
+    """A folder with a key, its certificate and the federation's root CA, and the content of its `federation.json`."""
 
     path: Path
     document: KitDocument
 
     @staticmethod
     def open(path: Path) -> Kit:
-        """Read a kit; UsageError where the folder is none."""
+        """Read a kit; UsageError if the folder is none."""
         file = path / "federation.json"
         if not file.is_file():
             inner = path / "coordinator"
@@ -77,7 +77,7 @@ class Kit:
 
     @property
     def name(self) -> str:
-        """Whose it is."""
+        """The name of the holder."""
         return str(self.document["name"])
 
     @property
@@ -86,19 +86,19 @@ class Kit:
 
     @property
     def folder(self) -> str | None:
-        """The address of the folder that all can reach; None where a server joins them."""
+        """The address of the shared folder; None if a server connects the federation."""
         found = self.document.get("folder")
         return str(found) if found else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the kit, or fail where another process has it: two of one name would take each other's letters."""
+        """Lock the kit, or fail if another process has it: two of one name would take each other's messages."""
         busy = f"{self.name} runs already: another process has {self.path}; end it first"
         with alone(self.path / ".lock", busy):
             yield
 
     def identity(self) -> Identity:
-        """Return key and certificate; UsageError where they are incomplete, do not fit or do not hold now."""
+        """Return key and certificate; UsageError if they are incomplete, do not fit or are not valid now."""
         stem, startup = STEM[self.role], self.path / "startup"
         try:
             key, certificate = [ordinary(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
@@ -115,13 +115,13 @@ class Kit:
         return identity
 
     def withdrawn(self) -> Withdrawn:
-        """Return the kit's list of withdrawn certificates; NotTrusted when it is not the root's."""
+        """Return the kit's revocation list; NotTrusted if the root CA did not sign it."""
         return withdrawn(trusted_in(self.path / "startup"))
 
     def take(self, text: str) -> bool:
-        """Keep a list (PEM, and nothing else of what is given) if it is newer, and return whether it is.
+        """Store a revocation list (the PEM list alone is taken from the text) if it is newer; return whether it is.
 
-        NotTrusted where it is not the root's, wherever it comes from.
+        NotTrusted if the root CA did not sign it.
         """
         startup = self.path / "startup"
         found = withdrawn(f"{ordinary(startup / ROOT).read_text()}\n{text}")
@@ -130,7 +130,7 @@ class Kit:
         return newer
 
     def reminder(self) -> str:
-        """Return how to renew a certificate that ends soon, "" where it does not; UsageError as of `identity`."""
+        """Return how to renew a certificate that ends soon, "" if it does not; UsageError if the kit is unusable."""
         identity = self.identity()
         left = (verified(identity.certificate, identity.root).until - datetime.now(UTC)).days
         if left >= SOON_DAYS:
@@ -141,7 +141,7 @@ class Kit:
 
 
 def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
-    """Let TLS refuse the certificates that the list beside a root's certificate names; return the context."""
+    """Let TLS refuse the certificates on the revocation list beside a root CA's certificate; return the context."""
     if (file := root.with_name(LIST)).exists():
         context.load_verify_locations(file)
         context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
@@ -150,7 +150,7 @@ def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that was looked at, and what was found or what to do."""
+    """One step of a check, and its result or remedy."""
 
     what: str
     ok: bool
@@ -158,7 +158,7 @@ class Step:
 
 
 def look(kit: Kit) -> Iterator[Step]:
-    """Look at certificate, name or proxy, port and handshake, and stop at the first that fails."""
+    """Check certificate, name or proxy, port and handshake, and stop at the first that fails."""
     try:
         identity = kit.identity()
     except WsiFlError as error:
@@ -192,17 +192,17 @@ def look(kit: Kit) -> Iterator[Step]:
 
 
 def likely_reason(kit: Kit) -> str:
-    """Return the first thing that fails in words; "" when nothing does."""
+    """Return the message of the first step that fails; "" if none does."""
     return next((step.said for step in look(kit) if not step.ok), "")
 
 
 def require_server(kit: Kit) -> None:
-    """Fail where the kit knows no server, or where there is no way through to its port."""
+    """Fail if the kit has no server, or its port cannot be reached."""
     _connected(*server_of(kit)).close()
 
 
 def server_of(kit: Kit) -> tuple[str, int]:
-    """Return (host, port) of the kit's server; UsageError where it knows none."""
+    """Return (host, port) of the kit's server; UsageError if it has none."""
     if not (server := kit.document.get("server")):
         raise UsageError(
             f"{kit.path}: this federation uses a folder and has no server; each hospital runs `wsi-fl federation start`"
@@ -211,7 +211,7 @@ def server_of(kit: Kit) -> tuple[str, int]:
 
 
 def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Step:
-    """Mutual TLS with the kit's certificate, and a byte more: in TLS 1.3 a server says no after the handshake."""
+    """Check mutual TLS with the kit's certificate, and read a byte: in TLS 1.3 a server refuses after the handshake."""
     startup, stem, what = kit.path / "startup", STEM[kit.role], "mutual TLS"
     context = refuse_withdrawn(ssl.create_default_context(cafile=startup / ROOT), startup / ROOT)
     context.load_cert_chain(startup / f"{stem}.crt", startup / f"{stem}.key")
@@ -232,10 +232,10 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
 
 
 def _stranger(kit: Kit, host: str, port: int) -> str:
-    """Whose certificate is shown in the server's place; "" where it is one of the federation."""
+    """Return the holder of the certificate shown instead of the server's; "" if it is one of the federation."""
     context = ssl.create_default_context()
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is sent
+    context.verify_mode = ssl.CERT_NONE  # the certificate is only inspected, and nothing is sent
     with (
         suppress(OSError, WsiFlError),
         _connected(host, port) as plain,
@@ -252,7 +252,7 @@ def _stranger(kit: Kit, host: str, port: int) -> str:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Return (host, port) of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`, without brackets; else ValueError.
+    """Return (host, port) of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`, without brackets; ValueError otherwise.
 
     Example:
         >>> address_of("fl.example.org"), address_of("[2001:db8::1]:8443")
@@ -265,13 +265,13 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    """Return a host in the form used before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True)
 class _Proxy:
-    """An HTTP proxy, which is shown without what `headers` tell it: the user and the password."""
+    """An HTTP proxy, whose representation leaves out its headers with user and password."""
 
     host: str
     port: int
@@ -282,9 +282,9 @@ class _Proxy:
 
 
 def proxy_to(host: str) -> _Proxy | None:
-    """Return the proxy of `HTTPS_PROXY` to a host; None where there is none, or `NO_PROXY` leaves the host out.
+    """Return the proxy of `HTTPS_PROXY` for a host; None if there is none, or `NO_PROXY` excludes the host.
 
-    WsiFlError where it is no HTTP proxy.
+    WsiFlError if it is no HTTP proxy.
     """
     url, headers = getproxies_environment().get("https", ""), {}
     if not url or proxy_bypass(host):
@@ -302,7 +302,7 @@ def proxy_to(host: str) -> _Proxy | None:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """Return a connection to a host, the way that `federation start` takes too; WsiFlError says what is in the way."""
+    """Return a connection to a host by the same route as `federation start`; WsiFlError with the obstacle."""
     if proxy := proxy_to(host):
         return _connected_by(proxy, host, port)
     try:

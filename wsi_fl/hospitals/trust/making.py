@@ -1,7 +1,7 @@
-"""Founding a federation, and the way into it: request, approval, join. Every key is made where it is used.
+"""Provisioning of a federation, and the enrolment of sites: request, approval, certificate.
 
-What is sent about are two small files, a request and a certificate, and neither is secret. That they are the right
-ones is made sure of by telephone: both sides read out a fingerprint.
+Every key is made where it is used. Two small files are sent, a request and a certificate, and neither is secret. Both
+sides verify them by reading a fingerprint out by telephone.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def provision(
     shared_folder: str | None = None,
     sites: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Found a federation: its root, the kit of the server (where there is one) and that of the coordinator.
+    """Provision a federation: its root CA, the kit of the server (if there is one) and that of the coordinator.
 
     Args:
-        folder: a new one; keep `root/` in it, which holds the root's key, offline.
+        folder: a new one; keep its `root/`, which holds the root CA's key, offline.
         server: "host", "host:port" or "[IPv6]:port" under which hospitals reach the server.
-        shared_folder: address of a folder that all can reach, where no server joins them.
-        sites: hospitals of a test bed, whose kits are made here too, keys and all.
+        shared_folder: address of a folder that all can reach, if there is no server.
+        sites: hospitals of a test bed, whose kits are made here too, keys included.
 
     Raises:
-        UsageError: when the folder holds something, or neither or both of server and shared_folder are given.
+        UsageError: when the folder is not empty, or neither or both of server and shared_folder are given.
     """
     if (server is None) == (shared_folder is None):
         raise UsageError(
@@ -64,7 +64,7 @@ def provision(
     for name in (federation, *sites):
         _check_name(name)
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder}: it holds something already; found a federation in a new folder")
+        raise UsageError(f"{folder}: it holds something already; provision a federation in a new folder")
     host, port = _address(server) if server else ("", 0)
     root_key = new_key()
     root = new_root(root_key, federation)
@@ -89,7 +89,7 @@ def provision(
 
 
 class _Asked(TypedDict):
-    """A request that was written: whose, where it lies, and the fingerprint to read out."""
+    """A written request: its holder, its file, and the fingerprint to read out."""
 
     name: str
     file: str
@@ -97,7 +97,7 @@ class _Asked(TypedDict):
 
 
 def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> _Asked:
-    """Make a key in a new kit, and the request that is sent to the coordinator; UsageError where a key is there."""
+    """Make a key in a new kit, and the request to the coordinator; UsageError if a key exists."""
     _check_name(name)
     key_file = _key_file(kit, role)
     if key_file.exists():
@@ -114,7 +114,7 @@ def renew(kit: Path, *, rotate: bool = False) -> _Asked:
     """Write a request for a further certificate of a kit.
 
     Args:
-        rotate: for a new key, which the kit's present one vouches for; it is used as soon as its certificate is here.
+        rotate: whether for a new key, endorsed by the present one and used as soon as its certificate arrives.
     """
     opened, vouched = Kit.open(kit), None
     name, organization, key = opened.name, str(opened.document["organization"]), _key_file(kit, opened.role)
@@ -139,24 +139,24 @@ def _key_file(kit: Path, role: Role) -> Path:
 
 
 def _fresh(key: Path) -> Path:
-    """Where a key lies that takes the place of another one once its certificate is here."""
+    """Return the path of a key that replaces another one once its certificate has arrived."""
     return key.with_suffix(".next.key")
 
 
 def approve_request(
     file: Path, folder: Path, expected: str | None = None, *, unchecked: bool = False
 ) -> dict[str, Any]:
-    """Sign a request with the root in a founded folder, and write the certificate beside it.
+    """Sign a request with the root CA in a provisioned folder, and write the certificate beside it.
 
-    Where a name gets another key, the one before is withdrawn.
+    If a name gets another key, its previous one is revoked.
 
     Args:
-        expected: the fingerprint that the hospital read out; None where it was not compared.
-        unchecked: whether a name that is new gets its certificate without it.
+        expected: the fingerprint that the hospital read out; None if it was not compared.
+        unchecked: whether a new name gets its certificate without a fingerprint.
 
     Raises:
-        UsageError: when it is no request, the fingerprint is another one or lacks for a new name, the key was
-            withdrawn, or the name is taken by another key that has not signed the request.
+        UsageError: when it is no request, the fingerprint differs or is missing for a new name, the key was revoked, or
+            the name belongs to another key that has not signed the request.
     """
     document, role = _document(file, _REQUEST)
     text = str(document["request"])
@@ -186,7 +186,7 @@ def approve_request(
 
 
 class _Joined(KitDocument):
-    """What a kit says that is complete now, where it lies, and the root's fingerprint."""
+    """The content of a complete kit, its folder, and the root CA's fingerprint."""
 
     kit: str
     fingerprint: str
@@ -194,14 +194,14 @@ class _Joined(KitDocument):
 
 
 def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> _Joined:
-    """Put the certificate that the coordinator sent back beside the key that it is for; the kit is complete then.
+    """Put the certificate from the coordinator beside its key, which completes the kit.
 
     Args:
-        expected: the root's fingerprint, as the coordinator read it out; a kit that has joined knows the root.
-        unchecked: whether a new kit joins without it.
+        expected: the root CA's fingerprint, as the coordinator read it out; a complete kit has the root CA already.
+        unchecked: whether a new kit is completed without it.
 
     Raises:
-        UsageError: when the certificate is for another key, the root is another one, or a new kit lacks a fingerprint.
+        UsageError: when the certificate is for another key, the root CA differs, or a new kit lacks a fingerprint.
     """
     document, role = _document(file, _CERTIFICATE)
     name, root = str(document["name"]), str(document["root"])
@@ -211,7 +211,7 @@ def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool 
     ask = f"{file}: have the coordinator read the root's fingerprint out"
     if _is_another(expected, found, ask, vouched=vouched):
         raise UsageError(
-            f"{file}: the root's fingerprint is {found}, not the one that was read out; do not join"
+            f"{file}: the root CA's fingerprint is {found}, not the one that was read out; do not join"
         )
     certificate, key = str(document["certificate"]), _key_file(kit, role)
     if not key.exists():
@@ -249,28 +249,28 @@ def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool 
 
 
 def fingerprint_line(whose: str, found: str) -> Line:
-    """Say the fingerprint of a key, all 32 bytes of it, for people to compare: of a few bytes forgeries are found."""
+    """Render the fingerprint of a key, all 32 bytes, for people to compare: a few bytes can be forged."""
     return Line(f"  fingerprint of {whose}: {found}")
 
 
 def provisioned_lines(document: dict[str, Any]) -> Lines:
-    """Say what was founded, and what comes next."""
-    yield Line(f"federation {document['federation']} founded; to be read out to hospitals:")
-    yield fingerprint_line("the root", document["fingerprint"])
+    """Report a provisioned federation, and the next step."""
+    yield Line(f"federation {document['federation']} provisioned; to be read out to hospitals:")
+    yield fingerprint_line("the root CA", document["fingerprint"])
     for name, kit in document["kits"].items():
         yield Line(f"  kit of {name}: {kit}")
     yield Line(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
 
 
 def requested_lines(document: _Asked) -> Lines:
-    """Say what to send, and what to read out."""
+    """Report what to send, and what to read out."""
     file = document["file"]
     yield Line(f"send {file} to the coordinator, and read out by telephone, unless it renews one:")
     yield fingerprint_line("the request", document["fingerprint"])
 
 
 def approved_lines(document: dict[str, Any]) -> Lines:
-    """Say what to send back."""
+    """Report an approval, and what to send back."""
     now = (
         f"renewed until {document['until']}"
         if document["renewed"]
@@ -279,23 +279,23 @@ def approved_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"{document['name']} ({document['organization']}) is {now}")
     yield fingerprint_line(document["name"], document["fingerprint"])
     yield Line(f"send {document['file']} back, and read out:")
-    yield fingerprint_line("the root", document["root_fingerprint"])
+    yield fingerprint_line("the root CA", document["root_fingerprint"])
     if document["withdrew"]:
-        yield Line("its key of before is withdrawn; plans that name it need new ones", "yellow")
+        yield Line("its previous key is withdrawn; plans that name it need new ones", "yellow")
         yield from list_lines(document["withdrew"])
 
 
 def joined_lines(document: _Joined) -> Lines:
-    """Say what the kit is, and what comes next."""
+    """Report a complete kit, and the next step."""
     whose = f"of {document['name']} in {document['federation']} until {document['until']}"
     yield Line(f"{document['kit']} is the kit {whose}")
     yield Line(f"  reached by {document.get('server') or document.get('folder')}")
-    yield fingerprint_line("the root", document["fingerprint"])
+    yield fingerprint_line("the root CA", document["fingerprint"])
     yield Line(f"next: wsi-fl federation check {document['kit']}")
 
 
 def _document(file: Path, wanted: str) -> tuple[dict[str, Any], Role]:
-    """What a file of this format says, and whose role it is about."""
+    """Return the content of a file of this format, and the role it is about."""
     try:
         document = read_json(file)
     except OSError:
@@ -308,9 +308,9 @@ def _document(file: Path, wanted: str) -> tuple[dict[str, Any], Role]:
 
 
 def _refuse_taken(root: Root, document: dict[str, Any], name: str, *, compared: bool) -> None:
-    """Refuse a name that is another key's, unless that key signed the request; the same key may ask again.
+    """Refuse a name that belongs to another key, unless that key signed the request; the same key may ask again.
 
-    A name whose keys were all withdrawn needs people who have compared fingerprints.
+    A name whose keys were all revoked needs a compared fingerprint.
     """
     current = root.keys().get(name)
     if current in withdrawn(root.trusted).keys:
@@ -326,7 +326,7 @@ def _refuse_taken(root: Root, document: dict[str, Any], name: str, *, compared: 
 
 
 def _vouching(root: Root, document: dict[str, Any], name: str) -> str:
-    """The fingerprint of the key that signed a request in the name of its holder; "" where none did."""
+    """Return the fingerprint of the key that endorsed a request in the name of its holder; "" if none did."""
     signed, text = document.get("renews") or {}, str(document["request"])
     try:
         holder = verified(str(signed["certificate"]), root.trusted)
@@ -352,9 +352,9 @@ def _check_name(name: str) -> None:
 
 
 def _is_another(expected: str | None, found: str, ask: str, *, vouched: bool) -> bool:
-    """Whether a fingerprint that was read out is another one, however it is written.
+    """Return whether a fingerprint that was read out differs, in whatever notation.
 
-    One must be given, unless something else vouches for the key, and never an empty one: UsageError, which asks for it.
+    A missing one raises UsageError unless something else vouches for the key, an empty one always.
     """
     said, there = (re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", found))
     if not said and (expected is not None or not vouched):
@@ -363,7 +363,7 @@ def _is_another(expected: str | None, found: str, ask: str, *, vouched: bool) ->
 
 
 def _write_secret(path: Path, text: str) -> None:
-    """Write what nobody else may read."""
+    """Write a file that its owner alone may read."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_text(path, text)
     path.chmod(0o600)

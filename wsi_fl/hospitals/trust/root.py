@@ -1,7 +1,7 @@
-"""The root of a federation, in `root/` of the founded folder: its key gives certificates, and withdraws them.
+"""The root CA of a federation, in `root/` of the provisioned folder: its key issues certificates, and revokes them.
 
-The list of withdrawn ones is written by the root, taken by kits, and carried by a shared folder. Everybody keeps the
-list with the higher number, so nobody can put an older one in its place.
+The revocation list is written by the root CA, stored by kits, and distributed by a shared folder. Of two lists the one
+with the higher number holds, so an older list cannot replace it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Root:
-    """The folder of a root, its certificate (PEM), and what its key was used for."""
+    """The folder of a root CA, its certificate (PEM), and the record of issued certificates."""
 
     path: Path
     certificate: str
 
     @staticmethod
     def open(folder: Path) -> Root:
-        """Read the root in a founded folder; UsageError where none is there."""
+        """Read the root CA in a provisioned folder; UsageError if there is none."""
         path = folder / "root"
         try:
             return Root(path, (path / ROOT).read_text())
@@ -44,7 +44,7 @@ class Root:
 
     @property
     def key(self) -> str:
-        """The key, PEM; UsageError where it is kept elsewhere."""
+        """The key, PEM; UsageError if it is kept elsewhere."""
         try:
             return (self.path / "root.key").read_text()
         except OSError:
@@ -54,19 +54,19 @@ class Root:
 
     @property
     def trusted(self) -> str:
-        """The root's certificate, and its list where there is one, PEM."""
+        """The root CA's certificate, and its revocation list if there is one, PEM."""
         return trusted_in(self.path)
 
     def issued(self) -> list[dict[str, str]]:
-        """Return a line for every certificate that was given, oldest first."""
+        """Return a line for every certificate that was issued, oldest first."""
         return read_lines(self.path / "issued.jsonl", _ISSUED)
 
     def keys(self) -> dict[str, str]:
-        """Return the fingerprint of everybody's newest key, by name."""
+        """Return the fingerprint of each holder's newest key, by name."""
         return {one["name"]: one["fingerprint"] for one in self.issued()}
 
     def note(self, certificate: str, line: dict[str, str]) -> bool:
-        """Note a certificate (PEM) that was given; return whether another key of its name was withdrawn by that."""
+        """Record an issued certificate (PEM); return whether another key of its name was revoked thereby."""
         key, now = fingerprint(certificate), datetime.now(UTC).isoformat(timespec="seconds")
         holder = verified(certificate, self.certificate)
         number, until = f"{holder.number:x}", holder.until.isoformat()
@@ -75,7 +75,7 @@ class Root:
         return self.withdraw(line["name"], but=key)
 
     def withdraw(self, name: str, *, but: str = "") -> bool:
-        """Put all certificates of a name on the list, but those of one key; return whether any were not there yet."""
+        """Revoke all certificates of a name except those of one key; return whether any was not revoked before."""
         gone = {but, *withdrawn(self.trusted).keys}
         numbers: dict[int, str] = {}
         for one in self.issued():
@@ -90,7 +90,7 @@ class Root:
 
 
 class Listed(TypedDict):
-    """What became of a list: who is on it now, which kit has it, and where it lies."""
+    """The result for a revocation list: the latest site, the kit with the list, and the list's file."""
 
     site: NotRequired[str]
     kit: NotRequired[str]
@@ -101,7 +101,7 @@ class Listed(TypedDict):
 
 
 def revoke(site: str, folder: Path) -> Listed:
-    """Withdraw all certificates of a name, by the root in a founded folder; UsageError where there are none."""
+    """Revoke all certificates of a name, by the root CA in a provisioned folder; UsageError if there are none."""
     if not Root.open(folder).withdraw(site):
         raise UsageError(
             f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names"
@@ -110,14 +110,14 @@ def revoke(site: str, folder: Path) -> Listed:
 
 
 def handed_on(folder: Path) -> Listed:
-    """Give the root's list to the coordinator's kit in the founded folder; return where the list lies."""
+    """Install the root CA's list in the coordinator's kit of the provisioned folder; return where the list is."""
     file, kit = folder / "root" / LIST, folder / COORDINATOR
     taken: Listed = take_list(file, kit) if kit.is_dir() else {"said": ""}
     return taken | {"file": str(file)}
 
 
 def take_list(file: Path, kit: Path) -> Listed:
-    """Put a list into a kit, and into the folder that it shares; UsageError where the root has not signed it."""
+    """Install a list in a kit and in its shared folder; UsageError if the root CA has not signed it."""
     opened = Kit.open(kit)
     try:
         newer = opened.take(ordinary(file).read_text(errors="replace"))
@@ -130,11 +130,11 @@ def take_list(file: Path, kit: Path) -> Listed:
 
 
 def exchange_list(kit: Kit, address: str) -> str:
-    """Take a newer list of withdrawn certificates from a shared folder, or lay the kit's own there; say which."""
+    """Take a newer revocation list from a shared folder, or write the kit's own there; return a line on it."""
     share = Share(address)
     try:
         laid = share.read(_MOST_BYTES, LIST).decode(errors="replace") if LIST in share.entries() else ""
-        with suppress(NotTrusted):  # whoever can write to the folder may have laid anything
+        with suppress(NotTrusted):  # anybody with write access may have written the file
             if kit.take(laid):
                 return "a newer list of withdrawn certificates was taken from the folder"
         if (mine := kit.withdrawn().text) in ("", laid):
@@ -142,13 +142,13 @@ def exchange_list(kit: Kit, address: str) -> str:
         if laid:
             share.remove(LIST)
         share.write(mine.encode(), LIST)
-        return "the list of withdrawn certificates was laid into the folder"
+        return "the list of withdrawn certificates was written into the folder"
     except Exception as error:  # each kind of share fails in its own way
         return f"the folder was not asked for withdrawn certificates: {one_line(error)}"
 
 
 def list_lines(document: Listed) -> Lines:
-    """Say who has a list, and whom to send it to."""
+    """Report which kit has a list, and whom to send it to."""
     yield Line(document["said"])
     if "file" in document:
         yield Line(

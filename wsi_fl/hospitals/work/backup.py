@@ -1,8 +1,8 @@
-"""What a site must not lose, in one file: its key and certificates, what it has signed and released, its ledger, and
-the secret by which it draws whom it holds out.
+"""Backup of a site in one file: its key and certificates, what it has signed and released, its ledger, and the secret
+of its held-out draw.
 
-The file is a plain tar that its owner alone may read: it holds the key. What is there already is never overwritten, and
-no ledger takes the place of a newer one.
+The file is a plain tar that its owner alone may read: it holds the key. Existing files are never overwritten, and no
+ledger replaces a newer one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _Files = dict[PurePosixPath, bytes]
 
 
 def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
-    """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
+    """Copy the files that a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
 
     Returns:
-        {"file", "name", "files": how many, "lines": of the ledger, None without one}.
+        {"file", "name", "files": number, "lines": of the ledger, None without one}.
     """
     found, lines = _files("kit", kit.path, _KIT), None
     if study is not None:
@@ -62,7 +62,7 @@ def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
 
 
 class _Known(TypedDict):
-    """What a site's ledger knows: runs, the time of its last line, and ε, None where none holds."""
+    """The content of a site's ledger: runs, the time of its last line, and ε, None if none holds."""
 
     runs: int
     last: str | None
@@ -71,7 +71,7 @@ class _Known(TypedDict):
 
 
 class _Restored(TypedDict):
-    """The files that were missing, how many were there, and what the ledger knows; None without one."""
+    """The files that were missing, the number of present ones, and the ledger's content; None without one."""
 
     kit: str
     name: str
@@ -81,15 +81,15 @@ class _Restored(TypedDict):
 
 
 def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
-    """Put back what is missing of a kit and a study; what is there stays as it is.
+    """Restore missing files of a kit and a study; existing ones stay as they are.
 
     Args:
-        file: that `backup` made.
+        file: of `backup`.
         kit: its folder, a new one or that of the same key.
 
     Raises:
         UsageError: when the file is no backup, or the kit holds another key.
-        WsiFlError: when the ledger is older than this machine knows, or the kit is in use.
+        WsiFlError: when the ledger is older than its anchors on this machine, or the kit is in use.
     """
     found = _read(file)
     name, roots = _holder(file, found), {"kit": kit}
@@ -107,7 +107,7 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
     with alone(kit / ".lock", f"{name} runs now: another process has {kit}; end it first"):
         restored = []
         if study is not None and ledger is not None:
-            site = study.site_path(name)  # it says where the ledger lies
+            site = study.site_path(name)  # the site file holds the ledger's path
             restored = [
                 *(_put(site, targets[site]) if site in targets else []),
                 *_put_ledger(study, name, ledger),
@@ -124,7 +124,7 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
 
 
 def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
-    """Put a ledger back, unless the one that is here goes on from it, and let its heads know."""
+    """Restore a ledger, unless the present one continues it, and update its anchors."""
     path = study.ledger(site)
     if made := _put(path, data):
         try:
@@ -164,7 +164,7 @@ def _files(part: str, root: Path, patterns: Sequence[str]) -> _Files:
 
 
 def _read(file: Path) -> _Files:
-    """The files of a backup by name; none of them leads out of its folder."""
+    """Return the files of a backup by name; none of them leads out of its folder."""
     try:
         with tarfile.open(ordinary(file), "r:") as tar:
             files = [(PurePosixPath(one.name), tar.extractfile(one)) for one in tar]
@@ -178,13 +178,13 @@ def _read(file: Path) -> _Files:
 
 
 def _stays_inside(name: PurePosixPath) -> bool:
-    """Return whether a name is that of the ledger, of its lots, or of a file in a folder of the kit or the study."""
+    """Return whether a name is that of the ledger, of the holdout secret, or of a file of the kit or the study."""
     plain = not name.is_absolute() and ".." not in name.parts and "\0" not in str(name)
     return plain and (name in {_LEDGER, _LOTS} or len(name.parts) > 1)
 
 
 def _holder(file: Path, found: _Files) -> str:
-    """Return whose kit a backup holds; UsageError where its document does not say."""
+    """Return the holder of a backup's kit; UsageError if its document names none."""
     try:
         document = json.loads(found[_DOCUMENT])
         name = document["name"]
@@ -199,7 +199,7 @@ def _holder(file: Path, found: _Files) -> str:
 
 
 def _require_site(file: Path, found: _Files, study: Study, name: str) -> None:
-    """Refuse a ledger whose site has no file, in the backup or here: that file says where the ledger lies."""
+    """Refuse a ledger whose site has no file, in the backup or here: that file holds the ledger's path."""
     kept = PurePosixPath("study", "sites", f"{name}.toml")
     if kept not in found and not study.site_path(name).is_file():
         raise UsageError(
@@ -208,7 +208,7 @@ def _require_site(file: Path, found: _Files, study: Study, name: str) -> None:
 
 
 def _put(path: Path, data: bytes) -> list[str]:
-    """Write a file for its owner alone where there is none, and return it then."""
+    """Write a file for its owner alone if it is missing, and return its path then."""
     if path.exists():
         return []
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -218,7 +218,7 @@ def _put(path: Path, data: bytes) -> list[str]:
 
 
 def restored_lines(document: _Restored) -> Lines:
-    """Say what was put back, and what comes next."""
+    """Report the restored files, and the next step."""
     yield Line(
         f"{len(document['restored'])} files of {document['name']} are back; {document['kept']} were there"
     )

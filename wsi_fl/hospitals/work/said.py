@@ -1,7 +1,7 @@
-"""What a hospital says to the server and the coordinator of a job: one of four agreed documents, and nothing else.
+"""A hospital's replies to the server and the coordinator of a job: one of four agreed documents, and nothing else.
 
-Neither side trusts the other: the server looks at what a hospital said before it keeps it, and the coordinator at what
-the server handed on. What is not agreed on ends the job in one line that names the hospital.
+Neither side trusts the other: the server validates a hospital's reply before storing it, and the coordinator validates
+the server's. An invalid reply ends the job in one line that names the hospital.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wsi_fl.types import printable
 
 _LONGEST = 1000
 _MOST_VALUES = 1 << 21
-"""Of an answer: a hundred models that a hundred hospitals counted."""
+"""Of a reply: a hundred models counted by a hundred hospitals."""
 
 
 class _Ready(TypedDict):
@@ -27,13 +27,13 @@ class _Ready(TypedDict):
 
 
 class _Failed(TypedDict):
-    """Why a hospital did not do what it was asked."""
+    """Why a hospital did not do its job."""
 
     error: Words
 
 
 class Reached(TypedDict):
-    """Whom a hospital that went to see all others reached, as `taking_part.greet` says it."""
+    """The peers that a hospital reached in a connection check."""
 
     site: Name
     peers: list[Name]
@@ -41,7 +41,7 @@ class Reached(TypedDict):
 
 
 class _Done(Summary):
-    """The summary of a run, and the counts that left the hospitals; None where none did."""
+    """The summary of a run, and the counts that left the hospitals; None if none did."""
 
     scores: Scores | None
 
@@ -50,15 +50,15 @@ _KINDS: dict[str, Any] = {"ready": _Ready, "check": Reached, "work": _Done}
 
 
 def failed(text: str) -> _Failed:
-    """Return a reason as the document that tells it: one printable line of at most 1000 characters."""
+    """Return a failure document with its reason: one printable line of at most 1000 characters."""
     return {"error": printable(" ".join(text.split()))[:_LONGEST]}
 
 
 def answered(text: str, site: str, what: str) -> dict[str, Any]:
-    """Return what a hospital says in JSON, once it is known to be what was agreed on; else NotAgreed, which names it.
+    """Return a hospital's JSON reply after validation; NotAgreed, with the hospital's name, otherwise.
 
     Args:
-        what: was asked: "ready", "check" or "work".
+        what: the kind of job: "ready", "check" or "work".
     """
     said: dict[str, Any] = decoded(
         text.encode(errors="surrogatepass"), _KINDS[what], site, most_values=_MOST_VALUES
@@ -69,12 +69,12 @@ def answered(text: str, site: str, what: str) -> dict[str, Any]:
 
 
 def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
-    """Return what the server handed on of each hospital, or NotAgreed; of failures alone where any hospital failed.
+    """Return the replies that the server passed on, by hospital, or NotAgreed; failures alone if any hospital failed.
 
     Args:
-        told: by site; who has said nothing yet is missing, or has an empty document.
-        sites: that were asked.
-        what: they were asked.
+        told: by site; a site without a reply is missing, or has an empty document.
+        sites: of the job.
+        what: the kind of job.
     """
     if not isinstance(told, Mapping) or not set(told) <= set(sites):
         raise NotAgreed(
@@ -88,7 +88,7 @@ def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
 
 
 def _whole(scores: Scores) -> bool:
-    """Whether every model has counts of every hospital, all of the shape that the number of classes asks for."""
+    """Return whether every model has counts of every hospital, in the shape of the number of classes."""
     n, hospitals = len(scores["classes"]), set(scores["hospitals"])
     bins = N_BINS if n == 2 else 0
     return set(scores["counts"]) == set(scores["models"]) and all(

@@ -1,6 +1,6 @@
-"""Starting what a kit is for, in the foreground: FLARE's process, or a hospital's part over a folder.
+"""Starting a kit's process in the foreground: FLARE's process, or a hospital's part over a folder.
 
-What runs for years must not grow for ever: older logs and older folders of jobs go.
+A process may run for years, so older logs and older job folders are deleted.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_li
 _REGISTER_S, _POLL_S, _END_S, _TIDY_S = 30.0, 0.2, 10.0, 3600.0
 _REGISTERED = "Successfully registered client"
 _LOGS, _JOBS = 5, 20
-"""How many older ones are kept."""
+"""Older ones that are kept."""
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-"""FLARE calls the folder of a job after its id."""
+"""The folder of a job: FLARE names it by the job's id."""
 _LAID, _MOST_PLAN = "plan.json", 1 << 20
-"""A plan that lies in the shared folder, and its longest length in bytes."""
+"""A plan in the shared folder, and its longest length in bytes."""
 _LEAVING_S = 10.0
-"""How long a site that has the last letter of a run may take to write its summary and to leave."""
+"""Time for a site to write its summary and to leave after the last message of a run."""
 
 
 def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:
-    """Run a kit's process until it is interrupted (Ctrl-C, SIGTERM), which is its usual end.
+    """Run a kit's process until it is interrupted (Ctrl-C, SIGTERM), its usual end.
 
     Args:
         study: of the hospital, the only folder that its jobs read and write; None for a server.
-        told: called with what people should know: that it is registered, what it allows, and that it was stopped.
+        told: called with lines for people: its registration, its permissions, and its end.
 
     Raises:
         UsageError: when the kit cannot be started so.
@@ -99,7 +99,7 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
 
 
 def _rotate(log: Path, most_bytes: int = 20 << 20) -> None:
-    """Call a log that is longer, and that nobody writes now, `….1`, that one `….2`, and so on to five."""
+    """Rename a log that is longer, and that no process writes now, to `….1`, that one to `….2`, and so on to five."""
     if log.is_file() and log.stat().st_size > most_bytes:
         RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
 
@@ -113,7 +113,7 @@ def _forget_jobs(kit: Path) -> None:
 
 
 def _say_what_it_allows(kit: Kit, study: Study, told: Callable[[str], None]) -> None:
-    """Tell what a hospital lets happen: which plan it has signed, and what may leave."""
+    """Report a hospital's permissions: its signed plan, and what may leave."""
     site, frame = study.site(kit.name), open_frame(study, kit.identity())
     allowed = ", ".join(site.allow) or "nothing without differential privacy"
     budget = f"ε up to {site.max_epsilon:g}" if site.max_epsilon else "no budget of ε"
@@ -121,16 +121,16 @@ def _say_what_it_allows(kit: Kit, study: Study, told: Callable[[str], None]) -> 
         plan = approved_plan(study, kit.identity())
         signed = f"plan {plan.digest[:8]}, {plan.method} with {', '.join(plan.sites)}"
     except UsageError as error:
-        signed = f"no plan that holds, so no job is taken ({error})"
-    framed = f"; a frame until {frame['until']}" if frame else ""
+        signed = f"no valid plan, so no job is taken ({error})"
+    framed = f"; a standing approval until {frame['until']}" if frame else ""
     told(f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}")
-    told(f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone")
+    told(f"  may leave: {allowed}; {budget}; reads and writes {study.root} alone")
 
 
 def _followed(
     process: subprocess.Popen[bytes], kit: Kit, log: Path | None, told: Callable[[str], None]
 ) -> int:
-    """Wait for the end of a process, remove old jobs, and tell what a log says of plans; return its exit code."""
+    """Wait for the end of a process, remove old jobs, and report a log's lines on plans; return its exit code."""
     seen = log.stat().st_size if log and log.exists() else 0
     tidied = -_TIDY_S
     while (code := process.poll()) is None:
@@ -146,7 +146,7 @@ def _followed(
 
 @contextmanager
 def _process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[bytes]]:
-    """FLARE's process and all that it starts; they end with this one."""
+    """Run FLARE's process with its descendants; they end with this one."""
     role = "server" if study is None else "client"
     own = [] if study is None else [f"uid={kit.name}"]
     command = [sys.executable, "-m", PROCESSES, role, "-m", str(kit.path), "-s", f"fed_{role}.json"]
@@ -177,7 +177,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its jobs, which FLARE gives process groups of their own, politely first."""
+    """End the process and its jobs, which FLARE gives process groups of their own, first by SIGTERM."""
     groups = [process.pid, *_started_by(process.pid)]
     for sign in (signal.SIGTERM, signal.SIGKILL):
         for group in groups:
@@ -190,7 +190,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _started_by(pid: int) -> list[int]:
-    """The processes that a process started and that lead a group of their own."""
+    """Return the processes that a process started and that lead a group of their own."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -202,7 +202,7 @@ def _started_by(pid: int) -> list[int]:
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit) -> None:
-    """Wait for 30 s until a process is where it should be; an error names the likely reason."""
+    """Wait up to 30 s until a process is ready; an error names the likely reason."""
     deadline = time.monotonic() + _REGISTER_S
     while not done():
         if (ended := process.poll() is not None) or time.monotonic() > deadline:
@@ -233,7 +233,7 @@ def _listens(port: int) -> bool:
 
 
 def _since(log: Path, start: int) -> str:
-    """What a log says since it was so long."""
+    """Return the text of a log from a position on."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
@@ -241,29 +241,29 @@ def _since(log: Path, start: int) -> str:
 
 
 class _NobodyWaits(Interrupted):
-    """A run that has finished here has finished for everybody."""
+    """A finished run that no peer waits for."""
 
 
 def take_part_by_folder(
     study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()
 ) -> Summary:
-    """Do a hospital's part of the plan that it has signed, over a folder, and return the run's summary.
+    """Do a hospital's part of its signed plan, over a folder, and return the run's summary.
 
-    A `plan.json` that lies in the folder is taken first where the hospital's frame allows it; see `plans.admitting`.
+    A `plan.json` in the folder is approved first if the hospital's standing approval covers it; see `plans.admitting`.
 
-    To call it again is always right, also from cron. It begins the plan's run, or goes on with the one that all
-    sites have, from their checkpoints; what was sent is sent again, and nothing is charged twice but a sum that was
-    spoilt. When the run has finished, the summary is returned at once, unless a peer that was stopped before its own
-    end says hello: then this site helps it to finish, as far as that costs nothing. The processes of all sites must be
-    alive at the same time, as one that was stopped has forgotten the key that letters to it were sealed with.
+    Calling it again is always safe, also from cron. It begins the plan's run, or resumes the one that all sites have,
+    from their checkpoints; releases are sent again, and nothing is charged twice except a spoilt sum. When the run has
+    finished, the summary is returned at once, unless a peer that was stopped before its own end sends a handshake: then
+    this site helps it to finish, as far as that costs nothing. The processes of all sites must be alive at the same
+    time, as a stopped one has lost the key that its messages were sealed with.
 
     Args:
         study: of this hospital, the only other folder that is read or written.
         folder: the address of the folder, an fsspec URL or a path. By default that of the kit.
-        without: sites that were lost, to go on without; all others must leave out the same ones.
+        without: sites that dropped out, to go on without; all others must leave out the same ones.
 
     Raises:
-        UsageError: when no folder is known, no plan was signed, or wsi-fl is another than the plan's.
+        UsageError: when the folder is unknown, no plan was signed, or wsi-fl differs from the plan's.
         WsiFlError: when a site did not answer within `comm.timeout_s`, another process of this study takes part
             already, or the sites' runs do not fit together.
     """
@@ -285,7 +285,7 @@ def take_part_by_folder(
 
 
 def _take_laid(study: Study, identity: Identity, address: str) -> None:
-    """Approve `plan.json` of the shared folder where the hospital's frame allows it; without a frame it is not read."""
+    """Approve `plan.json` of the shared folder by the hospital's standing approval; without one it is not read."""
     if open_frame(study, identity) is None:
         return
     try:
@@ -293,7 +293,7 @@ def _take_laid(study: Study, identity: Identity, address: str) -> None:
     except WsiFlError as error:
         say(f"  {error}", "yellow")
         return
-    except Exception:  # nothing lies there, or the share is not reached now
+    except Exception:  # no plan is there, or the share is not reached now
         return
     admit(study, identity, Plan.of(text, f"{_LAID} of the shared folder"))
 
@@ -301,7 +301,7 @@ def _take_laid(study: Study, identity: Identity, address: str) -> None:
 def _until_done(
     study: Study, kit: Kit, plan: Plan, line: FolderLine, address: str, without: Sequence[str]
 ) -> Summary:
-    """Take part, and begin again whenever a peer does."""
+    """Take part, and resume whenever a peer does."""
     identity, train = kit.identity(), plan.pipeline().train
     few, peers = train.min_sites is not None, set(plan.sites) - {identity.name, *without}
     attendance = Attendance(identity, plan.sites, None if without else train.min_sites)
@@ -326,7 +326,7 @@ def _until_done(
 
     if finished is not None and not _still_wait(line, peers):
         return finished
-    say(f"  {identity.name} takes part in plan {plan.digest[:8]}, as soon as all others do")
+    say(f"  {identity.name} takes part in plan {plan.digest[:8]} as soon as all others do")
     while True:
         try:
             return take_part(
@@ -340,11 +340,11 @@ def _until_done(
                 withdrawn=lambda: withdrawn(int(time.monotonic() / line.beat_s)),
             )
         except SiteReturned as returned:
-            say(f"  {returned}; all begin again from their checkpoints")
+            say(f"  {returned}; all resume from their checkpoints")
         except SitesGone as news:
             attendance.note_gone(news.sites, str(news))
             lacking = ", ".join(attendance.lacking())
-            say(f"  {news}; {f'waiting for {lacking}' if lacking else 'those who are there go on'}", "yellow")
+            say(f"  {news}; {f'waiting for {lacking}' if lacking else 'the others go on'}", "yellow")
         except KnownToAll as refusal:
             if finished is None:
                 raise
@@ -357,13 +357,13 @@ def _until_done(
 
 
 def _still_wait(line: FolderLine, peers: set[str]) -> bool:
-    """Whether a peer's process waits for a run that has finished here, and is not just about to leave it too."""
+    """Return whether a peer's process waits for a run that has finished here, and is not about to leave it too."""
     began, seen = time.monotonic(), line.signs()
     while waiting := peers & line.waiting():
         signs, passed_s = line.signs(), time.monotonic() - began
         if passed_s > _LEAVING_S and any(signs.get(one) != seen.get(one) for one in waiting):
             return True
         if passed_s > max(_LEAVING_S, 2 * line.beat_s):
-            return False  # what said hello is gone; its next process gives signs again
+            return False  # the handshake is stale; the site's next process gives signs again
         time.sleep(_LEAVING_S / 50)
     return False

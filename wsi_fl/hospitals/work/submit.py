@@ -1,8 +1,8 @@
-"""The coordinator's side: asking all hospitals to begin, and what comes back, releases and tallies alone.
+"""The coordinator's side: starting a plan at all hospitals, and its results, releases and tallies alone.
 
-A plan that can do without a hospital goes on by itself, job after job, until it is done. A job is for the hospitals
-that are there. When one falls silent or fails, the next job is for the others, from their checkpoints; when it is there
-again, the job under way ends and the next one is for all of them.
+A plan that can do without a hospital continues, job after job, until it is done. A job is for the hospitals that are
+connected. When one times out or fails, the next job is for the others, from their checkpoints; when it is back, the
+running job ends and the next one is for all of them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SUMMARY = "summary.json"
 _JOBS = "jobs.jsonl"
-"""A line for what the coordinator asked the hospitals for, and one for what became of it, in the kit."""
+"""The kit's log: a line for each submitted job, and one for its outcome."""
 _KNOWN = ("what", "plan", "method", "sites", "resume", "without", "asked", "run", "reason")
-"""What is known of a job; "reason" is why it failed, "run" what came of it, and None stands for neither yet."""
+"""What is known of a job; "reason" is why it failed, "run" its result, and None stands for neither yet."""
 _LOOK_S = 5.0
 _TRIES = 3
-"""Times that a hospital which is connected may fail before it is left out until it was away, or for its patience."""
+"""Failures after which a connected hospital is left out until it was disconnected, or for its patience."""
 _IN_VAIN = 10
-"""Jobs in a row that fail and name nobody, before people have to look."""
+"""Consecutive failures without a blamed hospital after which people have to look."""
 
 
 class _Submitted(Summary):
-    """The summary of a run, where it lies, and the page."""
+    """The summary of a run, its folder, and its page."""
 
     out: str
     report: str
@@ -62,15 +62,15 @@ def submit(
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> _Submitted:
-    """Let the hospitals of a plan do it together, and keep the summary that all of them know.
+    """Run a plan at its hospitals, and store the summary that all of them have.
 
     Args:
         kit: the coordinator's.
-        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`; default: a
-            new one in `beside` that is called after the run.
+        out: a folder for `summary.json`, `report.html` and, if hospitals disclose counts, `scores.json`; default: a new
+            one in `beside`, named after the run.
         beside: the folder of the plan.
-        resume: the run to go on with, as the summary or the hospitals' folders name it.
-        without: hospitals that were lost.
+        resume: the run to resume, as the summary or the hospitals' folders name it.
+        without: hospitals that dropped out.
 
     Raises:
         UsageError: when hospitals of the plan are not connected, or `out` holds a result already.
@@ -89,7 +89,7 @@ def submit(
         said = _until_done(kit, plan, sites, resume, watcher)
     scores = _same_scores({site: one.pop("scores", None) for site, one in said.items()})
     summary: Summary = next(iter(said.values()))
-    if out is None:  # hospitals gave the run its name
+    if out is None:  # the hospitals named the run
         name = "result-" + re.sub(r"[^\w.-]", "_", Path(summary["run"]).name)
         tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
         out = next(folder for folder in tried if not folder.exists())
@@ -102,7 +102,7 @@ def submit(
 
 
 def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
-    """The counts that all hospitals hold alike."""
+    """Return the scores of all hospitals; WsiFlError if they differ."""
     first = next(iter(held))
     if other := [site for site, scores in held.items() if scores != held[first]]:
         raise WsiFlError(
@@ -114,29 +114,29 @@ def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
 
 @dataclass
 class _Absences:
-    """Which hospitals a job may be for, from when each was seen or failed last, in seconds of one clock.
+    """The hospitals that a job may be for, from when each was connected or failed last, in seconds of one clock.
 
     Args:
-        names: of the hospitals, those left out by people aside.
-        patience_s: how long one that is not there is waited for.
+        names: of the hospitals, without those that people exclude.
+        patience_s: how long a disconnected one is waited for.
     """
 
     names: Sequence[str]
     patience_s: float
     since: dict[str, float] = field(default_factory=dict)
-    """Hospital → when it was first missed."""
+    """Hospital → when it was first disconnected."""
     failures: dict[str, list[float]] = field(default_factory=dict)
-    """Hospital → when it failed, since it was away or forgiven last."""
+    """Hospital → its failures since it was disconnected or forgiven last."""
 
     def see(self, here: Sequence[str], now: float) -> None:
-        """Note who is connected now; who was away, or given up for as long as the patience, begins afresh."""
+        """Record the connected hospitals; forgive failures of one that was away, or left out for the patience."""
         self.since = {name: self.since.get(name, now) for name in self.names if name not in here}
         for name, failed in list(self.failures.items()):
             if len(failed) >= _TRIES and (name in self.since or now - failed[-1] >= self.patience_s):
                 del self.failures[name]
 
     def blame(self, names: Sequence[str], now: float) -> None:
-        """Note who made a job fail; who does so again and again is left out for a while."""
+        """Record the hospitals that made a job fail; one that does so repeatedly is left out for a while."""
         for name in names:
             self.failures.setdefault(name, []).append(now)
 
@@ -146,28 +146,28 @@ class _Absences:
         return [name for name in self.names if name not in self.since and name not in given_up]
 
     def wanted(self) -> dict[str, float]:
-        """Return each of the others, and how long it is to be there before a job ends so that it can take part."""
+        """Return, by hospital left out, how long it must be back before a job ends so that it can take part."""
         there = self.there()
         return {
             name: 0.0 if name in self.since else self.patience_s for name in self.names if name not in there
         }
 
     def awaited(self, now: float) -> bool:
-        """Return whether any is missed, and not yet for as long as the plan's patience."""
+        """Return whether any is disconnected, and not yet for as long as the plan's patience."""
         return any(now - since < self.patience_s for since in self.since.values())
 
 
 def _until_done(
     kit: Kit, plan: Plan, sites: list[str], resume: str | None, watcher: Watcher
 ) -> dict[str, Any]:
-    """Ask hospitals for a plan's job until one ends well, and return what each of them said.
+    """Submit a plan's job until one succeeds, and return each hospital's reply.
 
     Args:
-        sites: of the plan, without those that people leave out.
-        resume: the run to go on with at first; afterwards it is the last one.
+        sites: of the plan, without those that people exclude.
+        resume: the run to resume at first; afterwards it is the last one.
 
     Raises:
-        WsiFlError: when the plan's day is over, or a job failed for a reason that no other job mends.
+        WsiFlError: when the plan's day is over, or a job failed for a reason that no other job resolves.
     """
     settings = plan.pipeline()
     least, until = settings.train.min_sites or len(plan.sites), settings.train.deadline
@@ -214,7 +214,7 @@ def _until_done(
                 raise
             tell(str(failed))
             missing.blame([name for name in failed.blamed if name in there], time.monotonic())
-            if " withdrew " in str(failed):  # who does so is asked no more
+            if " withdrew " in str(failed):  # such a hospital is not asked again
                 sites = [name for name in sites if name not in failed.blamed]
                 if len(sites) < least:
                     raise
@@ -223,7 +223,7 @@ def _until_done(
 
 
 class _Checked(TypedDict):
-    """Each `Step` as JSON, who is connected, whom each site reached, and whether all is well."""
+    """Each step of the check as JSON, the connected sites, the peers that each site reached, and the verdict."""
 
     steps: list[dict[str, object]]
     connected: list[str] | None
@@ -232,12 +232,12 @@ class _Checked(TypedDict):
 
 
 def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> _Checked:
-    """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
+    """Check the connection of a kit; with the coordinator's and a plan, also between all hospitals.
 
-    Over a folder the list of withdrawn certificates is taken from it first.
+    Over a folder its revocation list is taken first.
 
     Args:
-        plan: the signed one; without it nobody is sent anywhere.
+        plan: the signed one; without it hospitals are not checked.
         folder: another address of the folder than the kit's.
     """
     steps = [vars(step) for step in _looked(kit, folder or kit.folder)]
@@ -262,7 +262,7 @@ def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> _
 
 
 def _looked(kit: Kit, address: str | None) -> Iterator[Step]:
-    """What `look` finds, and whether the folder of an address can be used, whose list counts."""
+    """Yield the steps of the connection check, and whether the folder of an address can be used, whose list counts."""
     news = exchange_list(kit, address) if address else ""
     found = list(look(kit))
     yield from found
@@ -283,10 +283,10 @@ def _folder_step(share: Share, news: str) -> Step:
 
 
 def status(kit: Kit) -> dict[str, Any]:
-    """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
+    """Return the hospitals that are connected and answer, and the newest jobs: {"connected": […], "jobs": […]}.
 
-    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `_KNOWN`. A "reason" is why it
-    failed, also where the server still calls it running.
+    A job is {"id", "name", "status", "submitted"}, and the kit's own fields of it, see `_KNOWN`. A "reason" is why
+    it failed, also if the server still calls it running.
     """
     here, known = jobs.connected(kit), asked_for(kit)
     rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
@@ -311,11 +311,11 @@ def _run(
     *,
     awaited: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Let hospitals do a job, note in the kit what becomes of it, and return what each of them said."""
+    """Run a job at hospitals, record its outcome in the kit, and return each hospital's reply."""
     check_withdrawn(plan, kit.identity().root, sites)
     if reminder := kit.reminder():
         watcher.say(f"  {reminder}", public=True)
-    # so that every hospital has the plan, which may lie in its frame, and the newest list
+    # so that every hospital has the plan, for its standing approval, and the newest list
     job = job | {"text": plan.text, "withdrawn": kit.withdrawn().text}
     settings, here = plan.pipeline(), jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
@@ -353,7 +353,7 @@ def _run(
 
 
 def submitted_lines(document: _Submitted) -> Lines:
-    """Say what each hospital spent, and where the result lies."""
+    """Report what each hospital spent, and where the result is."""
     for row in document["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     for loss in document["losses"]:
@@ -363,7 +363,7 @@ def submitted_lines(document: _Submitted) -> Lines:
 
 
 def check_lines(document: _Checked) -> Lines:
-    """Yield a line per step, and who reaches whom."""
+    """Yield a line per step, and per site the peers that it reached."""
     for step in document["steps"]:
         yield Line(
             f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}",
@@ -376,7 +376,7 @@ def check_lines(document: _Checked) -> Lines:
 
 
 def _when(submitted: Any) -> str:
-    """The time at which the server took a job, in UTC; it tells seconds."""
+    """Return the time at which the server took a job, in UTC, from its seconds."""
     try:
         return datetime.fromtimestamp(float(submitted), UTC).strftime("%Y-%m-%d %H:%M")
     except (TypeError, ValueError, OverflowError, OSError):
@@ -384,7 +384,7 @@ def _when(submitted: Any) -> str:
 
 
 def status_lines(document: dict[str, Any]) -> Lines:
-    """Say who is connected, and the newest jobs."""
+    """Report the connected hospitals, and the newest jobs."""
     yield Line(f"connected: {', '.join(document['connected']) or 'nobody'}")
     rows: list[list[str] | None] = [
         [
@@ -401,19 +401,19 @@ def status_lines(document: dict[str, Any]) -> Lines:
 
 
 def _note_asked(kit: Kit, number: str, plan: Plan, job: Job, sites: list[str]) -> None:
-    """Note by FLARE's number of it that hospitals were asked for a job."""
+    """Record by FLARE's id that a job was submitted."""
     line = {"id": number, "what": job["what"], "plan": plan.digest, "method": plan.method, "sites": sites}
     rest = {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
     append_line(kit.path / _JOBS, line | rest)
 
 
 def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | None = None) -> None:
-    """Note what became of a job: its run, or the reason why it failed."""
+    """Record a job's outcome: its run, or the reason why it failed."""
     append_line(kit.path / _JOBS, {"id": number, "run": run, "reason": reason, "ended": _now()})
 
 
 def asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
-    """Return what a kit knows of each job by its id, oldest first, with all keys of `_KNOWN`."""
+    """Return the fields of each job in a kit's log by its id, oldest first, with all keys of `_KNOWN`."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(kit.path / _JOBS, {"id": str}):
         of_job = found.setdefault(line["id"], dict.fromkeys(_KNOWN))

@@ -1,4 +1,4 @@
-"""A hospital's part in a signed plan, whatever carries its letters."""
+"""A hospital's part in a signed plan, over any transport."""
 
 from __future__ import annotations
 
@@ -62,25 +62,25 @@ def take_part(
     attendance: Attendance | None = None,
     withdrawn: Callable[[], Mapping[str, datetime]] = dict,
 ) -> Summary:
-    """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
+    """Do a hospital's part of its signed plan, and return the summary that all sites receive.
 
     Args:
         study: of this hospital, the only folder that is read or written.
         identity: of its kit.
-        resume: a run of this plan to go on with, or "last": the sites agree on the one of this plan that all have, or
-            begin a new one; default: a new one.
-        without: sites that were lost.
-        plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
-        brought: that plan as it came; it is approved now where the hospital's frame allows it.
+        resume: a run of this plan to resume, or "last": the sites agree on the one of this plan that all have, or begin
+            a new one; default: a new one.
+        without: sites that dropped out.
+        plan: SHA-256 of the requested plan, if any; another than the signed one is refused.
+        brought: that plan as received; it is approved now if the hospital's standing approval covers it.
         waiting: called now and then while this process waits for others.
-        attendance: of this process, where it begins again by itself; where its sites go on without one that fell
-            silent, `without` is not given. Default: all others are needed.
-        withdrawn: what is known of withdrawn certificates by now, see `RelayedComm`.
+        attendance: the presence known to this process, if it resumes by itself; `without` is empty if its sites go on
+            without one that timed out. Default: all others are required.
+        withdrawn: returns the certificates revoked so far, see `RelayedComm`.
 
     Raises:
-        Interrupted: when a peer's process began anew, or fell silent, so that all begin again, or when a certificate
-            was withdrawn.
-        UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
+        Interrupted: when a peer's process began again, or timed out, so that all resume, or when a certificate was
+            revoked.
+        UsageError: when no plan was signed, another one is requested, or wsi-fl differs from the plan's.
     """
     last = resume == LAST
     with _told_to_all():
@@ -148,14 +148,14 @@ def take_part(
 
 
 def known_to_all(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
-    """Return what `take_part` did, with one more key: as "scores" the counts that all sites of a run hold, or None."""
+    """Return the summary of `take_part` with a further key: "scores", the counts that all sites hold, or None."""
     run = RunFolder(study.run(str(summary["run"])))
     return {**summary, "scores": run.site(site).kept("scores")}
 
 
 @contextmanager
 def _told_to_all() -> Iterator[None]:
-    """What does not fit the plan may be told to others: it is made of the plan, and of promises that it repeats."""
+    """Let others see what does not fit the plan: it derives from the plan, and from settings that the plan repeats."""
     try:
         yield
     except UsageError as error:
@@ -163,7 +163,7 @@ def _told_to_all() -> Iterator[None]:
 
 
 class Seen(TypedDict):
-    """What hospitals that only go to see each other tell."""
+    """A hospital's document in a mere connection check."""
 
     site: Name
 
@@ -171,10 +171,10 @@ class Seen(TypedDict):
 def greet(
     study: Study, identity: Identity, line: Line, *, plan: str | None = None, brought: Plan | None = None
 ) -> Reached:
-    """Go to see every other site of the signed plan and train nothing.
+    """Meet every other site of the signed plan without training.
 
     Raises:
-        UsageError: when no plan was signed, or another one is asked for.
+        UsageError: when no plan was signed, or another one is requested.
         KnownToAll: when a site does not answer, or has another plan, version, code or time.
     """
     began = time.perf_counter()
@@ -191,7 +191,7 @@ def greet(
 
 
 def _own_run(study: Study, asked: str) -> RunFolder:
-    """A run that somebody else asks for, once it is known to be one of this study by its plain name."""
+    """Return a run that somebody else requests, once verified as one of this study by its plain name."""
     name = Path(asked).name
     if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
         raise UsageError("the run that is asked for is not in this hospital's runs/")
@@ -199,7 +199,7 @@ def _own_run(study: Study, asked: str) -> RunFolder:
 
 
 def _refuse_once_more(study: Study, plan: Plan, approved: str, site: str) -> None:
-    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says."""
+    """Refuse a further run of a plan that was approved for one: each run costs its ε and discloses again."""
     if (run := begun_under(study, plan.digest, approved, site)) is not None:
         raise UsageError(
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
@@ -220,7 +220,7 @@ def _introduced(
     attendance: Attendance | None = None,
     withdrawn: Callable[[], Mapping[str, datetime]] = dict,
 ) -> RelayedComm:
-    """The sites of a plan, once all have said hello."""
+    """Return the communication of a plan's sites, once all handshakes have arrived."""
     sites, gone = [agreed.sites[k] for k in running], listed(identity.root).keys
     least = attendance.at_least if attendance is not None else None
     if least is None or sum(agreed.keys.get(name, "") not in gone for name in sites) < least:
@@ -230,7 +230,9 @@ def _introduced(
 
     def standing() -> str:
         known = approved_at(study, site) == approved
-        return ended(study, identity, frame) or ("" if known else "approved another plan in its frame")
+        return ended(study, identity, frame) or (
+            "" if known else "approved another plan by its standing approval"
+        )
 
     return RelayedComm(
         identity,
@@ -251,7 +253,7 @@ def _introduced(
 
 
 def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> tuple[Plan, str]:
-    """The plan that a site has signed, once it is known to be the one asked for and for the code here, and when."""
+    """Return a site's signed plan, verified as the requested one and for this code, and when it was signed."""
     if brought is not None and brought.digest == asked:
         admit(study, identity, brought)
     site = identity.name
