@@ -32,14 +32,14 @@ class Table(Mapping[str, _T], Generic[_T]):
 
     Args:
         group: such as "wsi_fl.methods".
-        own: objects that need no plugin.
+        builtin: objects that need no plugin.
         kind: required type of a plugin's object.
 
     Attributes:
-        own: objects that need no plugin.
+        builtin: objects that need no plugin.
 
     Example:
-        >>> table = Table("wsi_fl.nothing", {"own": 1}, int)
+        >>> table = PluginTable("wsi_fl.nothing", {"own": 1}, int)
         >>> list(table), table["own"], "another" in table
         (['own'], 1, False)
     """

@@ -73,7 +73,7 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
     """Return a sort key of names with numbers ordered by their size.
 
     Example:
-        >>> sorted(["S10", "S2", "S1"], key=natural)
+        >>> sorted(["S10", "S2", "S1"], key=natural_key)
         ['S1', 'S2', 'S10']
     """
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d{0,18})", name))
@@ -86,7 +86,7 @@ def printable(text: str) -> str:
     breaks other than a line feed or a tab.
 
     Example:
-        >>> printable("Zoë 名" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë 名{chr(10)}a\ufffd[2J\ufffd"
+        >>> make_printable("Zoë 名" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë 名{chr(10)}a\ufffd[2J\ufffd"
         True
     """
     return "\n".join(line if line.isprintable() else "".join(map(_seen, line)) for line in text.split("\n"))
@@ -105,7 +105,7 @@ def strange_character(text: str) -> str | None:
     Names and paths must not hold one: files, messages and other programs treat it differently.
 
     Example:
-        >>> strange_character("Zoë 名"), strange_character("a" + chr(0))
+        >>> find_control_character("Zoë 名"), find_control_character("a" + chr(0))
         (None, 'U+0000')
     """
     found = next((one for one in text if category(one) in ("Cc", "Cs")), None)
@@ -122,7 +122,7 @@ def is_plain(name: str) -> bool:
     """Return whether an architecture's name can only be looked up in a library's own table.
 
     Example:
-        >>> [is_plain(name) for name in ("vit_base_patch16_224.dino", "hf-hub:me/net", "local-dir:/tmp", "")]
+        >>> [is_plain_name(name) for name in ("vit_base_patch16_224.dino", "hf-hub:me/net", "local-dir:/tmp", "")]
         [True, False, False, False]
     """
     return re.fullmatch("[A-Za-z0-9_.-]+", name) is not None

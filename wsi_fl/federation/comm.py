@@ -81,19 +81,19 @@ class Comm(Protocol):
     ) -> list[Message]:
         """Send all messages, and wait for those from the expected (sender, receiver) pairs with a local receiver.
 
-        Raises `PeerLate` when a message does not arrive in time, and `NotAgreed` when it has another length than
+        Raises `PeerTimeout` when a message does not arrive in time, and `NotAgreed` when it has another length than
         announced.
 
         Args:
             size: number of values of a message, as all sites agreed, of this kind.
-            lossy: whether late messages are left out, as by `hand`.
+            lossy: whether late messages are left out, as by `exchange_documents`.
         """
         ...
 
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the JSON document of each running site, in site order: plans and tallies, never data.
 
-        Raises `NotAgreed` when a document is not of the agreed kind (none is used then), and `PeerLate` when it does
+        Raises `NotAgreed` when a document is not of the agreed kind (none is used then), and `PeerTimeout` when it does
         not arrive in time.
 
         Args:
@@ -213,8 +213,8 @@ class MpiComm:
         timeout_s: how long to wait for a peer.
         running, n_sites: the sites that have a rank, and how many the study has; default: all ranks.
         names: of all sites of the study, for messages; default: their indices.
-        waiting: called now and then while this rank waits for peers.
-        late: called again and again with the sites that are later than timeout_s; the launcher decides which sites
+        report_waiting: called now and then while this rank waits for peers.
+        report_late: called again and again with the sites that are later than timeout_s; the launcher decides which sites
             dropped out. Without it such a wait raises PeerLate.
     """
 

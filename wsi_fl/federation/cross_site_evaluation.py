@@ -37,7 +37,7 @@ from wsi_fl.privacy.ledger_file import SCORES, Release, digest
 def _as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
     """Return a copy of a model with released parameters float32[d] and without the private state of its site.
 
-    They are a single site's release (`alone`) or the mean of all, which a one-shot global head distinguishes.
+    They are a single site's release (`is_single`) or the mean of all, which a one-shot global head distinguishes.
     """
     found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     if isinstance(found, SharedHead):

@@ -38,7 +38,7 @@ def exchange(
 
     Args:
         releases: of the sending sites of this process.
-        back: sites that returned; the usual distance of their models is unknown.
+        returning: sites that returned; the usual distance of their models is unknown.
     """
     outgoing = [
         Outgoing(site.index, to, float(matrix[to, site.index]), release)
@@ -68,7 +68,7 @@ def _mix_in(
     """Return a site's state after a hop, and log rejected messages.
 
     A rejected message counts as the receiver's own state, rejected class statistics as empty ones. Messages are of a
-    single sender (`alone`) or mixtures.
+    single sender (`is_single`) or mixtures.
     """
     learner = site.traveller(method)
     own = learner.vector()
@@ -128,7 +128,7 @@ def _no_sums(message: Message, n_columns: int, *, noisy: bool) -> str:
 def _no_letter(message: Message, site: Site, method: Method, *, alone: bool) -> str:
     """Return why numbers cannot be class statistics of the announced units, or "" where they can.
 
-    The number of units is known for statistics of a single sender (`alone`), not for a mean of several.
+    The number of units is known for statistics of a single sender (`is_single`), not for a mean of several.
     """
     none = (None, None)
     told = site.announced.get(message.sender, none) if alone else none

@@ -86,7 +86,7 @@ def federate(
         sigma, clip, delta, unit: of each site's privacy plan; sigma None is no differential privacy.
         alpha, beta: weight of the proxy's predictions for the private model, and the reverse (eqs. 4 and 5). With β > 0
             the teacher has no differential privacy, and the proxy's ε is nominal.
-        directions: projection of features for `oneshot`, of public slides, or a number of random directions.
+        projection: projection of features for `oneshot`, of public slides, or a number of random directions.
         seed: of the initial models. With differential privacy noise and batches are fresh each time.
         folder: of ledgers and checkpoints; by default a temporary one.
 

@@ -252,7 +252,7 @@ def _log_round(
     anew: bool,
     report: _Report,
 ) -> None:
-    """Evaluate the site's models and write the round's line; `anew`: it replaces lines from this round on."""
+    """Evaluate the site's models and write the round's line; `is_first_round`: it replaces lines from this round on."""
     line: dict[str, Any] = {
         "round": round_,
         "seconds": round(site.seconds, 3),

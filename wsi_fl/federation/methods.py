@@ -51,7 +51,7 @@ class Role:
     Attributes:
         dp: with differential privacy, where the settings enable it.
         common: with the architecture and start common to all sites, as all proxies.
-        taught: with the site's other model as teacher. If that has no ε, this ε is nominal, unless β = 0.
+        has_teacher: with the site's other model as teacher. If that has no ε, this ε is nominal, unless β = 0.
     """
 
     dp: bool
@@ -64,13 +64,13 @@ class Share:
     """A kind of data that leaves a site.
 
     Attributes:
-        what: parameters of a model, class statistics, a buffer of synthetic samples, or a generator.
-        by: its graph: a name of `topology.TOPOLOGIES`, a topology, or FILES or HUB.
-        of: the role of the model: private, proxy or shared.
-        protected: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
+        kind: parameters of a model, class statistics, a buffer of synthetic samples, or a generator.
+        route: its graph: a name of `topology.TOPOLOGIES`, a topology, or FILES or HUB.
+        role: the role of the model: private, proxy or shared.
+        protection: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
             permission alone, given by name in the site's file.
-        times: all rounds, once (in the first round), or before the first or after the last round.
-        made_by: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
+        timing: all rounds, once (in the first round), or before the first or after the last round.
+        stage_module: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
             `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.
     """
 
@@ -112,10 +112,10 @@ class Method:
 
     Attributes:
         name: as its paper writes it.
-        does: a summary in a few words.
+        summary: a summary in a few words.
         learners: the models of a site by role: "private", and "proxy" or "shared" where there is one.
         step: one local step on a batch; returns the loss of each role.
-        shares: everything that leaves a site.
+        disclosures: everything that leaves a site.
         learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
         variants: (key, value) of a pipeline → the method in place of this one for that value.
         baselines: the module with `baselines`, which trains it and its paper's baselines, and `baselines_lines`, which

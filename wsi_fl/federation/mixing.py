@@ -39,8 +39,8 @@ def mix(own: PushSum, own_share: float, received: Sequence[PushSum]) -> PushSum:
     """Return the sum of a site's own share and the received messages, numerators and weights.
 
     Args:
-        own_share: P[i, i].
-        received: messages, scaled by their senders' shares.
+        local_share: P[i, i].
+        messages: messages, scaled by their senders' shares.
     """
     if own_share == 0 and len(received) == 1:
         return received[0]

@@ -63,9 +63,9 @@ def first_round(told: Sequence[Standing]) -> int:
     A returning site does not make others repeat rounds.
 
     Example:
-        >>> first_round([{"kept": [3, 4], "returning": False}, {"kept": [2, 3], "returning": False}])
+        >>> find_first_round([{"kept": [3, 4], "returning": False}, {"kept": [2, 3], "returning": False}])
         3
-        >>> first_round([{"kept": [3, 4], "returning": False}, {"kept": [1], "returning": True}])
+        >>> find_first_round([{"kept": [3, 4], "returning": False}, {"kept": [1], "returning": True}])
         4
     """
     latest = [max(one["kept"], default=1) for one in told]
@@ -77,7 +77,7 @@ def first_round(told: Sequence[Standing]) -> int:
 
 
 def _stands(kept: Sequence[int], round_: int) -> bool:
-    """Return whether a site with checkpoints of the rounds `kept` can resume from a round."""
+    """Return whether a site with checkpoints of the rounds `checkpoint_rounds` can resume from a round."""
     return round_ in kept or (round_ == 1 and not kept)
 
 
@@ -164,7 +164,7 @@ def call_roll(
 def _state(site: Site, round_: int, decided: bool) -> _State:
     """Return a site's state in a round; it leaves for good where the round would exceed its budget.
 
-    If `decided`, the round's checkpoint, written before a restart, is still to be restored.
+    If `is_decided`, the round's checkpoint, written before a restart, is still to be restored.
     """
     if site.receives:
         return "listening"

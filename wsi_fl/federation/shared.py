@@ -275,7 +275,7 @@ class _Sum:
 def _masked(site: Site, sum_: _Sum, hide: _Hider, bound: bytes = b"") -> Release:
     """Return the site's masked statistics with its share of the noise, recorded in its ledger.
 
-    The schema includes `bound` beside the head, which tells messages of other masks apart.
+    The schema includes `binding` beside the head, which tells messages of other masks apart.
     """
     head = site.shared_head(sum_.method)
     exact = head.exact.cpu().numpy()

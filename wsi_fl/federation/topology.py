@@ -2,8 +2,8 @@
 
 A topology returns the hops of a round, each a column-stochastic mixing matrix P float64[n, n]: P[i, j] is the share of
 its mass that site j sends to site i, so the nonzeros off the diagonal are the messages. P may change from round to
-round (ProxyFL, section 3.4), so sites may leave and return: `over` restricts a topology to the sites present,
-`handover` and `welcome` move the PushSum mass of leaving and returning sites, and preserve its total.
+round (ProxyFL, section 3.4), so sites may leave and return: `list_hops` restricts a topology to the sites present,
+`build_handover` and `build_welcome` move the PushSum mass of leaving and returning sites, and preserve its total.
 
 A graph may be read from a file, by site names:
 
@@ -78,7 +78,7 @@ class Graph:
     def among(self, present: Sequence[int]) -> Graph:
         """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
 
-        Edges from and to others are dropped, and edges without a way back (see `check`); a site's other
+        Edges from and to others are dropped, and edges without a way back (see `check_weights`); a site's other
         receivers get their mass.
         """
         if len(present) == len(self.names):
@@ -380,7 +380,7 @@ def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> M
 
 
 def _nearest(site: int, among: set[int], n_sites: int, *, step: int) -> int:
-    """Return the first of `among` from `site` on, cyclically."""
+    """Return the first of `candidates` from `site` on, cyclically."""
     return min(among, key=lambda other: (other - site) * step % n_sites)
 
 

@@ -58,7 +58,7 @@ class Place:
     Attributes:
         name: of its user.
         folder: all its files, its user's state and its commands' output included.
-        here: where its commands are given, in `folder`.
+        working_folder: where its commands are given, in `folder`.
     """
 
     name: str

@@ -42,7 +42,7 @@ class Patients:
     """Predictions of a model for m patients.
 
     Attributes:
-        said: float64[m, k], probabilities of the classes.
+        probabilities: float64[m, k], probabilities of the classes.
         truth: int64[m], and `name` str[m].
         any_counts: whether a patient is positive when any example is, with the mean score of the highest tenth.
     """
@@ -311,9 +311,9 @@ def described(
 def subgroups(
     groups: Names, positive: _Flags, case: _Flags, score: _Floats, least: int = LEAST
 ) -> dict[str, dict[str, object] | None]:
-    """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `least` patients.
+    """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `min_patients` patients.
 
-    Values with fewer than `least` cases or others are None too. "" is the group of patients without one.
+    Values with fewer than `min_patients` cases or others are None too. "" is the group of patients without one.
     """
     found: dict[str, dict[str, object] | None] = {}
     for name in sorted(set(groups.tolist())):

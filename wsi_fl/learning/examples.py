@@ -252,7 +252,7 @@ def allowed_classes(
 
 
 def with_drawn_patches(examples: Examples, most: int) -> Examples:
-    """Return the same bags, of which training gets at most `most` patches, redrawn in every batch.
+    """Return the same bags, of which training gets at most `max_patches` patches, redrawn in every batch.
 
     The patches follow from a number drawn with the batch and the bag's length only. So bags are sampled independently
     of each other, as the guarantee ε requires.

@@ -119,7 +119,7 @@ class Learner:
     def _backward(
         self, x: Tensor, loss_of: Callable[[Tensor], Tensor], logits: Tensor | None, at_once: int
     ) -> float:
-        """Set the gradients of the mean loss, `at_once` examples per forward pass."""
+        """Set the gradients of the mean loss, `chunk_rows` examples per forward pass."""
         self.optimizer.zero_grad(set_to_none=True)
         whole = at_once >= len(x)
         loss = loss_of(logits if whole and logits is not None else self._in_parts(x, at_once))
@@ -228,7 +228,7 @@ def mutual_step(
     """Take one step of the student on eq. 4 or 5, and return the loss.
 
     Args:
-        answers: fixed logits [b, classes] of the teacher; None without one.
+        teacher_logits: fixed logits [b, classes] of the teacher; None without one.
         weight: α or β.
         logits: the student's for this batch, where they are known.
     """
@@ -337,6 +337,6 @@ def _answers(
 
 
 def _predicted(predict: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
-    """Return a model's outputs for x[b, …], at most `at_once` examples per forward pass."""
+    """Return a model's outputs for x[b, …], at most `chunk_rows` examples per forward pass."""
     at_once = few(at_once, x.shape[1:], gpu=x.is_cuda)
     return torch.cat([predict(part) for part in torch.split(x, at_once)])

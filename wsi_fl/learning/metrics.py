@@ -39,7 +39,7 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
     fewer classes is another score.
 
     Args:
-        right: bool[n], whether each prediction is correct.
+        correct: bool[n], whether each prediction is correct.
         score: float64[n, classes], higher for more probable classes.
     """
     if not len(labels):

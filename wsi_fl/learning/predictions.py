@@ -35,13 +35,13 @@ class Predictions:
 
     Attributes:
         site: of the models.
-        answer: the site's prediction model, one of those of `said`.
+        model: the site's prediction model, one of those of `predictions`.
         part: str[n], the site of each test example.
         slide, patient: str[n]; sites may use the same names for different ones.
         truth: of each example, as the task has it.
-        said: predictions float64[n, k] by model.
+        predictions: predictions float64[n, k] by model.
         outputs: names of the k outputs.
-        about: further columns by name.
+        extra_columns: further columns by name.
     """
 
     site: str
@@ -125,8 +125,8 @@ def measured(table: Predictions, *, repeats: int, slides: bool, point: float | N
 
     Args:
         repeats: of the bootstrap.
-        slides: whether examples are patches of slides, which are measured too.
-        point: the least score of a positive slide, from the site's training slides.
+        with_slides: whether examples are patches of slides, which are measured too.
+        threshold: the least score of a positive slide, from the site's training slides.
     """
     if not len(table):
         return {**table.scores(), "tumor_types": {}}

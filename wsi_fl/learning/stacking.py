@@ -89,8 +89,8 @@ def stack_by_rows(
     spread of the local ones; predictions of other tasks have the same unit.
 
     Args:
-        own, shared: predictions float64[n, k] of the local and the federated model for the same examples.
-        worth: effective examples of each class of the local and of the federated model.
+        local, federated: predictions float64[n, k] of the local and the federated model for the same examples.
+        sample_sizes: effective examples of each class of the local and of the federated model.
         patient: str[n], "" for an unknown one; None for a different patient of each example.
     """
     own_rows, shared_rows = worth
@@ -119,7 +119,7 @@ def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: 
     proves little. This detects corrupted class statistics, and statistics of tissue that looks different.
 
     Args:
-        own, shared: predictions float64[n, k], of the local model cross-validated by patient.
+        local, federated: predictions float64[n, k], of the local model cross-validated by patient.
     """
     mixed = stack(own, shared)
     if task.kind == "survival":
@@ -150,7 +150,7 @@ def gated_stack(
     standard error.
 
     Args:
-        own, joined: predictions float64[n, classes], of the local model cross-validated by patient, of the federated
+        local, federated: predictions float64[n, classes], of the local model cross-validated by patient, of the federated
             one not overfitted to these examples.
         labels: int64[n], of at least two classes.
         patient: str[n]; "" for an unknown one, different from all others.
@@ -201,10 +201,10 @@ def stacked(
     """Return the ensemble of a hospital's local head and its federated model.
 
     Args:
-        own: float64[n, classes], cross-validated predictions of the local head for the hospital's examples; None with
+        local: float64[n, classes], cross-validated predictions of the local head for the hospital's examples; None with
             too few patients.
-        joined: float64[n, classes], of the same examples.
-        worth: of a one-shot global head, the effective sample sizes of the local and the federated examples.
+        federated: float64[n, classes], of the same examples.
+        sample_sizes: of a one-shot global head, the effective sample sizes of the local and the federated examples.
     """
     n_classes = joined.shape[1]
     if np.bincount(labels, minlength=n_classes).min() < (1 if worth else FEWEST):

@@ -126,7 +126,7 @@ def _by_cross_validation(
     """Return the head of the strength with the least loss on held-out rows.
 
     Args:
-        judged: outputs float64[n, k] of all rows → their loss and predictions.
+        evaluate: outputs float64[n, k] of all rows → their loss and predictions.
     """
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
@@ -282,8 +282,8 @@ def tuned(
 
     Args:
         labels: the truth of n examples.
-        usual: the initial settings.
-        trained: settings, training mask bool[n] → predictions for the other examples by a model trained on these.
+        defaults: the initial settings.
+        train_and_predict: settings, training mask bool[n] → predictions for the other examples by a model trained on these.
         folds: number of folds for a choice, where there are enough patients.
 
     Returns:

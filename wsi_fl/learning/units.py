@@ -141,7 +141,7 @@ class TrainingSources:
     Attributes:
         real: its training rows and planted canaries.
         units: their privacy units.
-        own: the site's shared synthetic samples; None without any.
+        synthetic: the site's shared synthetic samples; None without any.
         received: buffers of other sites' synthetic samples.
     """
 
@@ -172,7 +172,7 @@ class TrainingSet:
     """The training set of one round.
 
     Attributes:
-        learned: the examples of its epochs, in batches of `units`.
+        epoch_examples: the examples of its epochs, in batches of `units`.
         replayed: examples that double each batch; None without any.
     """
 
@@ -185,7 +185,7 @@ class TrainingSet:
         return self.learned if self.replayed is None else joined([self.learned, self.replayed])
 
     def rows_of(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
-        """Return the rows of `examples` for every batch of a round under differential privacy.
+        """Return the rows of `join_examples` for every batch of a round under differential privacy.
 
         Raises:
             WsiFlError: for replayed examples, which the plan does not cover.

@@ -119,7 +119,7 @@ def ratio(
     American Statistician 52, 1998): three correct of three prove little.
 
     Args:
-        part, whole: float64[r, n] of n test examples in each of r runs.
+        numerator, denominator: float64[r, n] of n test examples in each of r runs.
         patient: str[n] of each example.
         noise: float64[r], the standard deviation of each run's ratio by the noise of released statistics, where known.
         stratum: float64[n], equal for examples whose share in the sums is fixed; None for a single stratum.
@@ -185,7 +185,7 @@ def verdict(gain: Estimate | None, room: Estimate | None) -> str:
 
     Args:
         gain: of the federated over the local model.
-        room: the pooled gain, of a model of all data over the local one; None without such a model.
+        pooled_gain: the pooled gain, of a model of all data over the local one; None without such a model.
     """
     if gain is None or gain.low is None or gain.high is None:
         return "inconclusive"

@@ -68,7 +68,7 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | 
         WsiFlError: when the weights are not available or do not fit.
 
     Example:
-        >>> sum(p.numel() for p in build("mlp", n_classes=10, shape=Images(1, 28), seed=0).parameters())
+        >>> sum(p.numel() for p in create_model("mlp", n_classes=10, shape=Images(1, 28), seed=0).parameters())
         199210
     """
     with torch.random.fork_rng(devices=[]):

@@ -239,7 +239,7 @@ def preset_called(name: str) -> str | None:
     """Return the preset for another tool's name of an encoder; None without one.
 
     Example:
-        >>> [preset_called(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
+        >>> [find_preset(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
         ['uni', 'uni', 'uni2-h', 'h-optimus-0', None]
     """
     bare = _letters(re.sub("^mahmood-|-[0-9a-f]{8}$", "", name.lower()))
@@ -263,7 +263,7 @@ def instead_of(name: str) -> str | None:
     """Return advice for the unknown name of an encoder; None without any.
 
     Example:
-        >>> instead_of("UNI2"), instead_of("conch_v15").split(";")[0]
+        >>> suggest_encoder("UNI2"), suggest_encoder("conch_v15").split(";")[0]
         ("did you mean 'uni2-h'?", 'it has attention pooling of its own, so it is no preset')
     """
     if meant := preset_called(name):
@@ -281,9 +281,9 @@ def warning_of(name: str, size_px: int, mpp: float) -> str | None:
     """Return a warning for patches of a resolution unlike the encoder's training; None where fine or unknown.
 
     Example:
-        >>> warning_of("uni", 224, 0.25)
+        >>> resolution_warning("uni", 224, 0.25)
         'uni was trained at 0.5 µm/px; patches of 224 px at 0.25 µm/px show it 0.25 µm/px'
-        >>> warning_of("uni", 448, 0.25) is warning_of("resnet50", 64, 9) is None
+        >>> resolution_warning("uni", 448, 0.25) is resolution_warning("resnet50", 64, 9) is None
         True
     """
     preset = PRESETS.get(name)

@@ -269,7 +269,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def created(name: str, what: str, **arguments: Any) -> Any:
-    """Create a timm model with random weights; `what` describes it in errors.
+    """Create a timm model with random weights; `description` describes it in errors.
 
     UsageError for a name that timm would look up on a hub or in a file: a name common to sites could become another
     model, and its author could make this process open connections or files.

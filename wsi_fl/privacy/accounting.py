@@ -154,7 +154,7 @@ def epsilon(
         UsageError: when `delta` is not between 0 and 1.
 
     Example (ProxyFL, Table 2, site C1):
-        >>> round(epsilon([plan(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
+        >>> round(epsilon([plan_mechanism(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
         2.36
     """
     if isinstance(mechanisms, Mechanism):

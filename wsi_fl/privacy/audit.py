@@ -118,7 +118,7 @@ def auroc_interval(
     three members above three non-members prove little.
 
     Args:
-        member_of, other_of: the patient of each row.
+        member_patients, other_patients: the patient of each row.
     """
     (mine, n_mine), (theirs, n_theirs) = _numbered(member_of), _numbered(other_of)
     if min(n_mine, n_theirs) < 2 or not repeats:
@@ -158,7 +158,7 @@ def redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArr
     """Return int32[rows], the multiplicity of each row in a sample of n clusters with replacement.
 
     Args:
-        which: int64[rows], the number of each row's cluster.
+        clusters: int64[rows], the number of each row's cluster.
     """
     return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[which]
 
@@ -328,7 +328,7 @@ def _found_in(parts: _Scores, drawn: _Scores, noise: float, rate: float) -> _Sco
 
     Args:
         parts: float64[n, k], the contribution of each unit.
-        drawn: float64[r, k], noise drawn by the mechanism.
+        noise_draws: float64[r, k], noise drawn by the mechanism.
         noise: its stated standard deviation.
     """
     mu = distances(parts, noise)

@@ -31,7 +31,7 @@ def of_row(
     Args:
         function: the caller's loss.
         b: rows of the batch.
-        of_classes: whether a sequence of b numbers with fractions has one for each class.
+        per_class: whether a sequence of b numbers with fractions has one for each class.
     """
     narrowed: Callable[..., Tensor] = function
     if b > 1:

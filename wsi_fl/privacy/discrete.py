@@ -144,7 +144,7 @@ def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
 
     Args:
         sigma_total: σ of the noise that cannot be subtracted, in steps.
-        lacking: number of sites that may collude or drop out; 0 for none.
+        n_lacking: number of sites that may collude or drop out; 0 for none.
 
     Raises:
         UsageError: when σ_total is no positive number.
@@ -172,7 +172,7 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
 
     Args:
         share: σ of each site's noise, in steps.
-        lacking: number of sites that may collude or drop out.
+        n_lacking: number of sites that may collude or drop out.
         sensitivity: L2 sensitivity of the sum of whole numbers to one unit.
         n: length of the vector.
 

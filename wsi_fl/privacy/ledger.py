@@ -42,7 +42,7 @@ class PrivacyLedger:
         includes: runs in the same ledger, such as "oneshot", whose cost is part of this run's, but whose rounds are
             not.
         heads: files with the last length of the ledger, which detect an emptied, shortened or older one.
-        named: fields of every line of training: "promise", SHA-256 of the site file that the run keeps, and
+        references: fields of every line of training: "promise", SHA-256 of the site file that the run keeps, and
             "agreement" and "approved", SHA-256 of the plan that the hospital signed, and when; "" for none.
 
     Raises:
@@ -307,7 +307,7 @@ class PrivacyLedger:
         """Return a mixture of this site's release of the round with others', on record and at no further cost.
 
         A function of releases alone is as private as they are (post-processing). The round is then final, as if its
-        release itself, of SHA-256 `own`, had left.
+        release itself, of SHA-256 `own_sha256`, had left.
         """
         known = digest(vector)
         with self._book.locked():

@@ -209,7 +209,7 @@ def least_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
 
 
 def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, most: float) -> float:
-    """Return ε at `delta` for all k rows of a group; infinite above `most`, or where it cannot be computed.
+    """Return ε at `delta` for all k rows of a group; infinite above `max_epsilon`, or where it cannot be computed.
 
     Args:
         mechanisms: with noise and at least one step each.
@@ -235,7 +235,7 @@ def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, most:
 def _composed(losses: Sequence[_Loss], steps: Array, h: float, delta: float, most: float) -> float:
     """Return ε at `delta` of all steps of each loss."""
     lost = float(sum(n * one.lost for n, one in zip(steps, losses, strict=True)))
-    # 1. the circle holds all but a mass of `_PART` δ at each end
+    # 1. the circle holds all but a mass of `_END_SHARE` δ at each end
     low, high = _ends(losses, steps, h, delta * _PART)
     size = 1 << max(10, (high - low).bit_length())
     if size > _MOST_CIRCLE:

@@ -116,7 +116,7 @@ class RowwiseLoss:
         """Return the gradients [m, …] of these rows' losses by their outputs.
 
         Args:
-            of_classes: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
+            per_class: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
 
         Raises:
             UsageError: when they differ in the batch, or in a second pass.

@@ -87,7 +87,7 @@ def masked(
 
     Args:
         values: int64[n], below 2⁶³ / len(publics), so that a sum of them cannot overflow.
-        own: this site's place among the public keys.
+        place: this site's place among the public keys.
         keys: this site's, fresh for this sum.
         publics: bytes[32] of each participating site, in the same order everywhere.
         context: identifies the sum: the run's name, the round, the quantity. Masks of different contexts do not cancel.
@@ -236,14 +236,14 @@ class Part:
     """One site's side of a secure sum with dropout recovery. Each step is taken once, in the order of the methods.
 
     Args:
-        present: all sites at the beginning, in the same order everywhere.
+        sites: all sites at the beginning, in the same order everywhere.
         colluding: number of sites that may collude.
         dropouts: number of sites that may drop out before the survivors are agreed on.
         context: identifies the sum, the same everywhere and of no other sum.
 
     Attributes:
         parcels: confidential message to each site: public keys of both seeds, and a share of each.
-        joined, survivors: the masking sites, and the sites whose messages are in the sum, once agreed on.
+        participants, survivors: the masking sites, and the sites whose messages are in the sum, once agreed on.
     """
 
     def __init__(
@@ -296,8 +296,8 @@ class Part:
         """Choose the survivors, and return this site's vote for all others.
 
         Args:
-            held: senders of the messages at this site with its own context.
-            told: senders of the messages at each other site that reports them.
+            received: senders of the messages at this site with its own context.
+            reports: senders of the messages at each other site that reports them.
         """
         self._take_step(2)
         self.survivors = self._common(set(held) & set(self.joined), told)
@@ -310,7 +310,7 @@ class Part:
         All other shares are deleted.
 
         Raises:
-            _SumVoid: when fewer than `needed_votes` are for the same survivors.
+            _SumVoid: when fewer than `vote_threshold` are for the same survivors.
         """
         self._take_step(3)
         agree = {self._own} | {site for site in self._present if votes.get(site) == self._vote}

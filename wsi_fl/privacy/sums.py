@@ -115,7 +115,7 @@ def impossible(
 
     Args:
         head: a head with the same projection.
-        letter: float[k + classes], statistics with noise, and the noise variances by class.
+        statistics: float[k + classes], statistics with noise, and the noise variances by class.
         n, sigma: number of units and noise multiplier announced by the site; None where not announced.
         rows: whether units are rows, each of one class; patients may be of several.
         rate: false alarm rate.
@@ -163,7 +163,7 @@ def without(head: SharedHead, letter: Tensor) -> SharedHead:
 
     Args:
         head: a head with the mean of the statistics of two sites or more.
-        letter: float64[k + classes], the statistics of one site.
+        statistics: float64[k + classes], the statistics of one site.
     """
     left, n = copy.deepcopy(head), int(head.n_sites)
     left.forget()

@@ -21,7 +21,7 @@ def section(between: Between | None) -> dict[str, object] | None:
     """Return the values of the cross-site section; None without scores.
 
     Args:
-        between: the scores by model and hospital.
+        cross_site: the scores by model and hospital.
 
     Returns:
         `hospitals` with the number of test examples of each (`sizes`) and of all (`n`), and a table (`tables`) for each

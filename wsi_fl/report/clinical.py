@@ -34,7 +34,7 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, objec
 def cells(document: Json) -> list[dict[str, str]]:
     """Return a row per site and class, each value with its interval.
 
-    >>> _interval({"value": 0.9, "low": 0.72, "high": 0.97, "n": 20}), _interval(None)
+    >>> _format_interval({"value": 0.9, "low": 0.72, "high": 0.97, "n": 20}), _format_interval(None)
     ('0.90 (0.72–0.97)', '–')
     """
     prevalence = document["prevalence"]

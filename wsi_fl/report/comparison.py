@@ -41,7 +41,7 @@ def repeated(rows: Sequence[Json]) -> str:
     """Return the repetitions over which values are averaged, in words.
 
     Example:
-        >>> repeated([{"seeds": [0], "folds": [1, 2]}])
+        >>> repetition_words([{"seeds": [0], "folds": [1, 2]}])
         'sites, seeds and folds'
     """
     if any(row.get("left_out") for row in rows):
@@ -95,8 +95,8 @@ def _against(row: Json, test: Json, whole: Json | None, over: str) -> Finding:
     The verdict then needs repetitions with other seeds; pairs of sites or folds of one run do not suffice.
 
     Args:
-        whole: benefit of federation, where this method pools all data: it holds the pooled score and gain.
-        over: the repetitions of its mean, where those of the baseline differ.
+        pooled_gain: benefit of federation, where this method pools all data: it holds the pooled score and gain.
+        mean_text: the repetitions of its mean, where those of the baseline differ.
     """
     reached = _reached(row, whole["pooled"]) if whole else f"{_reached(row, row[test['metric']])}{over}"
     d = test["difference"]
@@ -135,7 +135,7 @@ def _price(row: Json) -> str:
 def p_value(p: float | None) -> str:
     """Return a p-value in words.
 
-    >>> p_value(0.0312), p_value(2e-6), p_value(None)
+    >>> format_p_value(0.0312), format_p_value(2e-6), format_p_value(None)
     ('p = 0.031', 'p < 0.001', 'no p-value')
     """
     if p is None:

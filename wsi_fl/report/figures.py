@@ -100,7 +100,7 @@ def slots(sites: Sequence[str]) -> dict[str, int]:
 def band(curves_: Iterable[Points]) -> list[tuple[float, float, float]]:
     """Return (x, mean, standard deviation) over curves at every common x.
 
-    >>> band([[(1, 0.5), (2, 0.6)], [(1, 0.75)]])
+    >>> mean_band([[(1, 0.5), (2, 0.6)], [(1, 0.75)]])
     [(1, 0.625, 0.125)]
     """
     columns = [dict(points) for points in curves_ if points]

@@ -49,7 +49,7 @@ class Page:
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
     """Overview pictures by site: (slide, PNG bytes)."""
     groups: Mapping[str, Json] = field(default_factory=dict)
-    """Group privacy of each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    """Group privacy of each site's largest patient: ``list_runs``, ``epsilon`` (None beyond 1000), ``delta``."""
     clinical: Json | None = None
     """The document of ``clinical --json``."""
     audit: Json | None = None
@@ -136,7 +136,7 @@ def _references(baselines: Sequence[Mapping[str, Any]], score: str) -> dict[str,
 def _majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
     """Return the most frequent true class and its share, the accuracy of a constant prediction.
 
-    >>> _majority([[30, 10], [20, 40]], ("healthy", "tumor"))
+    >>> _majority_class([[30, 10], [20, 40]], ("healthy", "tumor"))
     ('tumor', 0.6)
     """
     if not confusion or not (total := sum(map(sum, confusion))):
@@ -208,9 +208,9 @@ def privacy(page: Page) -> dict[str, Any]:
 def _group(site: str, found: Mapping[str, Any]) -> str:
     """Return a sentence on group privacy of the patient with the most rows.
 
-    >>> _group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
+    >>> _group_sentence("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
     'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
-    >>> _group("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
+    >>> _group_sentence("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
     'C1: the 200 rows of its largest patient together have no useful ε (it is beyond 1,000).'
     """
     who = f"{site}: the {words.count(found['rows'])} rows of its largest patient together have"

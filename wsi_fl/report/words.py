@@ -36,7 +36,7 @@ SHORT = {
 def known(value: object) -> TypeGuard[float]:
     """Return whether a value is a number other than NaN.
 
-    >>> known(0.5), known(None), known(float("nan"))
+    >>> is_number(0.5), is_number(None), is_number(float("nan"))
     (True, False, False)
     """
     return isinstance(value, int | float) and not math.isnan(value)
@@ -45,7 +45,7 @@ def known(value: object) -> TypeGuard[float]:
 def number(value: Any, digits: int = 3) -> str:
     """Return a number with fixed decimals, a dash for None and NaN.
 
-    >>> number(0.70649), number(None), number(2.3567, 2), number(-0.0001)
+    >>> format_number(0.70649), format_number(None), format_number(2.3567, 2), format_number(-0.0001)
     ('0.706', '–', '2.36', '0.000')
     """
     if not known(value):
@@ -57,7 +57,7 @@ def number(value: Any, digits: int = 3) -> str:
 def count(value: Any) -> str:
     """Return a whole number with thousands separators.
 
-    >>> count(2984), count(None)
+    >>> format_count(2984), format_count(None)
     ('2,984', '–')
     """
     return number(value, 0)
@@ -76,7 +76,7 @@ def over_classes(present: Mapping[str, int], n_classes: int) -> str:
     Args:
         present: test part → number of classes with examples; 0 for parts without examples.
 
-    >>> over_classes({"C1": 3, "C2": 2}, 3), over_classes({"C1": 3}, 3)
+    >>> describe_class_coverage({"C1": 3, "C2": 2}, 3), describe_class_coverage({"C1": 3}, 3)
     ('Macro-accuracy is the mean over the classes that occur, at C2 over 2 of 3.', '')
     """
     fewer = [f"{name} over {n} of {n_classes}" for name, n in present.items() if 0 < n < n_classes]
@@ -86,7 +86,7 @@ def over_classes(present: Mapping[str, int], n_classes: int) -> str:
 
 
 def classes_of_parts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return `over_classes` of the local test parts, from the rows of an evaluation; "" without classes."""
+    """Return `describe_class_coverage` of the local test parts, from the rows of an evaluation; "" without classes."""
     tables = {row["site"]: (row.get("own") or {}).get("confusion") or [] for row in rows}
     present = {name: sum(any(counts) for counts in table) for name, table in tables.items()}
     return over_classes(present, max(map(len, tables.values()), default=0))
@@ -95,7 +95,7 @@ def classes_of_parts(rows: Sequence[Mapping[str, Any]]) -> str:
 def letters(digests: Mapping[str, str]) -> str:
     """Return the class statistics of a head as text: site and beginning of the digest.
 
-    >>> letters({"C1": "0f3a9c2e", "C2": "77d01b4a"})
+    >>> format_statistics({"C1": "0f3a9c2e", "C2": "77d01b4a"})
     'C1 0f3a9c2e, C2 77d01b4a'
     """
     return ", ".join(f"{site} {digest}" for site, digest in digests.items())
@@ -125,7 +125,7 @@ def received(evaluation: Mapping[str, Any]) -> list[str]:
 def measured_in(score: str) -> str:
     """Return the name of a score within a sentence.
 
-    >>> measured_in("accuracy"), measured_in("auroc"), measured_in("r2")
+    >>> score_in_sentence("accuracy"), score_in_sentence("auroc"), score_in_sentence("r2")
     ('accuracy', 'AUROC', 'R²')
     """
     name = SCORES[score]
@@ -135,7 +135,7 @@ def measured_in(score: str) -> str:
 def signed(value: Any, digits: int = 2) -> str:
     """Return a difference with its sign.
 
-    >>> signed(0.071), signed(-0.05), signed(-0.001)
+    >>> format_signed(0.071), format_signed(-0.05), format_signed(-0.001)
     ('+0.07', '−0.05', '±0.00')
     """
     if not known(value):
@@ -148,7 +148,7 @@ def signed(value: Any, digits: int = 2) -> str:
 def percent(share: Any, digits: int = 0) -> str:
     """Return a share in percent.
 
-    >>> percent(0.6649), percent(None)
+    >>> format_percent(0.6649), format_percent(None)
     ('66 %', '–')
     """
     return f"{number(100 * share, digits)} %" if known(share) else DASH
@@ -157,7 +157,7 @@ def percent(share: Any, digits: int = 0) -> str:
 def stated_percent(share: float) -> str:
     """Return a given share in percent with all its digits.
 
-    >>> stated_percent(0.004), stated_percent(0.07), stated_percent(0.9995)
+    >>> format_stated_percent(0.004), format_stated_percent(0.07), format_stated_percent(0.9995)
     ('0.4 %', '7 %', '99.95 %')
     """
     return f"{100 * share:.12g} %"
@@ -175,7 +175,7 @@ def singular(examples: str) -> str:
 def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
     """Return mean ± standard deviation of ``{"mean", "sd"}``; the mean without a deviation.
 
-    >>> spread({"mean": 0.7123, "sd": 0.0211}), spread({"mean": 0.5, "sd": None}), spread(None)
+    >>> format_spread({"mean": 0.7123, "sd": 0.0211}), format_spread({"mean": 0.5, "sd": None}), format_spread(None)
     ('0.712 ± 0.021', '0.500', '–')
     """
     if not metric or not known(metric.get("mean")):
@@ -187,7 +187,7 @@ def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
 def interval(bounds: Sequence[float | None] | None) -> str:
     """Return an interval in brackets, "" for None.
 
-    >>> interval([0.6712, 0.75]), interval(None), interval([None, None])
+    >>> format_interval([0.6712, 0.75]), format_interval(None), format_interval([None, None])
     ('[0.671, 0.750]', '', '')
     """
     if not bounds or not all(known(b) for b in bounds):
@@ -198,7 +198,7 @@ def interval(bounds: Sequence[float | None] | None) -> str:
 def span(values: Sequence[Any], digits: int = 2) -> str:
     """Return smallest–largest known value, one number where both print alike.
 
-    >>> span([2.81, None, 2.36]), span([1.5]), span([])
+    >>> format_span([2.81, None, 2.36]), format_span([1.5]), format_span([])
     ('2.36–2.81', '1.50', '–')
     """
     shown = [number(v, digits) for v in sorted(v for v in values if known(v))]
@@ -210,7 +210,7 @@ def span(values: Sequence[Any], digits: int = 2) -> str:
 def size(n_bytes: Any) -> str:
     """Return bytes in decimal units.
 
-    >>> size(512), size(48_300_000), size(999_960)
+    >>> format_size(512), format_size(48_300_000), format_size(999_960)
     ('512 B', '48.3 MB', '1.0 MB')
     """
     if not known(n_bytes):
@@ -230,7 +230,7 @@ def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         sites: rows of a run's summary.
 
     >>> rounds = {"C1": [[1, 9]], "C2": [[1, 2], [6, 9]]}
-    >>> list(absences([{"site": name, "rounds_completed": held} for name, held in rounds.items()]))
+    >>> list(describe_absences([{"site": name, "rounds_completed": held} for name, held in rounds.items()]))
     ['C2 dropped out for a while; it took part in rounds 1 to 2 and 6 to 9.']
     """
     began = min((row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1)
@@ -244,7 +244,7 @@ def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def duration(seconds: Any) -> str:
     """Return a time span in two units at most.
 
-    >>> duration(0.0123), duration(3.21), duration(252), duration(7260)
+    >>> format_duration(0.0123), format_duration(3.21), format_duration(252), format_duration(7260)
     ('12 ms', '3.2 s', '4 min 12 s', '2 h 1 min')
     """
     if not known(seconds):
@@ -262,7 +262,7 @@ def duration(seconds: Any) -> str:
 def scientific(value: Any) -> str:
     """Return a small number such as δ as a power of ten.
 
-    >>> scientific(1e-5), scientific(2.5e-6), scientific(None)
+    >>> format_scientific(1e-5), format_scientific(2.5e-6), format_scientific(None)
     ('10⁻⁵', '2.5 × 10⁻⁶', '–')
     """
     if not known(value) or value <= 0:
@@ -280,7 +280,7 @@ def detected(rate: float, unit: str) -> str:
         rate: the largest true positive rate of a test with a false positive rate of 0.01.
         unit: the privacy unit.
 
-    >>> detected(0.0198, "patient").split(", ")[1]
+    >>> describe_detection(0.0198, "patient").split(", ")[1]
     'an attacker with all releases and all other data identifies at most 2.0'
     """
     return (

@@ -137,8 +137,8 @@ def finding(row: Json, reached: str, alone: str) -> Finding:
 
     Args:
         row: the values over all sites.
-        reached: the score of the method, in words.
-        alone: the baseline, in words.
+        score_text: the score of the method, in words.
+        baseline: the baseline, in words.
     """
     text = f"{reached}, {gain_words(row)} over {alone}: {verdict_words(row, ALL)}."
     return Finding({"join": "good", "local": "bad"}.get(row["verdict"], "unclear"), text)

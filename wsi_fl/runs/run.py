@@ -147,19 +147,19 @@ class RunFolder:
         return self._document("evaluation.json", _EVALUATION, advice)
 
     def clinical(self) -> dict[str, Any] | None:
-        """Return the document of `clinical`; None without one."""
+        """Return the document of `read_clinical`; None without one."""
         advice = f"run `wsi-fl clinical {self.path.name}` again"
         return self._document("clinical.json", ("run", "sites"), advice)
 
     def audit(self) -> dict[str, Any] | None:
-        """Return the document of `audit`; None without one."""
+        """Return the document of `read_audit`; None without one."""
         advice = f"run `wsi-fl audit {self.path.name}` again"
         keys = ("run", "sites")
         path = self.path / _FILES["audit"]
         return read_where_sealed(path, keys, advice) if path.exists() else None
 
     def mpcpa(self) -> dict[str, Any] | None:
-        """Return the document of the baselines of `mpcpa`; None without one."""
+        """Return the document of the baselines of `read_mpcpa`; None without one."""
         advice = "delete it; `wsi-fl train --method mpcpa --baselines` writes it again"
         path = self.path / "mpcpa.json"
         return read_where_sealed(path, ("run", "runs", "curve"), advice) if path.exists() else None

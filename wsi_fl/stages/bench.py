@@ -1,4 +1,4 @@
-"""`bench`: benefit of methods for hospitals sampled from one table of features, with local and pooled baselines.
+"""`run_benchmark`: benefit of methods for hospitals sampled from one table of features, with local and pooled baselines.
 
 Every method trains linear heads in memory, by the same loop as studies, without stores, runs and ledgers.
 """
@@ -84,7 +84,7 @@ def cells_of(hospitals: str, skews: str) -> list[Cell]:
     """Return the cells of "4x150,16x50" and "alike,0.9"; a size may have a skew of its own, as in "8x200:1".
 
     Example:
-        >>> cells_of("4x150,8x200:1", "alike,0.9")[1:]
+        >>> parse_cells("4x150,8x200:1", "alike,0.9")[1:]
         [Cell(sites=4, n=150, skew='0.9'), Cell(sites=8, n=200, skew='1')]
     """
     found = []
@@ -303,7 +303,7 @@ def bench(
         out: CSV with a line for each method, ε, cell, seed and hospital; existing lines are not computed again.
         methods: names in METHODS, including those of plug-ins.
         cells: sampling of hospitals.
-        along: from public reference slides for `oneshot`, or a table of their features; by default random.
+        projection: from public reference slides for `oneshot`, or a table of their features; by default random.
         jobs: number of processes.
 
     Raises:
@@ -345,7 +345,7 @@ def bench(
     n = len(tuning) + seeds * len(tested)
 
     def work_off(works: Sequence[_Work], before: int) -> None:
-        """Run missing trainings, and write the CSV after each; `before` is the number of earlier ones."""
+        """Run missing trainings, and write the CSV after each; `n_earlier` is the number of earlier ones."""
         asked = [work for work in works if work.key not in there]
         done = before + len(works) - len(asked)
         told.update("trainings", done, n)
@@ -527,7 +527,7 @@ class FeatureTable:
         x: float32[n, d].
         y: int64[n], indices of `classes`.
         patient: str[n]; "" where unknown.
-        aside: excluded slides of a folder.
+        excluded: excluded slides of a folder.
     """
 
     x: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""`doctor`: checks of the installation, with remedies."""
+"""`check_installation`: checks of the installation, with remedies."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class RowChecksums:
 
     Attributes:
         values: uint32[n].
-        seen: bool[n], whether a row was checked.
+        is_checked: bool[n], whether a row was checked.
     """
 
     values: NDArray[np.uint32]

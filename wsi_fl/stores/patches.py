@@ -98,10 +98,10 @@ class _Rows:
     """The patches of one shard; a damaged one raises an error of `DAMAGE` or a WsiFlError.
 
     Attributes:
-        n: their number.
+        n_patches: their number.
         shape: (height, width, channels) of each.
         sums: their checksums; None without pixels.
-        threaded: whether threads gain speed: HDF5 admits one at a time.
+        is_threaded: whether threads gain speed: HDF5 admits one at a time.
     """
 
     threaded = False

@@ -102,7 +102,7 @@ def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
     repeats.
 
     Example:
-        >>> steps_by_rule(1000, 2, 1000), steps_by_rule(1000, 6, 1000), steps_by_rule(500, 2, 1000)
+        >>> count_training_steps(1000, 2, 1000), count_training_steps(1000, 6, 1000), count_training_steps(500, 2, 1000)
         (640, 1920, 1280)
     """
     return ceil(_SHOWN_PER_CLASS * n_classes / n_images) * ceil(n_images / batch_size)
@@ -231,7 +231,7 @@ def drawn(
     """Draw one image per label, uint8[b, c, h, h] on the CPU by batches; the same for the same arguments and device.
 
     Args:
-        told: called after every evaluation with the number of finished images; a batch counts in parts.
+        progress: called after every evaluation with the number of finished images; a batch counts in parts.
     """
     device, shape = next(denoiser.parameters()).device, denoiser.shape
     for start in range(0, len(labels), sampling.batch_size):

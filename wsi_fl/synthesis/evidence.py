@@ -309,7 +309,7 @@ def _over_usual(distance: _Distances, usual: _Distances) -> _Distances:
     image is left out.
 
     Example:
-        >>> _over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
+        >>> _relative_distances(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
         [0.5]
     """
     known = (usual > 0) & np.isfinite(usual)
@@ -322,7 +322,7 @@ def told_apart(
 ) -> Comparison | None:
     """Return the comparison of distances of training and of held-out images, over the usual ones of both.
 
-    None if copying cannot be distinguished from likeness: no training image, or fewer held-out than `least`.
+    None if copying cannot be distinguished from likeness: no training image, or fewer held-out than `min_held_out`.
     """
     training, held_out = map(_over_usual, reached, usual)
     return _compared(training, held_out) if len(training) and len(held_out) >= least else None

@@ -277,7 +277,7 @@ def projected(
 
     Args:
         candidates: number of random latents, of all classes, for starting points; at most 256.
-        told: called with the number of finished images.
+        progress: called with the number of finished images.
     """
     device = _device_of(generator)
     starts, embedded = _candidates(generator, lpips, min(candidates, _MOST_CANDIDATES), seed)

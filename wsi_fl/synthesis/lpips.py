@@ -247,11 +247,11 @@ class Keepaway:
         L = 1/b Σ_r Σ_s max(0, 1 − d(x_r, x_s) / m)²,
 
     in [0, 1] per pair, steepest for a copy, and without value or slope from the margin m on. For d well below m it
-    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`margin_of`).
+    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`compute_margin`).
 
     Attributes:
         margin: m.
-        kept: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly
+        references: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly
             any image of a small batch is near, so the margin has to be wide; of many images the nearest few are, and a
             narrow margin pushes away only from them.
     """

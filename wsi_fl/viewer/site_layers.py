@@ -72,7 +72,7 @@ def patches(
 def values(
     xy_l0: NDArray[np.int64], side_l0: float, columns: Mapping[str, NDArray[np.float64]], shown: str
 ) -> Layer:
-    """Return a layer of squares coloured by a selectable column of values [n] from 0 to 1, initially `shown`."""
+    """Return a layer of squares coloured by a selectable column of values [n] from 0 to 1, initially `first_column`."""
     rounded = [[*map(finite, np.round(column, _DECIMALS).tolist())] for column in columns.values()]
     names = list(columns)
     return {

@@ -41,9 +41,9 @@ class Pyramid:
 
     Example:
         >>> pyramid = Pyramid((100_000, 40_000))
-        >>> pyramid.last, pyramid.size(pyramid.last), pyramid.size(pyramid.first)
+        >>> pyramid.last_level, pyramid.level_size(pyramid.last_level), pyramid.level_size(pyramid.first_level)
         (17, (100000, 40000), (391, 157))
-        >>> pyramid.box(pyramid.last, 195, 0), pyramid.box(pyramid.last, 196, 0)
+        >>> pyramid.box(pyramid.last_level, 195, 0), pyramid.box(pyramid.last_level, 196, 0)
         ((99840, 0, 160, 512), None)
     """
 

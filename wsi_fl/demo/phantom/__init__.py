@@ -73,7 +73,7 @@ def plan_slides(
     """Return every slide of an archive, two per patient.
 
     Args:
-        ill: share of each site's patients with metastases, the first ones; all by default.
+        metastasis_shares: share of each site's patients with metastases, the first ones; all by default.
 
     Raises:
         UsageError: a number out of range.
@@ -181,8 +181,8 @@ def paint_archive(
 
     Args:
         size_px: side of a slide in level-0 pixels of 0.5 µm.
-        ill: share of each site's patients with metastases; all by default.
-        only: write only the slides of this site, the same as among `n_sites`.
+        metastasis_shares: share of each site's patients with metastases; all by default.
+        only_site: write only the slides of this site, the same as among `n_sites`.
         progress: called after each slide, from the calling thread, with the numbers of finished and of all slides and
             a line of text.
 

@@ -66,7 +66,7 @@ def make_board(
     Args:
         kit: a coordinator's or a hospital's; without it only files of the study are read.
         out: the page.
-        named: the study, as the commands of the steps name it.
+        study_label: the study, as the commands of the steps name it.
     """
     facts = _gather(study, Kit.open(kit) if kit else None)
     facts.kit, facts.study = str(kit or facts.kit), named

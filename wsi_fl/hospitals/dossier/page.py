@@ -81,7 +81,7 @@ def make_dossier(
 
     Args:
         site: of the dossier; default: that of the kit.
-        for_others: whether it leaves the hospital; see `dossier_of`.
+        for_others: whether it leaves the hospital; see `build_dossier`.
 
     Raises:
         UsageError: when no plan is in the study, or the site is not given.
@@ -115,7 +115,7 @@ def dossier_of(
         Among others "missing": why sites have not signed, None if the federation's root CA is not here to verify;
         "spent": ε of everything released so far, per unit of the plan; "group": the same for the patient with the most
         rows; "cost": the plan's cost, as the hospital saw it when it signed; "warning": why the ledger is invalid, as
-        by `approve`; "accounts": as `_accounts`; "audits": results of attacks.
+        by `approve`; "accounts": as `_list_accounts`; "audits": results of attacks.
     """
     said = document_of(plan)
     heard = approvals(study, plan, kit.identity().root) if kit else None

@@ -48,7 +48,7 @@ class JobFailed(WsiFlError):
 
     Attributes:
         blamed: the hospitals that timed out or failed.
-        again: whether another job may succeed: the reason is temporary, and not part of anything signed.
+        can_retry: whether another job may succeed: the reason is temporary, and not part of anything signed.
     """
 
     def __init__(self, message: str, blamed: Sequence[str] = (), *, again: bool = False) -> None:
@@ -196,7 +196,7 @@ def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
     failed, in one line, or None.
 
     Args:
-        known: ids of jobs whose reason is not needed.
+        known_ids: ids of jobs whose reason is not needed.
     """
     with _session(kit) as session:
         found = _listed(session)
@@ -268,9 +268,9 @@ def run_job(
     Args:
         patience_s: how long a hospital may be disconnected from a job that has begun.
         awaited: hospitals that the job leaves out; when one of them is connected for its number of seconds, it ends.
-        withdrawn: returns now and then the hospitals with a revoked certificate, which end the job.
-        told: called with FLARE's id of the job.
-        waiting: called now and then with the seconds that the job has taken.
+        list_revoked: returns now and then the hospitals with a revoked certificate, which end the job.
+        on_submit: called with FLARE's id of the job.
+        on_wait: called now and then with the seconds that the job has taken.
 
     Raises:
         JobFailed: with the reason of the first hospital that failed, or of the server.

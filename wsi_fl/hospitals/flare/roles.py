@@ -54,7 +54,7 @@ class Together(Controller):  # type: ignore[misc]
 
     Args:
         sites: of the job.
-        job: its content, see `Hospital`.
+        job: its content, see `HospitalExecutor`.
     """
 
     def __init__(self, sites: list[str], job: Job) -> None:

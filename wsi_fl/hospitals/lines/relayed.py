@@ -75,7 +75,7 @@ class Attendance:
     Args:
         identity: of this site.
         names: of all sites of the plan, this one included.
-        at_least: sites required for a session, if the others go on without a site that timed out; more than half are
+        min_sites: sites required for a session, if the others go on without a site that timed out; more than half are
             required in any case, so that two groups out of contact cannot both go on. By default all are required, and
             no site drops out.
     """
@@ -139,7 +139,7 @@ class Line(Protocol):
         """Carry a message to a site; return "" once it has arrived, or why not, and it may be retried.
 
         Args:
-            name: of the message among those of the sender and the receiver in this session.
+            sequence_id: of the message among those of the sender and the receiver in this session.
         """
         ...
 
@@ -163,18 +163,18 @@ class RelayedComm:
         identity: of this site.
         names: of all sites of the study, by index.
         running: indices of the participants, the same everywhere.
-        line: the transport, listened to from now on.
+        transport: the transport, listened to from now on.
         timeout_s: how long to wait for a peer.
         version, code: of wsi-fl, and the SHA-256 of the installed package; the same at all sites.
         plan: SHA-256 of the signed plan; "" without one.
         most_bytes: of a message.
         keys: the fingerprint of each site's key, if the plan pins them: no other key speaks for the site.
-        waiting: called now and then while this process waits.
-        attendance: the presence known to this process; the same one when it resumes, so that its peers need not. If the
+        on_wait: called now and then while this process waits.
+        presence: the presence known to this process; the same one when it resumes, so that its peers need not. If the
             others may go on without a site, `running` becomes the participants of the session, and a site that times
-            out or ends makes every call raise `SitesGone`. By default all of `running` are required.
-        standing: called before each sending; returns why this site no longer takes part, "" if it does.
-        withdrawn: called before each sending and while this process waits; returns when the certificates of each key
+            out or ends makes every call raise `SitesDroppedOut`. By default all of `running` are required.
+        find_stop_reason: called before each sending; returns why this site no longer takes part, "" if it does.
+        load_revoked: called before each sending and while this process waits; returns when the certificates of each key
             were revoked, by its fingerprint: no session goes on with such a site.
 
     Raises:

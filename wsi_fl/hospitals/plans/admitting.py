@@ -221,7 +221,7 @@ def _beyond(
     """Return in one line the first term of a plan that a standing approval does not allow; "" for none.
 
     Args:
-        learned: what the plan's models see, by the plan or a store.
+        data: what the plan's models see, by the plan or a store.
         unknown: whether the plan may leave open what only stores determine.
     """
     allows = frame["allows"]

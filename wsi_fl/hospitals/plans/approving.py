@@ -142,7 +142,7 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
     other site's store is opened.
 
     Args:
-        frame: the standing approval that may cover the plan: its spending is counted, and its list of code holds.
+        approval: the standing approval that may cover the plan: its spending is counted, and its list of code holds.
 
     Raises:
         UsageError: in one line, why the plan cannot be signed here.

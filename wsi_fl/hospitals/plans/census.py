@@ -44,7 +44,7 @@ class _Census(TypedDict):
     """A hospital's released counts of its patients.
 
     Attributes:
-        counts: noisy patients by column and value; with `only_enough` 1 if there are `_ENOUGH` at 95 %
+        counts: noisy patients by column and value; with `only_enough` 1 if there are `_MIN_PATIENTS` at 95 %
             confidence, else 0.
         deviation: of the noise, in patients.
     """
@@ -173,7 +173,7 @@ def collect(censuses: Sequence[_Census], epsilon: float = 1.0) -> dict[str, Any]
 
     Returns:
         {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
-        "all", "expected", "pipeline"}]}; "lacks" are each site's values with possibly fewer than `_ENOUGH`.
+        "all", "expected", "pipeline"}]}; "lacks" are each site's values with possibly fewer than `_MIN_PATIENTS`.
         A site that lacks all of them is among "receivers".
     """
     sites = [census["site"] for census in censuses]

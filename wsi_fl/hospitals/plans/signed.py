@@ -356,7 +356,7 @@ def code_digest(package: Path = _PACKAGE) -> str:
     """Return the SHA-256 of the running code, which must be the same at all sites of a plan.
 
     It covers every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
-    of `packages`, but not compiled Python, hidden files and shipped pipelines, since a plan holds its settings.
+    of `package_versions`, but not compiled Python, hidden files and shipped pipelines, since a plan holds its settings.
     WsiFlError if the folder of the package cannot be read.
     """
     digest = hashlib.sha256(json.dumps(packages(), sort_keys=True).encode())

@@ -110,7 +110,7 @@ def signer_of(document: Mapping[str, Any], root: str, purpose: bytes, what: str)
 
     Args:
         root: the trusted text, PEM.
-        what: the name of the document, for messages.
+        label: the name of the document, for messages.
     """
     try:
         holder = verified(str(document["certificate"]), root)
@@ -284,7 +284,7 @@ def fingerprint(pem: str) -> str:
     """Return SHA-256 of the public key in a certificate or a request (PEM), for people to compare by telephone.
 
     Example:
-        >>> len(fingerprint(new_request(new_key(), "C1", "a hospital")))
+        >>> len(key_fingerprint(build_request(generate_key(), "C1", "a hospital")))
         95
     """
     try:

@@ -255,7 +255,7 @@ def address_of(text: str) -> tuple[str, int]:
     """Return (host, port) of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`, without brackets; ValueError otherwise.
 
     Example:
-        >>> address_of("fl.example.org"), address_of("[2001:db8::1]:8443")
+        >>> parse_address("fl.example.org"), parse_address("[2001:db8::1]:8443")
         (('fl.example.org', 443), ('2001:db8::1', 8443))
     """
     parts = urlsplit(f"//{text}")

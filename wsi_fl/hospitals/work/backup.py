@@ -84,7 +84,7 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
     """Restore missing files of a kit and a study; existing ones stay as they are.
 
     Args:
-        file: of `backup`.
+        file: of `write_backup`.
         kit: its folder, a new one or that of the same key.
 
     Raises:

@@ -58,7 +58,7 @@ def answered(text: str, site: str, what: str) -> dict[str, Any]:
     """Return a hospital's JSON reply after validation; NotAgreed, with the hospital's name, otherwise.
 
     Args:
-        what: the kind of job: "ready", "check" or "work".
+        job_kind: the kind of job: "ready", "check" or "work".
     """
     said: dict[str, Any] = decoded(
         text.encode(errors="surrogatepass"), _KINDS[what], site, most_values=_MOST_VALUES
@@ -72,9 +72,9 @@ def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
     """Return the replies that the server passed on, by hospital, or NotAgreed; failures alone if any hospital failed.
 
     Args:
-        told: by site; a site without a reply is missing, or has an empty document.
+        replies: by site; a site without a reply is missing, or has an empty document.
         sites: of the job.
-        what: the kind of job.
+        job_kind: the kind of job.
     """
     if not isinstance(told, Mapping) or not set(told) <= set(sites):
         raise NotAgreed(

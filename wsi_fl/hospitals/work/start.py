@@ -55,7 +55,7 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
 
     Args:
         study: of the hospital, the only folder that its jobs read and write; None for a server.
-        told: called with lines for people: its registration, its permissions, and its end.
+        report: called with lines for people: its registration, its permissions, and its end.
 
     Raises:
         UsageError: when the kit cannot be started so.

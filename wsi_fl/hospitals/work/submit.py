@@ -67,8 +67,8 @@ def submit(
     Args:
         kit: the coordinator's.
         out: a folder for `summary.json`, `report.html` and, if hospitals disclose counts, `scores.json`; default: a new
-            one in `beside`, named after the run.
-        beside: the folder of the plan.
+            one in `parent_folder`, named after the run.
+        parent_folder: the folder of the plan.
         resume: the run to resume, as the summary or the hospitals' folders name it.
         without: hospitals that dropped out.
 
@@ -285,7 +285,7 @@ def _folder_step(share: Share, news: str) -> Step:
 def status(kit: Kit) -> dict[str, Any]:
     """Return the hospitals that are connected and answer, and the newest jobs: {"connected": […], "jobs": […]}.
 
-    A job is {"id", "name", "status", "submitted"}, and the kit's own fields of it, see `_KNOWN`. A "reason" is why
+    A job is {"id", "name", "status", "submitted"}, and the kit's own fields of it, see `_JOB_FIELDS`. A "reason" is why
     it failed, also if the server still calls it running.
     """
     here, known = jobs.connected(kit), asked_for(kit)
@@ -413,7 +413,7 @@ def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | 
 
 
 def asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
-    """Return the fields of each job in a kit's log by its id, oldest first, with all keys of `_KNOWN`."""
+    """Return the fields of each job in a kit's log by its id, oldest first, with all keys of `_JOB_FIELDS`."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(kit.path / _JOBS, {"id": str}):
         of_job = found.setdefault(line["id"], dict.fromkeys(_KNOWN))

@@ -71,11 +71,11 @@ def take_part(
             a new one; default: a new one.
         without: sites that dropped out.
         plan: SHA-256 of the requested plan, if any; another than the signed one is refused.
-        brought: that plan as received; it is approved now if the hospital's standing approval covers it.
-        waiting: called now and then while this process waits for others.
-        attendance: the presence known to this process, if it resumes by itself; `without` is empty if its sites go on
+        received_plan: that plan as received; it is approved now if the hospital's standing approval covers it.
+        on_wait: called now and then while this process waits for others.
+        presence: the presence known to this process, if it resumes by itself; `without` is empty if its sites go on
             without one that timed out. Default: all others are required.
-        withdrawn: returns the certificates revoked so far, see `RelayedComm`.
+        load_revoked: returns the certificates revoked so far, see `RelayedComm`.
 
     Raises:
         Interrupted: when a peer's process began again, or timed out, so that all resume, or when a certificate was

@@ -262,7 +262,7 @@ def decimal_point(text: str) -> str:
     """Return the remedy for a number with a decimal comma; "" for anything else.
 
     Example:
-        >>> decimal_point("0,25"), decimal_point("1,024.5")
+        >>> suggest_decimal_point("0,25"), suggest_decimal_point("1,024.5")
         ('; write 0.25', '')
     """
     return f"; write {text.strip().replace(',', '.')}" if _COMMA.fullmatch(text.strip()) else ""

@@ -29,7 +29,7 @@ def separator_of(text: str) -> str:
     """Return the separator declared for Excel in the first line of a table; "" for none.
 
     Example:
-        >>> separator_of("sep=;"), separator_of("slide,patient")
+        >>> read_separator("sep=;"), read_separator("slide,patient")
         (';', '')
     """
     found = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
@@ -47,7 +47,7 @@ def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
         needed: required columns.
 
     Example:
-        >>> header_of("#Patient Identifier,Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
+        >>> find_header("#Patient Identifier,Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
         (1, 'PATIENT_ID,SEX', '')
     """
     separator, lines = "", io.StringIO(text, newline=None)
@@ -79,7 +79,7 @@ def text_of(value: str) -> str:
     """Return a field as typed: stripped, without a formula around leading zeros.
 
     Example:
-        >>> text_of(' ="007" '), text_of("=A1")
+        >>> read_text(' ="007" '), read_text("=A1")
         ('007', '=A1')
     """
     plain = value.strip().strip(_WIDTHLESS).strip()
@@ -104,7 +104,7 @@ def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
         needed: required columns.
 
     Example:
-        >>> column_names(["Slide", "Patient ID", "Age"], ()), column_names(["Split", "split"], ())
+        >>> normalize_columns(["Slide", "Patient ID", "Age"], ()), normalize_columns(["Split", "split"], ())
         (['slide', 'patient_id', 'Age'], ['Split', 'split'])
     """
     known = NAMING | _OPTIONAL

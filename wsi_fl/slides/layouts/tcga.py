@@ -61,7 +61,7 @@ def site_of(institution: str) -> str:
     """Return the site of an institution, whatever its spelling.
 
     Example:
-        >>> site_of("MSKCC"), site_of("Memorial Sloan Kettering"), site_of("University of São Paulo")
+        >>> name_site("MSKCC"), name_site("Memorial Sloan Kettering"), name_site("University of São Paulo")
         ('tcga-mskcc', 'tcga-mskcc', 'tcga-university-of-sao-paulo')
     """
     plain = unicodedata.normalize("NFKD", institution).encode("ascii", "ignore").decode()

@@ -64,9 +64,9 @@ def read_annotations(
     left out.
 
     Args:
-        named: meaning of groups by name, in any case, besides those of Camelyon16, Camelyon17, ASAP and QuPath. A
+        group_roles: meaning of groups by name, in any case, besides those of Camelyon16, Camelyon17, ASAP and QuPath. A
             derived class of QuPath ("Tumor: Positive") is its base ("Tumor"), unless it is named.
-        ground: the slide on which the outlines are placed; without it they stay as they are.
+        slide_geometry: the slide on which the outlines are placed; without it they stay as they are.
         origin: the corner of the slide from which they count.
 
     Raises:

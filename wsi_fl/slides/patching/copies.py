@@ -35,7 +35,7 @@ def copies_of(scans: Iterable[Scan]) -> list[list[Scan]]:
 
     Example:
         >>> a, b, c = (Scan("S", name, name, "train", frozenset({mark})) for name, mark in ("ax", "by", "cx"))
-        >>> [[scan.slide for scan in group] for group in copies_of([a, b, c])]
+        >>> [[scan.slide for scan in group] for group in find_copies([a, b, c])]
         [['a', 'c']]
     """
     listed = list(scans)

@@ -20,7 +20,7 @@ def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
     patches which only touch an outline share no area with it.
 
     Example:
-        >>> size_in_l0(GridSpec(96, 0.972, 96), slide_mpp=0.9719999), size_in_l0(GridSpec(96, 0.5, 96), 0.23)
+        >>> patch_side_l0(GridSpec(96, 0.972, 96), slide_mpp=0.9719999), patch_side_l0(GridSpec(96, 0.5, 96), 0.23)
         (96.0, 208.69565217391303)
     """
     side = spec.size_px * spec.mpp / slide_mpp

@@ -134,7 +134,7 @@ def better_corner(
     Args:
         shares: share on tissue by corner.
         default: the corner of its format.
-        what: subject of the line, such as "its tissue".
+        subject: subject of the line, such as "its tissue".
     """
     choice: Corner = origin or default
     alternative = _OTHER[choice]

@@ -131,7 +131,7 @@ def said_of(reasons: NDArray[np.str_]) -> str:
     """Return the number of patches by reason, in words.
 
     Example:
-        >>> said_of(np.array(["blur", "pen", "blur"]))
+        >>> describe_reasons(np.array(["blur", "pen", "blur"]))
         '1 pen, 2 blur'
     """
     return ", ".join(f"{n} {kind}" for kind in KINDS if (n := int((reasons == kind).sum())))
@@ -169,7 +169,7 @@ def _blurred_share(patches: NDArray[np.uint8], glass: float) -> NDArray[np.float
 
     Example:
         >>> noise = np.random.default_rng(0).integers(90, 190, (1, 64, 64, 1), np.uint8).repeat(3, 3)
-        >>> _blurred_share(noise, glass=240).tolist()
+        >>> _blur_share(noise, glass=240).tolist()
         [0.0]
     """
     green = patches[..., 1].astype(np.float32)

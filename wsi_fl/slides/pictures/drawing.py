@@ -43,7 +43,7 @@ def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int,
     """Return (row, position in it) of items side by side, continued in the next row where they do not fit.
 
     Args:
-        room: pixels of each row; the last value holds for all further rows.
+        row_widths: pixels of each row; the last value holds for all further rows.
 
     Example:
         >>> wrap_rows([40, 40, 90, 10], [100, 50])
@@ -68,7 +68,7 @@ def font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.FreeTypeFont) -> str:
-    """Return the text, or as much of its beginning and end as fits into `room` pixels."""
+    """Return the text, or as much of its beginning and end as fits into `max_px` pixels."""
     keep = len(text)
     shown = text
     while keep > 4 and draw.textlength(shown, face) > room:
@@ -78,7 +78,7 @@ def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.Fr
 
 
 def _round_length(most: float) -> float:
-    """Return the longest of 1, 2 and 5 times a power of ten up to `most`.
+    """Return the longest of 1, 2 and 5 times a power of ten up to `max_length`.
 
     Example:
         >>> _round_length(740), _round_length(2.5)
@@ -91,7 +91,7 @@ def _round_length(most: float) -> float:
 def draw_scale_bar(
     draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, most_px: float
 ) -> float:
-    """Draw a bar of a round length of at most `most_px` up to `end`, with its length above it; return its pixels."""
+    """Draw a bar of a round length of at most `max_px` up to `end`, with its length above it; return its pixels."""
     length_um = _round_length(um_per_px * most_px)
     length_px = length_um / um_per_px
     x, y = end

@@ -68,7 +68,7 @@ class Heat:
 
     @cached_property
     def probability(self) -> NDArray[np.float64]:
-        """[n] the probability of `kind`."""
+        """[n] the probability of `class_index`."""
         return np.asarray(self.probabilities[np.arange(len(self.kind)), self.kind])
 
     @property

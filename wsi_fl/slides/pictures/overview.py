@@ -60,7 +60,7 @@ def draw_overview(plan: SlidePlan, chosen: _Rows) -> bytes:
     """Return a PNG of the thumbnail with tissue, tumour outlines and the chosen patches of a plan by label.
 
     Args:
-        chosen: rows of the plan, as indices or as a mask over its patches.
+        rows: rows of the plan, as indices or as a mask over its patches.
     """
     image = Image.fromarray(plan.thumbnail)
     grey = Image.blend(image, image.convert("L").convert("RGB"), 0.5)

@@ -54,7 +54,7 @@ def holes_in(
 
     Args:
         fill: the colour of missing pixels; None if they are transparent.
-        inside_px: (left, top, right, bottom) of the slide in pixels of the region, which may reach beyond the slide.
+        slide_box_px: (left, top, right, bottom) of the slide in pixels of the region, which may reach beyond the slide.
     """
     left, top, right, bottom = (max(0, v) for v in inside_px)
     if fill is None:

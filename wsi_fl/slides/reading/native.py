@@ -276,10 +276,10 @@ class _Piece(NamedTuple):
 
 
 def pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
-    """Split one axis of a box from `start` at the tiles of a picture `whole` pixels long.
+    """Split one axis of a box from `start` at the tiles of a picture `extent` pixels long.
 
     Example:
-        >>> [(piece.number, piece.of, piece.to) for piece in pieces(6, 4, 8, 100)]
+        >>> [(piece.number, piece.tile_slice, piece.box_slice) for piece in split_at_tiles(6, 4, 8, 100)]
         [(0, slice(6, 8, None), slice(0, 2, None)), (1, slice(0, 2, None), slice(2, 4, None))]
     """
     found = []
@@ -312,7 +312,7 @@ class _Recent:
         self._results: OrderedDict[int, Future[NDArray[np.uint8]]] = OrderedDict()
 
     def get(self, key: int, make: Callable[[int], NDArray[np.uint8]], most: int) -> NDArray[np.uint8]:
-        """Return the cached result of a key, or make it; errors are cached too, and `most` results are kept."""
+        """Return the cached result of a key, or make it; errors are cached too, and `max_results` results are kept."""
         with self._lock:
             known = self._results.get(key)
             result = self._results[key] = known or Future()

@@ -22,7 +22,7 @@ class Unpainted(NamedTuple):
     Attributes:
         areas: the parts that could not be read.
         error: the error of the last of them; None where there are none.
-        hopeless: whether so much failed that the remaining parts were skipped.
+        is_hopeless: whether so much failed that the remaining parts were skipped.
     """
 
     areas: list[Area]

@@ -105,8 +105,8 @@ _MEMORY = BufferPool(most=8)
 class _Sweep:
     """Reads patches with corners [n, 2] from an open slide, in strips of `step` patches.
 
-    Threads call `fill` once for each strip, about in order. A strip can be taken when its call and all earlier
-    ones have returned. `first` is the row of the first patch among all patches of the slide.
+    Threads call `fill_strip` once for each strip, about in order. A strip can be taken when its call and all earlier
+    ones have returned. `first_row` is the row of the first patch among all patches of the slide.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _Sweep:
     def take(self, number: int, aside: dict[int, str] | None) -> tuple[int, NDArray[np.uint8]]:
         """Remove a strip and return (row of the first patch, pixels uint8[b, size_px, size_px, 3] of readable patches).
 
-        Unreadable ones are added to `aside`, row → reason. Without it the first raises WsiFlError.
+        Unreadable ones are added to `excluded`, row → reason. Without it the first raises WsiFlError.
         """
         strip = self._strips.pop(number)
         self._read(strip, sorted(strip.doubtful))
@@ -244,12 +244,12 @@ def read_patches(
     Args:
         xy_l0: the patches' corners [n, 2].
         threads: number of decoding threads.
-        aside: filled with row → one-line reason of the patches that cannot be decoded, before their batch is
+        excluded: filled with row → one-line reason of the patches that cannot be decoded, before their batch is
             yielded. They are left out of the batch, which may become empty.
         notes: filled with the slide's notes of replaced damage, after the last batch.
 
     Raises:
-        WsiFlError: when a patch cannot be decoded and `aside` is None.
+        WsiFlError: when a patch cannot be decoded and `excluded` is None.
     """
     threads = max(1, threads)
     ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))

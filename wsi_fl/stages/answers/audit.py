@@ -1,4 +1,4 @@
-"""`audit`: worst-case attacks on the models of a run, and empirical bounds of its ε.
+"""`audit_run`: worst-case attacks on the models of a run, and empirical bounds of its ε.
 
 Results are rates and bounds; no example, no single loss and no inclusion of a canary is written.
 """
@@ -48,7 +48,7 @@ _EXPOSURE = "exposure.csv"
 
 
 class _Audit(TypedDict):
-    """The document of `audit`."""
+    """The document of `audit_run`."""
 
     run: str
     method: str
@@ -338,7 +338,7 @@ def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, object]]
     Statistics are a sum of n units, each of norm 1 at most, and noise; so n bounds a site's influence on the sum.
 
     Args:
-        here: sites with stores here; predictions are compared on their local test parts.
+        site_names: sites with stores here; predictions are compared on their local test parts.
     """
     heads = {name: _head(party, name) for name in here}
     head = heads[here[0]]

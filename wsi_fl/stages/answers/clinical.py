@@ -1,4 +1,4 @@
-"""`clinical`: clinical measures of a run by patient; and `plan-size`: the sample size of a test set."""
+"""`describe_clinically`: clinical measures of a run by patient; and `plan-size`: the sample size of a test set."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def described_runs(
     by: str | None = None,
     least: int = LEAST,
 ) -> dict[str, Any] | None:
-    """Return the document of `clinical` without writing it; None without predictions of classes here.
+    """Return the document of `describe_clinically` without writing it; None without predictions of classes here.
 
     Args:
-        parties: a run, or the folds of one.
+        contexts: a run, or the folds of one.
     """
     first = parties[0]
     told = {
@@ -127,9 +127,9 @@ class _Asked:
     """The predictions of a site for the test patients of a run.
 
     Attributes:
-        called: int64[m], predicted classes.
+        predicted: int64[m], predicted classes.
         groups: str[m], subgroups; None without.
-        alone: predictions of the local model for the same patients.
+        local_patients: predictions of the local model for the same patients.
         point: threshold of the score for a case, chosen on the site's training slides, else one half; None for more
             than two classes.
     """

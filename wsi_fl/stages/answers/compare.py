@@ -1,4 +1,4 @@
-"""`compare`: methods by mean ± sd over sites and seeds, paired tests, and the benefit over local models."""
+"""`compare_methods`: methods by mean ± sd over sites and seeds, paired tests, and the benefit over local models."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class _Row:
     Attributes:
         settings: distinguish the row from others of its method.
         values: per run, {site: {metric: value or None}} by the model's site, or by the left-out site.
-        right: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient in
+        patient_scores: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient in
             one test part per seed.
     """
 

@@ -29,7 +29,7 @@ class Said:
     """The scores of test examples by the runs of one seed.
 
     Attributes:
-        answers: test example → its term in the mean, and its weight.
+        values: test example → its term in the mean, and its weight.
         score: the name of the weighted mean.
         noise: standard deviation of that score by the privacy noise; None where unknown.
     """
@@ -49,7 +49,7 @@ def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, d
 
     Args:
         runs: "local", "federated", and perhaps "pooled" → the runs of each.
-        on: the test examples, "merged" or each site's "own".
+        test_set: the test examples, "merged" or each site's "own".
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
     answers = {kind: _by_site(those, names, on) for kind, those in runs.items()}
@@ -64,7 +64,7 @@ def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
     as fully correlated.
 
     Args:
-        runs, on: as for the benefit by site.
+        runs, test_set: as for the benefit by site.
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
     answers: dict[str, _BySeed] = {}

@@ -289,7 +289,7 @@ def _predicted(
     """Return a site's models, and their predictions and those of ensembles on every part, which are also written.
 
     Args:
-        known: whether the true values of the examples are known.
+        has_truth: whether the true values of the examples are known.
     """
     data, folder = party.data(site.name), party.run.site(site.name)
     folder.remember_store(data.digest(), data.facts())

@@ -40,7 +40,7 @@ class Leaving:
     """A model to export.
 
     Attributes:
-        called: public name: "private", "proxy" or "shared".
+        model_name: public name: "private", "proxy" or "shared".
         role: name in the run.
         facts: the run's record of the training store.
     """
@@ -113,7 +113,7 @@ def export_model(
     """Write a model of a run for another program, with MODEL_CARD.md and model_card.json; return the document.
 
     Args:
-        called: public name of the model.
+        model_name: public name of the model.
         form: "wsinfer" or "onnx".
         site: of the model; by default the first finished site here, for exchanged models.
         private: whether a private model may leave.

@@ -52,7 +52,7 @@ def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = T
     """Write a row per model and test example of every part.
 
     Args:
-        known: whether the truth is known; its columns are empty else.
+        has_truth: whether the truth is known; its columns are empty else.
     """
     truth, said = COLUMNS[table.task.kind]
     names = (*_WHO, *table.about, *truth, *(said.format(name) for name in table.outputs))

@@ -77,10 +77,10 @@ class Seen(NamedTuple):
 
     Attributes:
         xy_l0: int64[m, 2].
-        said: float64[m, classes], predictions of models of patches; None for models of bags.
+        probabilities: float64[m, classes], predictions of models of patches; None for models of bags.
         bag: features; None for models of patches.
         base: None without the slide's file or the coordinates of the patches.
-        n_aside: number of unreadable patches.
+        n_excluded: number of unreadable patches.
     """
 
     xy_l0: NDArray[np.int64]
@@ -97,8 +97,8 @@ class SlidePrediction:
     Attributes:
         task: the prediction task.
         names: names of the k outputs.
-        whole: float64[k], prediction of the slide; a probability is 0 where the tumour type excludes a class.
-        alone: float64[m, k], predictions of single patches.
+        slide_values: float64[k], prediction of the slide; a probability is 0 where the tumour type excludes a class.
+        patch_values: float64[m, k], predictions of single patches.
         attention: float64[m], adding up to 1; None for models without attention.
     """
 
@@ -287,7 +287,7 @@ class Predictor:
     def _batches(
         self, plan: SlidePlan, aside: dict[int, str], notes: set[str]
     ) -> Iterator[NDArray[np.uint8]]:
-        """Yield images uint8[b, input_px, input_px, 3] as in training; unreadable rows go to `aside` with the
+        """Yield images uint8[b, input_px, input_px, 3] as in training; unreadable rows go to `excluded` with the
         reason."""
         size = max(1, min(_BATCH, _BATCH_PIXELS // self.input_px**2))
         waiting: list[NDArray[np.uint8]] = []

@@ -1,4 +1,4 @@
-"""`report`: the files of a run as one page."""
+"""`write_report`: the files of a run as one page."""
 
 from __future__ import annotations
 

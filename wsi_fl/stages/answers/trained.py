@@ -42,7 +42,7 @@ class TrainedModels:
 
     Attributes:
         models: the loaded models by role.
-        answer: "local", "private", "proxy" or "shared", "mean" of the last two, or "ensemble".
+        ensemble: "local", "private", "proxy" or "shared", "mean" of the last two, or "ensemble".
         stack: weights of the ensemble, if the run has them.
     """
 
@@ -130,7 +130,7 @@ def answering(
     *,
     every: bool = False,
 ) -> TrainedModels:
-    """Load the models of a site's ensemble; with `every`, all its models."""
+    """Load the models of a site's ensemble; with `all_roles`, all its models."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
     wanted = _roles_of(run, site.name) if every else roles(answer, stack, _roles_of(run, site.name))
     models, travels = {}, method_for(run.manifest["method"], pipeline).travels

@@ -59,7 +59,7 @@ class _Chosen:
 
     Attributes:
         xy_l0: int64[n, 2].
-        pixels: yields uint8[b, h, w, 3]; the reasons of missing rows go into the next field.
+        read_pixels: yields uint8[b, h, w, 3]; the reasons of missing rows go into the next field.
         picture: draws the selected patches, once their pixels were read; None for none.
         cluster, weight, mpp_l0, note: as in `Bag` and `BagShard`.
         damage: filled while pixels are read: damage of the slide that other data of the slide make up for.
@@ -93,7 +93,7 @@ class Way(Generic[_Item]):
         sets_aside: whether unreadable slides are excluded; else they end the work.
         items: the site's slides.
         site, path, spec: of the store, and of the patches in it.
-        ahead: slides planned while another is encoded; 0 for none.
+        n_ahead: slides planned while another is encoded; 0 for none.
     """
 
     data: ClassVar[str]

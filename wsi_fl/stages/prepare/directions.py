@@ -46,10 +46,10 @@ class Letters:
     """The planned class statistics of all sites.
 
     Attributes:
-        rows: approximate number of privacy units (patches, slides or patients) of all sites together.
-        hospitals: number of sites.
+        n_examples: approximate number of privacy units (patches, slides or patients) of all sites together.
+        n_sites: number of sites.
         epsilon, delta: of each site.
-        shared: whether the noise is distributed over the sites (secure aggregation).
+        has_shared_noise: whether the noise is distributed over the sites (secure aggregation).
     """
 
     rows: int
@@ -83,8 +83,8 @@ def directions(
         sources: slides or pictures, cut by the settings of `[tile]`, or feature stores, or folders of these; other
             files in folders are skipped.
         out: the file to write.
-        n: number of dimensions; None for 32, or the number that suits the planned statistics.
-        letters: the planned statistics, if known.
+        n_dimensions: number of dimensions; None for 32, or the number that suits the planned statistics.
+        statistics: the planned statistics, if known.
         mpp: µm per pixel of sources without a resolution.
         public: whether the user declares all sources public; see `require_public`.
 

@@ -38,7 +38,7 @@ class ImportFacts:
     """Facts on features given as options, where files lack them.
 
     Attributes:
-        called: the encoder's new name, whatever its files call it.
+        new_name: the encoder's new name, whatever its files call it.
     """
 
     encoder: str | None = None

@@ -131,7 +131,7 @@ class Done:
         patches: number of patches in its shard; 0 without a shard.
         reason: why the slide, or some of its patches, were excluded.
         note: a remark on its bag.
-        made: number of encoded patches; 0 where the shard existed.
+        encoded: number of encoded patches; 0 where the shard existed.
         spent: seconds by kind of work.
         content: how its shard stores pixels.
         quality: patches by artifact, and the method of tissue detection.
@@ -251,7 +251,7 @@ class TableMatch:
 
     Attributes:
         records: slides with a file and a label.
-        aside: slides that lack one, excluded.
+        excluded: slides that lack one, excluded.
         account: a line on the rows of the table, by site.
         mismatch: why no row has a file, with names of both; "" where some have one.
     """

@@ -588,7 +588,7 @@ def _lost_tumour(plan: SlidePlan, rows: NDArray[np.bool_]) -> list[str]:
 
 
 def _whole(items: Iterable[_T], aside: dict[int, str]) -> Iterator[_T]:
-    """Yield the items; raise `_Unreadable` after the last where rows are missing."""
+    """Yield the items; raise `_UnreadableRows` after the last where rows are missing."""
     yield from items
     if aside:
         raise _Unreadable(aside)

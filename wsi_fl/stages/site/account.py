@@ -103,7 +103,7 @@ def planned_round(
     Args:
         spent: earlier mechanisms on the same units that count for this run.
         past: all mechanisms on the site's account.
-        once: whether all units are released at once, not trained on in batches.
+        is_oneshot: whether all units are released at once, not trained on in batches.
 
     Raises:
         UsageError: when no noise suffices, or δ is too large for n.
@@ -189,7 +189,7 @@ def open_account(
     Args:
         units: privacy units, without canaries.
         canaries: bool[m], which canaries are included; None for none.
-        planned: ledger name of a run that has not begun; "" for the context's run.
+        planned_run: ledger name of a run that has not begun; "" for the context's run.
 
     Raises:
         UsageError: without a budget, with a ledger that lacks past spending, or for another plan than the run's.

@@ -506,7 +506,7 @@ class _Bagged(Data):
 
     @cached_property
     def _means(self) -> NDArray[np.float32]:
-        """Means float32[n, d] of the features of each patient in `whole`."""
+        """Means float32[n, d] of the features of each patient in `full_table`."""
         store, whole = self.store, self.whole
         number = {name: k for k, name in enumerate(whole.patient.tolist())}
         used = range(len(store)) if self.answers is None else np.concatenate(self.answers.bags).tolist()

@@ -29,7 +29,7 @@ def encoder_of(
 ) -> Encoder:
     """Load the encoder of a pipeline's section on a device, by default this rank's, with this rank's share of cores.
 
-    `tell` is called with lines for people.
+    `report` is called with lines for people.
     """
     take_threads(threads)
     settings = pipeline.mosaic if section == "mosaic" else pipeline.encoding

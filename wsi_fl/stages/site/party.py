@@ -63,7 +63,7 @@ class RunContext:
         name: of the method.
         run: its folder; not written in a dry run.
         sites: the files of all, in order.
-        letters: the sites whose released statistics all sites have; None for all files here.
+        common_sites: the sites whose released statistics all sites have; None for all files here.
     """
 
     study: Study

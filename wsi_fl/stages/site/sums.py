@@ -94,7 +94,7 @@ def write_sums(path: Path, sums: ReleasedSums) -> None:
 
 
 def as_file(sums: ReleasedSums) -> bytes:
-    """Return the content that `write_sums` writes: numbers and header only."""
+    """Return the content that `write_statistics` writes: numbers and header only."""
     with TemporaryDirectory() as folder:
         write_sums(file := Path(folder) / "letter.safetensors", sums)
         return file.read_bytes()

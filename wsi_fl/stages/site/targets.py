@@ -97,9 +97,9 @@ class _TargetLabels:
     Attributes:
         table: a row per example, a slide or a patient, with its true label.
         bags: the rows of the store of each example.
-        aside: excluded slides, without a valid value in the table, by name.
+        excluded: excluded slides, without a valid value in the table, by name.
         source: the table's name.
-        strange: the problem of each invalid value.
+        problems: the problem of each invalid value.
     """
 
     table: BagTable

@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = False) -> None:
     """Refuse errors that are detectable before the start, with `stores` also of stores and statistics here.
 
-    Doubts are reported, unless `told` already.
+    Doubts are reported, unless `is_reported` already.
     """
     row, pipeline, sites = party.method, party.pipeline, party.sites
     graph = graph_of(party) or row.graph(pipeline.train.seed)

@@ -39,10 +39,10 @@ class Asked:
     Attributes:
         pipeline: name of the settings of a new run.
         run: the run to resume; None for a new one, or the last of a plan.
-        last: whether to resume the last run of the plan common to all sites, if there is one.
+        resumes_last: whether to resume the last run of the plan common to all sites, if there is one.
         without: sites to exclude, as if they had dropped out.
-        why: reasons by excluded site; by default --without.
-        begins_without: whether a new run may begin without them, and they may participate later.
+        reasons: reasons by excluded site; by default --without.
+        may_begin_without: whether a new run may begin without them, and they may participate later.
         agreement: SHA-256 of the signed plan; "" for none.
         approved: time of this hospital's approval.
         parameters: SHA-256 of the parameters of the exchanged model, as in the plan; "" for none.
@@ -181,7 +181,7 @@ def finished_summary(
 ) -> Summary | None:
     """Return the summary of a finished run of a plan, except the part of sites in `without`.
 
-    `agreement` is the plan's SHA-256. With `goes_on` sites that dropped out are not waited for either.
+    `agreement` is the plan's SHA-256. With `skip_lost` sites that dropped out are not waited for either.
     """
     wanted = set(sites) - set(without)
     for run in reversed(runs_of_plan(study, agreement)):

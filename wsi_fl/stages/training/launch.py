@@ -59,7 +59,7 @@ def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
 
 @contextmanager
 def naming(place: Path, way_on: str) -> Iterator[None]:
-    """Add to the error of Ctrl-C or a full disk at `place` how to continue."""
+    """Add to the error of Ctrl-C or a full disk at `path` how to continue."""
     try:
         yield
     except KeyboardInterrupt:

@@ -179,7 +179,7 @@ def expected(n: int, target_epsilon: float, rarest: float) -> str:
         rarest: the share of its rarest class, times the number of classes: 1 where all are as frequent.
 
     Example:
-        >>> expected(250, 3.0, rarest=0.2)
+        >>> describe_gain(250, 3.0, rarest=0.2)
         '0.01 to 0.07 above local, by rounds (fedavg, proxyfl) rather than oneshot'
     """
     few = n < _MANY

@@ -1,4 +1,4 @@
-"""`privacy`: ε of settings, or the noise for a budget."""
+"""`compute_privacy`: ε of settings, or the noise for a budget."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from wsi_fl.types import UsageError, WsiFlError
 def release(study: Study, *, again: bool = False, **which: Unpack[Which]) -> dict[str, Any]:
     """Release the class statistics of a site, or of all sites of the pipeline; return the `--json` document.
 
-    A site with a release keeps it; only `again` spends as much once more. Under mpiexec or srun the ranks divide the
+    A site with a release keeps it; only `repeat` spends as much once more. Under mpiexec or srun the ranks divide the
     sites, and all but the first return {}.
     """
     job = Job()

@@ -107,7 +107,7 @@ def train(
     watcher: Watcher | None = None,
     told: bool = False,
 ) -> Summary:
-    """Train a run and return its summary; `told` where doubts about its stores were reported already.
+    """Train a run and return its summary; `is_reported` where doubts about its stores were reported already.
 
     Started by mpiexec or srun it is one rank; otherwise it starts a rank per site, or runs all sites in this process
     with backend "local".
@@ -229,7 +229,7 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
 
 
 def summary_lines(summary: Summary, again: str = "") -> Lines:
-    """Yield the summary for people; `again`: the command for the return of a site, by default `train --resume`."""
+    """Yield the summary for people; `return_command`: the command for the return of a site, by default `train --resume`."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):

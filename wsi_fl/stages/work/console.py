@@ -295,7 +295,7 @@ def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
     """Return a line on the unread patches (x, y, reason) of n; None when all were read.
 
     Example:
-        >>> partly([(0, 512, "cut short")], 9)
+        >>> unread_note([(0, 512, "cut short")], 9)
         '1 of 9 patches excluded, at level-0 pixel (0, 512): cut short'
     """
     if not unread:

@@ -113,7 +113,7 @@ class Job:
 
         Args:
             work: yields a result, plain enough for JSON, for each item of a share, in order.
-            tell: called after each item with the estimated number (float) of all finished items, and the item.
+            progress: called after each item with the estimated number (float) of all finished items, and the item.
         """
         mine = self.mine(items)
 

@@ -119,7 +119,7 @@ def levels_of_openslide(path: Path, source: Source, *, generic: bool) -> list[in
     """Return the numbers of the levels of a slide among those that OpenSlide, the source, lists.
 
     Args:
-        generic: whether the file is a TIFF of an unknown scanner.
+        is_generic: whether the file is a TIFF of an unknown scanner.
 
     Raises:
         WsiFlError: for a TIFF of several pictures or without 8-bit colours, which OpenSlide does not refuse.

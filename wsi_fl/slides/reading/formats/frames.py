@@ -23,7 +23,7 @@ def contradiction(path: Path, colours: str) -> str:
     """Return the colour encoding of the first packed frame of a DICOM file; "" where it agrees with the header.
 
     Args:
-        colours: the photometric interpretation.
+        colors: the photometric interpretation.
     """
     with ordinary(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         frame = _first_frame(data)

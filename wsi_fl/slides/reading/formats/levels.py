@@ -27,7 +27,7 @@ def own_levels(sizes_px: Sequence[tuple[int, int]], foreign: Collection[int] = (
         foreign: numbers of levels of something else, such as masks.
 
     Example:
-        >>> own_levels([(4096, 3072), (2048, 2048), (1024, 768), (1024, 768), (341, 256)])
+        >>> select_levels([(4096, 3072), (2048, 2048), (1024, 768), (1024, 768), (341, 256)])
         [0, 2, 4]
     """
     numbers = [k for k in range(len(sizes_px)) if k not in foreign]

@@ -43,7 +43,7 @@ def um_of(unit: str | None) -> float | None:
     """Return the µm of a unit of length by its name; None for other names.
 
     Example:
-        >>> um_of("\u00b5m"), um_of("\u03bcm"), um_of("Micrometers"), um_of("pixel")
+        >>> find_unit_um("\u00b5m"), find_unit_um("\u03bcm"), find_unit_um("Micrometers"), find_unit_um("pixel")
         (1.0, 1.0, 1.0, None)
     """
     name = normalize("NFKC", unit or "").strip()

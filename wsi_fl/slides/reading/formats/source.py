@@ -82,7 +82,7 @@ class Levels:
         self.tiles_px = tuple(tiles_px)
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
-        """See `Source`.
+        """See `PixelSource`.
 
         Raises:
             SourceError: when the file is damaged there.
@@ -135,12 +135,12 @@ def are_red_green_blue(names: Sequence[str], colours: Sequence[str]) -> bool:
 
     Args:
         names: such as "Red" or "DAPI"; names that differ only by a number are neutral.
-        colours: six hexadecimal digits each.
+        colors: six hexadecimal digits each.
 
     Example:
-        >>> are_red_green_blue(["Channel 0", "Channel 1", "Channel 2"], ["", "", ""])
+        >>> is_red_green_blue(["Channel 0", "Channel 1", "Channel 2"], ["", "", ""])
         True
-        >>> are_red_green_blue(["DAPI", "FITC", "TRITC"], ["FF0000", "00FF00", "0000FF"])
+        >>> is_red_green_blue(["DAPI", "FITC", "TRITC"], ["FF0000", "00FF00", "0000FF"])
         False
     """
     plain = tuple(name.strip().lower() for name in names)
