@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.demo.phantom.tiff import TILE_PX, Level, jpeg_tiles, write_levels
+from wsi_fl.demo.phantom.tiff import TILE_PX, Level, encode_tiles, write_levels
 
 
 def write_big_slide(
@@ -41,7 +41,7 @@ def write_big_slide(
         while True:
             repeats = tile_px // math.gcd(level.shape[0], tile_px)
             level = np.tile(level, (repeats, repeats, 1))
-            tiles = list(jpeg_tiles(level, quality, tile_px))
+            tiles = list(encode_tiles(level, quality, tile_px))
             period, n = level.shape[0] // tile_px, range(-(-extent // tile_px))
             yield (
                 extent,

@@ -27,15 +27,15 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from wsi_fl.learning.stacking import harms, own_alone, stack_by_rows
-from wsi_fl.learning.tasks import Number, Survival, Task, quality
-from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.directions import normalised, public_directions
+from wsi_fl.learning.stacking import is_worse_than_local, single_local_ensemble, weight_by_sample_size
+from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task, selection_score
+from wsi_fl.learning.tuning import fit_linear_head
+from wsi_fl.models.directions import normalize_rows, fit_projection
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.privacy.accounting import find_sigma
 
 Array = NDArray[Any]
-TASKS: dict[str, Task] = {"number": Number(0.0, 1.0), "survival": Survival((6.0, 12.0, 24.0, 36.0))}
+TASKS: dict[str, Task] = {"number": NumberTask(0.0, 1.0), "survival": SurvivalTask((6.0, 12.0, 24.0, 36.0))}
 EPSILON, DELTA = 1.0, 1e-5
 D, SIGNAL, TEST, PUBLIC, ASKED = 256, 40, 800, 800, 4
 """Features, directions with a signal, patients that are asked about, public ones; hospitals that are measured."""
@@ -104,29 +104,29 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
         spoil: what the second hospital's letter is multiplied by.
     """
     world, k = World(task, seed), 1 if task.kind == "number" else 4
-    along = public_directions(world.drawn(PUBLIC)[0])
+    along = fit_projection(world.drawn(PUBLIC)[0])
     parts = [world.hospital(setting, index) for index in range(setting.sites)]
     test, wanted = world.drawn(TEST)
-    lone = [fitted_head(normalised(x), truth, np.full(len(x), ""), k, task) for x, truth in parts]
+    lone = [fit_linear_head(normalize_rows(x), truth, np.full(len(x), ""), k, task) for x, truth in parts]
     x, truth = (np.concatenate(each) for each in zip(*parts, strict=True))
-    pooled = fitted_head(normalised(x), truth, np.full(len(x), ""), k, task)
+    pooled = fit_linear_head(normalize_rows(x), truth, np.full(len(x), ""), k, task)
 
     def said(outputs: Array) -> Array:
-        return task.said(torch.from_numpy(np.asarray(outputs, np.float64))).numpy()
+        return task.predict(torch.from_numpy(np.asarray(outputs, np.float64))).numpy()
 
     def by(head: Any, rows: Array) -> Array:
-        return said(normalised(rows) @ head.weight.T + head.bias)
+        return said(normalize_rows(rows) @ head.weight.T + head.bias)
 
     for shared in (False, True):
-        sigma = sigma_for(EPSILON, 1.0, 1, DELTA) / (np.sqrt(setting.sites - 1) if shared else 1)
+        sigma = find_sigma(EPSILON, 1.0, 1, DELTA) / (np.sqrt(setting.sites - 1) if shared else 1)
         heads = []
         for index, (part, answer) in enumerate(parts):
-            head = SharedHead(k, D, directions=along, kind=task.kind)
-            z, columns = head.embedded(torch.from_numpy(part)), task.columns(torch.from_numpy(answer))
-            head.know(z, columns)
-            exact = head.packed(z, columns)
+            head = SharedHead(k, D, projection=along, kind=task.kind)
+            z, columns = head.embed_rows(torch.from_numpy(part)), task.statistics_columns(torch.from_numpy(answer))
+            head.set_local_statistics(z, columns)
+            exact = head.pack_statistics(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))
-            head.hold(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
+            head.set_noisy_statistics(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
             heads.append(head)
         directions = [said(head(torch.from_numpy(test)).detach().numpy()) for head in heads[:ASKED]]
         SharedHead.combine(heads)
@@ -134,10 +134,10 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
             (own_x, own), mine = parts[index], lone[index]
             alone, joined = by(mine, test), said(head(torch.from_numpy(test)).detach().numpy())
             theirs = said(head(torch.from_numpy(own_x)).detach().numpy())
-            stack = stack_by_rows(alone, joined, own, head.worth(), task)
+            stack = weight_by_sample_size(alone, joined, own, head.effective_sample_sizes(), task)
             seen = mine.held_out
-            if seen is not None and stack.weight and harms(stack, seen, theirs, own, task):
-                stack = own_alone(k)
+            if seen is not None and stack.weight and is_worse_than_local(stack, seen, theirs, own, task):
+                stack = single_local_ensemble(k)
             answers = {
                 "lone": alone,
                 "directions": directions[index],
@@ -145,7 +145,7 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
                 "mixture": stack(alone, joined) if stack.weight else alone,
                 "pooled": by(pooled, test),
             }
-            reached = {name: quality(one, wanted, task) for name, one in answers.items()}
+            reached = {name: selection_score(one, wanted, task) for name, one in answers.items()}
             yield {
                 "question": task.kind,
                 "setting": setting.name,

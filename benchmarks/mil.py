@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.metrics import auroc
-from wsi_fl.learning.survival import concordances, risk
+from wsi_fl.learning.metrics import compute_auroc
+from wsi_fl.learning.survival import compute_concordances, compute_risk
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
@@ -72,8 +72,8 @@ bootstrap = 0
 def pool_of(study: Study) -> tuple[Features, NDArray[np.int64], BagMeta]:
     """Features and labels of all patches of a study's only site, and what is known of them."""
     (site,) = study.site_names()
-    with BagStore(study.features(site)) as store:
-        label = store.patches.label
+    with BagStore(study.features_path(site)) as store:
+        label = store.patch_table.label
         return store.read(np.arange(len(label))), label, replace(store.meta, made_by="mosaic")
 
 
@@ -104,7 +104,7 @@ def study_of(pool: tuple[Features, NDArray[np.int64], BagMeta], args: Any, seed:
         ):
             for one in range(n):
                 asked = args.question == "survival"
-                low, high = (0.0, args.tumour[1]) if asked else args.tumour
+                low, high = (0.0, args.tumor[1]) if asked else args.tumor
                 share = rng.uniform(low, high) if asked or one % 2 else 0.0
                 size = int(rng.integers(args.patches // 2, args.patches + 1))
                 bags.append(slide_of(x[mine], label[mine], share, size, rng))
@@ -116,7 +116,7 @@ def study_of(pool: tuple[Features, NDArray[np.int64], BagMeta], args: Any, seed:
         table = BagTable(np.array(labels), np.full(len(bags), ""), names, names, np.array(splits))
         table_of_lives = "\n".join(["patient,months,dead,share", *lives])
         (folder / f"{site}.csv").write_text(table_of_lives + "\n", encoding="utf-8")
-        path = study.mosaic(site)
+        path = study.mosaic_path(site)
         path.parent.mkdir(parents=True)
         write_bags(path, meta, table, bags)
     return study
@@ -136,7 +136,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
         if document["task"] == "survival":
             ends = [float(name.rsplit("_", 1)[1]) for name in columns]
             stated = np.array([[float(line[name]) for name in columns] for line in lines])
-            scores.append(risk(stated, ends).tolist())
+            scores.append(compute_risk(stated, ends).tolist())
             truth = [(float(line["time"]), float(line["event"])) for line in lines]
         else:
             scores.append([float(line[columns[-1]]) for line in lines])
@@ -148,7 +148,7 @@ def known_by(study: Study) -> float | None:
     """Concordance of who knows the share of tumour of every test patient."""
     lives = []
     for site in study.site_names():
-        with BagStore(study.mosaic(site)) as store:
+        with BagStore(study.mosaic_path(site)) as store:
             tested = set(store.table.patient[store.table.split == "test"].tolist())
         with (study.root / f"{site}.csv").open(encoding="utf-8") as file:
             lives += [line for line in csv.DictReader(file) if line["patient"] in tested]
@@ -158,7 +158,7 @@ def known_by(study: Study) -> float | None:
 
 def concordance(stated: NDArray[np.float64], truth: NDArray[Any]) -> float | None:
     """Return Harrell's concordance of patients; None where no pair's order is known."""
-    found = float(concordances(stated, truth, np.ones((1, len(truth)), np.int32))[0])
+    found = float(compute_concordances(stated, truth, np.ones((1, len(truth)), np.int32))[0])
     return None if np.isnan(found) else found
 
 
@@ -194,7 +194,7 @@ def measured(scores: NDArray[np.float64], truth: NDArray[Any]) -> float:
     """AUROC, or concordance where the truth is (time, event); mean over the sites' models."""
     survives = truth.ndim == 2
     found = [
-        concordance(one, truth) if survives else auroc(np.stack([1 - one, one], 1), truth) for one in scores
+        concordance(one, truth) if survives else compute_auroc(np.stack([1 - one, one], 1), truth) for one in scores
     ]
     return float(np.mean([value for value in found if value is not None]))
 

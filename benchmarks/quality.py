@@ -21,8 +21,8 @@ from statistics import median
 import h5py
 from big_slide import write_big_slide
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.demo.phantom import simulate_slide, plan_slides
+from wsi_fl.stages.prepare.init import init_study
 
 MPP, _BLOCK_PX = 0.25, 2048
 KINDS = {
@@ -54,9 +54,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         study = Path(folder) / "study"
-        init(study)
+        init_study(study)
         (study / "slides").mkdir()
-        picture = paint_slide(plan_slides(1, 1, _BLOCK_PX, 0)[0])
+        picture = simulate_slide(plan_slides(1, 1, _BLOCK_PX, 0)[0])
         write_big_slide(study / "slides" / "a.tif", picture, MPP, size_px=args.size_px)
         (study / "slides.csv").write_text("slide,patient,site,label\na.tif,p,C1,normal\n")
         (study / "sites" / "C1.toml").write_text(

@@ -47,7 +47,7 @@ def written(folder: Path) -> list[Path]:
     """Write a sound slide in each way that can be written here."""
     import tifffile
 
-    picture = phantom.paint_slide(phantom.plan_slides(1, 1, 1024, 0)[0])
+    picture = phantom.simulate_slide(phantom.plan_slides(1, 1, 1024, 0)[0])
     folder.mkdir(parents=True, exist_ok=True)
     phantom.write_pyramid(folder / "jpeg.tif", picture, 0.5)
     for name in ("none", "deflate"):
@@ -124,7 +124,7 @@ def pixels_of(path: Path) -> dict[tuple[int, int], NDArray[np.uint8]]:
     check_opens_safely(path)
     plan = plan_slide(record, _SPEC, PlanParams())
     aside: dict[int, str] = {}
-    batches = [batch for _, batch in read_patches(record, plan.xy_l0, _SPEC, threads=2, aside=aside)]
+    batches = [batch for _, batch in read_patches(record, plan.xy_l0, _SPEC, threads=2, excluded=aside)]
     rows = [row for row in range(len(plan.xy_l0)) if row not in aside]
     return {
         (int(x), int(y)): patch

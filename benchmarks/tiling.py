@@ -30,12 +30,12 @@ import openslide
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
+from wsi_fl.demo.phantom import simulate_slide, plan_slides
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
-from wsi_fl.slides.reading.native import tiled_images
+from wsi_fl.slides.reading.native import read_tiled_images
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord
 
@@ -66,7 +66,7 @@ def plain_loop(work: Work, out: Path) -> None:
 
 def decoder_limit(work: Work) -> None:
     """Each native tile under the patches decoded once, and nothing else, in as many threads."""
-    image = tiled_images(work.record.path)[0]
+    image = read_tiled_images(work.record.path)[0]
     side, size = image.tile_px[0], work.spec.size_px
     touched = np.zeros((image.n_rows, image.n_columns), bool)
     for x, y in work.xy_l0.tolist():
@@ -104,12 +104,12 @@ def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
     """A study of one site whose slides are one file under several names."""
     (folder / "archive" / "slides").mkdir(parents=True)
     with (folder / "archive" / "slides.csv").open("w", newline="") as file:
-        table = csv.writer(file)
+        table = csv.sealer(file)
         table.writerow(("slide", "patient", "site", "label"))
         for k in range(n_slides):
             (folder / "archive" / "slides" / f"slide_{k}.tif").hardlink_to(slide)
             table.writerow((f"slide_{k}.tif", f"patient_{k}", "A", "normal"))
-    init(folder / "study", archive=folder / "archive")
+    init_study(folder / "study", archive=folder / "archive")
     return folder / "study"
 
 
@@ -231,7 +231,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     rows = []
-    block = paint_slide(plan_slides(1, 1, BLOCK_PX, 0)[0])
+    block = simulate_slide(plan_slides(1, 1, BLOCK_PX, 0)[0])
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for tile_px in args.tile_px:
             rows.append(measure(Path(folder), block, tile_px, args))

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.stacking import Stack, shared_alone, stacked
-from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
-from wsi_fl.learning.verdict import Estimate, estimate, verdict
-from wsi_fl.models.directions import normalised
-from wsi_fl.models.mil import linear_head
+from wsi_fl.learning.stacking import Ensemble, single_federated_ensemble, build_ensemble
+from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
+from wsi_fl.learning.verdict import Estimate, estimate_mean, decide_verdict
+from wsi_fl.models.directions import normalize_rows
+from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.plan import Proposal, planned, proposals
+from wsi_fl.privacy.plan import BudgetProposal, propose_plan, list_proposals
 
 Floats = NDArray[np.float64]
 FEATURES, TEST_PATIENTS, ROWS_EACH, POOL, RUNS, REDRAWS = 32, 60, 4, 10_000, 3, 32
@@ -96,24 +96,24 @@ def said(model: torch.nn.Module, rows: Rows) -> Floats:
 
 def said_alone(head: FittedHead, rows: Rows) -> Floats:
     """Return the probabilities of the head that a hospital has alone."""
-    return softmax(normalised(rows.x) @ head.weight.T + head.bias)
+    return softmax(normalize_rows(rows.x) @ head.weight.T + head.bias)
 
 
 @lru_cache
-def plan_of(method: str, n: int, epsilon: float) -> Proposal:
+def plan_of(method: str, n: int, epsilon: float) -> BudgetProposal:
     """Return the noise for so many rows."""
-    if METHODS[method].once:
-        return proposals(n, 1, epsilon, DELTA)[0]
-    return planned(n, ROUNDS, epsilon, DELTA)
+    if METHODS[method].is_oneshot:
+        return list_proposals(n, 1, epsilon, DELTA)[0]
+    return propose_plan(n, ROUNDS, epsilon, DELTA)
 
 
 def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, seed: int) -> list[Any]:
     """Return each hospital's model after training together; shared noise is a part of it from each."""
     row, plan = METHODS[method], plan_of(method, len(parts[0].y), epsilon)
     found = federate(
-        {f"S{k}": Examples.of(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        {f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         row,
-        private=lambda: linear_head(2, FEATURES),
+        private=lambda: build_linear_head(2, FEATURES),
         rounds=ROUNDS,
         batch_size=plan.batch_size,
         lr=LR,
@@ -127,15 +127,15 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
     ]
 
 
-def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) -> Stack:
+def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) -> Ensemble:
     """Return how a hospital mixes what it has by joining with what it has alone, as a study does."""
     if not mixed:
-        return shared_alone(2)
-    worth = model.worth() if isinstance(model, SharedHead) else None
-    return stacked(lone.held_out, said(model, part), part.y, part.patient, worth)
+        return single_federated_ensemble(2)
+    worth = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
+    return build_ensemble(lone.held_out, said(model, part), part.y, part.patient, worth)
 
 
-def gains(models: Sequence[Any], stacks: Sequence[Stack], lone: Sequence[FittedHead], rows: Rows) -> Floats:
+def gains(models: Sequence[Any], stacks: Sequence[Ensemble], lone: Sequence[FittedHead], rows: Rows) -> Floats:
     """Return how much more often joined answers are right than lone ones, float64[n], the mean over hospitals."""
     found = []
     for model, stack, head in zip(models, stacks, lone, strict=True):
@@ -160,7 +160,7 @@ def repetition(setting: Setting, method: str, shared: bool, number: int) -> list
     parts = [drawn(rng, setting.n, 1, setting.share, k, setting.apart) for k in range(setting.sites)]
     test = drawn(rng, TEST_PATIENTS, ROWS_EACH, setting.share, apart=setting.apart)
     pool = drawn(rng, POOL, 1, setting.share, apart=setting.apart)
-    lone = [fitted_head(normalised(part.x), part.y, part.patient, 2) for part in parts]
+    lone = [fit_linear_head(normalize_rows(part.x), part.y, part.patient, 2) for part in parts]
     balanced = setting.share < 0.25
     w, w_pool = weights_of(test, balanced), weights_of(pool, balanced)
     seen, true, noise = [], [], []
@@ -183,15 +183,15 @@ def repetition(setting: Setting, method: str, shared: bool, number: int) -> list
     )  # of the first, so that the truth is not nearer to them than an exact one
     mean = near * np.mean(true[:RUNS]) + (1 - near) * np.mean(true[RUNS:])
     alone = float(np.mean(true[1:])) if noise else true[0]
-    single = estimate(values[:1], ones[:1], test.patient, None if told is None else told[:1])
-    several = estimate(values, ones, test.patient, told)
+    single = estimate_mean(values[:1], ones[:1], test.patient, None if told is None else told[:1])
+    several = estimate_mean(values, ones, test.patient, told)
     return [judged(single, alone) | {"runs": 1}, judged(several, float(mean)) | {"runs": RUNS}]
 
 
 @torch.inference_mode()
 def moved(
     models: Sequence[Any],
-    stacks: Sequence[Stack],
+    stacks: Sequence[Ensemble],
     lone: Sequence[FittedHead],
     rows: Rows,
     w: Floats,
@@ -200,10 +200,10 @@ def moved(
     """Return how much noise moves the gain, the mean over hospitals of each one's standard deviation."""
     spreads = []
     for model, stack, head in zip(models, stacks, lone, strict=True):
-        own, z = said_alone(head, rows), model.embedded(torch.from_numpy(rows.x))
+        own, z = said_alone(head, rows), model.embed_rows(torch.from_numpy(rows.x))
         means = []
         for _ in range(REDRAWS):
-            weights, bias = model.redrawn(rng).head()
+            weights, bias = model.redraw_noise(rng).head()
             answers = stack(own, softmax((z @ weights + bias).numpy())).argmax(1)
             means.append(np.average(answers == rows.y, weights=w))
         spreads.append(np.std(means, ddof=1))
@@ -213,7 +213,7 @@ def moved(
 def judged(found: Estimate, truth: float) -> dict[str, Any]:
     """Return whether the interval holds the truth, and what was said."""
     assert found.low is not None and found.high is not None
-    said_ = verdict(found, None)
+    said_ = decide_verdict(found, None)
     return {
         "covered": bool(found.low <= truth <= found.high),
         "verdict": said_,

@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import SCORES
-from wsi_fl.learning.verdict import ratio
+from wsi_fl.learning.verdict import estimate_ratio
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_answers
+from wsi_fl.stages.answers.predictions import read_example_scores
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bags import Bag, BagMeta, BagStore, bags_of, write_bags
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, group_bags, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import PatchTable
 
@@ -159,13 +159,13 @@ def pool_of(study: Study, patches: int = 1) -> Pool:
     Where patients have several patches the rows for tests are left out.
     """
     (site,) = study.site_names()
-    with BagStore(study.features(site)) as store:
-        split, names = store.patches.split, store.patches.patient.tolist()
+    with BagStore(study.features_path(site)) as store:
+        split, names = store.patch_table.split, store.patch_table.patient.tolist()
         order = np.array([int(name.rpartition("_")[2]) for name in names]) + len(names) * (split == "test")
         rows = np.argsort(order)
         if patches > 1:
             rows = rows[: (split == "train").sum()]
-        return Pool(store.read(rows), store.patches.label[rows], store.meta, patches)
+        return Pool(store.read(rows), store.patch_table.label[rows], store.meta, patches)
 
 
 def drawn(setting: Setting, label: Rows, seed: int, patches: int = 1) -> tuple[list[Rows], Rows]:
@@ -217,8 +217,8 @@ def study_of(
             np.concatenate([names, [f"test {row}" for row in rows[len(part) :]]]),
             split,
         )
-        path = study.features(site)
-        slides, _ = bags_of(table)
+        path = study.features_path(site)
+        slides, _ = group_bags(table)
         bags = [Bag(pool.x[rows[split == name]], table.xy_l0[split == name]) for name in slides.slide]
         write_bags(path, replace(pool.meta, site=site), slides, bags, patches=table)
     return study
@@ -244,8 +244,8 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     summary = train(study, method=variant.method, pipeline_name="worth", overrides=overrides, backend="local")
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
-    run = RunFolder(study.run(summary["run"]))
-    answers = [read_answers(run.site(site["site"]), "merged") or {} for site in document["sites"]]
+    run = RunFolder(study.find_run(summary["run"]))
+    answers = [read_example_scores(run.site_folder(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
     merged, shared = (
         document["merged"] or {},
@@ -314,7 +314,7 @@ def gain(
 
 def with_interval(part: NDArray[np.float64], whole: NDArray[np.float64], names: NDArray[np.str_]) -> Any:
     """(Σ part / Σ whole, (low, high) over seeds and test patients or None)."""
-    found = ratio(part, whole, names)
+    found = estimate_ratio(part, whole, names)
     return found.mean, None if found.low is None else (found.low, found.high)
 
 

@@ -32,11 +32,11 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from worth import SETTINGS, Setting, drawn
 
-from wsi_fl.learning.stacking import harms, own_alone, shared_alone, stack_by_rows
-from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.directions import Directions, normalised, public_directions
-from wsi_fl.models.shared_head import COUNT, SharedHead
-from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.learning.stacking import is_worse_than_local, single_local_ensemble, single_federated_ensemble, weight_by_sample_size
+from wsi_fl.learning.tuning import fit_linear_head
+from wsi_fl.models.directions import Projection, normalize_rows, fit_projection
+from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
+from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.types import WsiFlError
 
 Array = NDArray[np.float64]
@@ -76,23 +76,23 @@ class Table:
 
     @cached_property
     def x(self) -> Array:
-        return normalised(self.raw)
+        return normalize_rows(self.raw)
 
     @cached_property
     def public_x(self) -> Array:
-        return normalised(self.public)
+        return normalize_rows(self.public)
 
     @cached_property
-    def directions(self) -> Directions:
-        return public_directions(self.public)
+    def directions(self) -> Projection:
+        return fit_projection(self.public)
 
     @cache  # noqa: B019 likewise
-    def z(self, along: Directions) -> Array:
+    def z(self, along: Projection) -> Array:
         return embedded(self.x, along)
 
     @cache  # noqa: B019 a table lives as long as the process
-    def first(self, n: int) -> Directions:
-        return public_directions(self.public, n=n)
+    def first(self, n: int) -> Projection:
+        return fit_projection(self.public, n=n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Draw:
     sigma: float
     shared: bool
     key: tuple[int, ...]
-    along: Directions
+    along: Projection
 
     @property
     def k(self) -> int:
@@ -150,7 +150,7 @@ class Draw:
         return [found[part] for part in self.parts], found[self.test]
 
 
-def embedded(x: Array, along: Directions) -> Array:
+def embedded(x: Array, along: Projection) -> Array:
     return clipped((x - along.mean) @ along.components)
 
 
@@ -193,7 +193,7 @@ def by_class(z: Array, y: Rows) -> Array:
 
 
 def letters(
-    draw: Draw, z: Sequence[Array], share: float = 1.0, count: float = COUNT, salt: tuple[int, ...] = ()
+    draw: Draw, z: Sequence[Array], share: float = 1.0, count: float = COUNT_WEIGHT, salt: tuple[int, ...] = ()
 ) -> Letters:
     """One letter of each hospital's rows z[n, d] of length ≤ 1; a row's (z, count · 1) is scaled to length ≤ 1."""
     exact = np.stack([by_class(*pair) for pair in zip(z, draw.labels, strict=True)])
@@ -244,7 +244,7 @@ def harmonic(rows: Array) -> float:
 
 Solver = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """(means [2, d], what they are worth in rows [2], within [d, d], public covariance) → weights [d, 2] and bias [2]."""
-Map = Callable[["Table"], Directions]
+Map = Callable[["Table"], Projection]
 Send = Callable[["Draw", Sequence[Array]], Letters]
 
 
@@ -259,7 +259,7 @@ def solved(draw: Draw, sent: Letters, z: Sequence[Array], test: Array, solver: S
     return found
 
 
-def usual(table: Table) -> Directions:
+def usual(table: Table) -> Projection:
     return table.directions
 
 
@@ -298,14 +298,14 @@ def linear(own: Array, test: Array, weights: Array, bias: Array, worth: tuple[fl
 def shipped(draw: Draw) -> list[Said]:
     """The head of the package itself."""
     table, heads = draw.table, []
-    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n + 1))) * np.sqrt(draw.variance())
+    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n_components + 1))) * np.sqrt(draw.variance())
     for part, y, one in zip(draw.parts, draw.labels, noise, strict=True):
-        head = SharedHead(2, table.raw.shape[1], directions=table.directions)
-        z, label = head.embedded(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
-        head.know(z, label)
-        exact = head.packed(z, label)
+        head = SharedHead(2, table.raw.shape[1], projection=table.directions)
+        z, label = head.embed_rows(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
+        head.set_local_statistics(z, label)
+        exact = head.pack_statistics(z, label)
         noisy, variance = exact + torch.from_numpy(one), draw.variance()
-        head.hold(exact, *((noisy, variance) if draw.shared else head.weighed(noisy, variance)))
+        head.set_noisy_statistics(exact, *((noisy, variance) if draw.shared else head.weight_by_precision(noisy, variance)))
         heads.append(head)
     SharedHead.combine(heads)
     test = torch.from_numpy(table.raw[draw.test])
@@ -344,7 +344,7 @@ def by_budget(send: Send | None = None, solver: Solver = USUALLY) -> Idea:
     return idea
 
 
-def reshaped(table: Table, power: float, quantile: float, n: int) -> Directions:
+def reshaped(table: Table, power: float, quantile: float, n: int) -> Projection:
     """Directions divided by another power of their variance, or with another share of public rows left unclipped."""
     usual = table.first(n)
     scale = np.linalg.norm(usual.components, axis=0)
@@ -352,7 +352,7 @@ def reshaped(table: Table, power: float, quantile: float, n: int) -> Directions:
     long = np.linalg.norm((table.public_x - usual.mean) @ components, axis=1)
     components /= np.quantile(long, quantile)
     covariance = np.cov(clipped((table.public_x - usual.mean) @ components).T)
-    return Directions(usual.mean, components.astype(np.float32), covariance)
+    return Projection(usual.mean, components.astype(np.float32), covariance)
 
 
 def shaped(power: float = -0.25, quantile: float = 0.5, n: int = 32) -> Map:
@@ -485,7 +485,7 @@ def learned_map(share: float, wide: int = 64, n: int = 32) -> Idea:
         components = wide_along.components @ axes[:, ::-1][:, :n]
         public = (draw.table.public_x - wide_along.mean) @ components
         components /= np.median(np.linalg.norm(public, axis=1))
-        along = Directions(wide_along.mean, components.astype(np.float32), np.eye(n))
+        along = Projection(wide_along.mean, components.astype(np.float32), np.eye(n))
         along = replace(along, covariance=np.cov(embedded(draw.table.public_x, along).T))
         return letter(lambda _: along, lambda draw, z: letters(draw, z, 1 - share))(draw)
 
@@ -563,9 +563,9 @@ def prototypes(cells: int) -> Idea:
         public = embedded(draw.table.public_x, along)
         centres, _ = kmeans2(public, cells, seed=0, minit="++")
         exact = np.stack([by_cell(*pair, centres) for pair in zip(z, draw.labels, strict=True)])
-        unit = 1 + COUNT**2
+        unit = 1 + COUNT_WEIGHT**2
         noise = draw.rng().normal(size=exact.shape) * np.sqrt(draw.variance() * unit)
-        noise[..., -1] /= COUNT
+        noise[..., -1] /= COUNT_WEIGHT
         noisy = exact + noise
         said, found = in_numpy(draw), []
         for i, (mine, y) in enumerate(zip(z, draw.labels, strict=True)):
@@ -655,7 +655,7 @@ def by_own_count(draw: Draw, sent: Letters) -> Array:
     """Each hospital by its own noisy counts, shrunk to half of its rows as noise may have made the rest."""
     rows = np.array([[len(part)] for part in draw.parts])
     apart = (sent.noisy[:, 1, -1] - sent.noisy[:, 0, -1])[:, None]
-    error = 2 * sent.variance[:, :1] / COUNT**2
+    error = 2 * sent.variance[:, :1] / COUNT_WEIGHT**2
     real = (1 - error / apart**2).clip(min=0) * apart
     return (rows + real * [[-1, 1]]).clip(min=0.02 * rows) / 2 / rows
 
@@ -664,7 +664,7 @@ def by_all_counts(draw: Draw, sent: Letters) -> Array:
     """By all hospitals' noisy counts, shrunk to their mean as far as noise may have made them differ."""
     counts = sent.noisy[..., -1]
     mean = counts.mean(0).clip(min=1)
-    error = sent.variance[0] / COUNT**2
+    error = sent.variance[0] / COUNT_WEIGHT**2
     real = (1 - error / counts.var(0).clip(min=1e-9)).clip(min=0)
     return (mean + real * (counts - mean)).clip(min=0.02 * mean)
 
@@ -677,7 +677,7 @@ def by_likeness(draw: Draw, sent: Letters) -> Array:
     means = total[:, :-1] / total[:, -1:].clip(min=1)
     counts = sent.noisy[..., -1].clip(min=1)
     far = ((sent.noisy[..., :-1] - counts[..., None] * means) ** 2).sum(2)
-    due = d * (sent.variance + v * counts) + (sent.variance / COUNT**2) * (means**2).sum(1)
+    due = d * (sent.variance + v * counts) + (sent.variance / COUNT_WEIGHT**2) * (means**2).sum(1)
     found: Array = 1 / (1 + (far / due - 1).clip(min=0))
     return found
 
@@ -787,11 +787,11 @@ def mixed(draw: Draw, i: int, said: Said) -> float:
     """Accuracy of the mixture that hospital i would use; balanced, since the tests are."""
     y, lone, shared = draw.labels[i], draw.lone[i], probabilities(said.own)
     if len(np.unique(y)) < 2:
-        stack = shared_alone(2)
+        stack = single_federated_ensemble(2)
     else:
-        stack = stack_by_rows(lone.own, shared, y, said.worth)
-        if lone.held_out and harms(stack, lone.own, shared, y):
-            stack = own_alone(2)
+        stack = weight_by_sample_size(lone.own, shared, y, said.worth)
+        if lone.held_out and is_worse_than_local(stack, lone.own, shared, y):
+            stack = single_local_ensemble(2)
     answer = stack(lone.test, probabilities(said.test))
     return float((answer.argmax(1) == draw.table.label[draw.test]).mean())
 
@@ -805,7 +805,7 @@ def probabilities(logits: Array) -> Array:
 def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> list[Lone]:
     """What the heads say that hospitals have alone; fitted once."""
     if not kept.exists():
-        made = [fitted_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts]
+        made = [fit_linear_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts]
         kept.parent.mkdir(exist_ok=True)
         np.savez(
             kept,
@@ -833,7 +833,7 @@ def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> l
 
 def measured(table: Table, args: argparse.Namespace, done: set[tuple[str, ...]]) -> list[dict[str, Any]]:
     """A row for each setting, seed and idea that is not done: accuracy of each hospital, over draws of noise."""
-    sigma = sigma_for(args.epsilon, 1.0, 1, DELTA)
+    sigma = find_sigma(args.epsilon, 1.0, 1, DELTA)
     table.__dict__["epsilon"] = args.epsilon
     rows = []
     for seed in args.seeds:

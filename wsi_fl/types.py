@@ -52,24 +52,24 @@ class UsageError(WsiFlError):
     """Wrong usage or configuration (exit code 2)."""
 
 
-class KnownToAll(WsiFlError):
+class ReportableError(WsiFlError):
     """A failure that may be reported to other sites: its text has only facts that all sites exchanged."""
 
 
-class Interrupted(KnownToAll):
+class Interrupted(ReportableError):
     """The end of this process without a failure; its caller goes on."""
 
 
-class NoCommonPlan(KnownToAll, UsageError):
+class NoCommonPlan(ReportableError, UsageError):
     """Data and models of the sites that do not fit one plan (exit code 2)."""
 
 
-def one_line(error: BaseException) -> str:
+def single_line(error: BaseException) -> str:
     """Return an error's message in one line, or the name of its type where it is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def natural(name: str) -> tuple[tuple[str, int], ...]:
+def natural_key(name: str) -> tuple[tuple[str, int], ...]:
     """Return a sort key of names with numbers ordered by their size.
 
     Example:
@@ -79,7 +79,7 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d{0,18})", name))
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return a text with U+FFFD for characters that move a cursor, reverse the order of letters or hide text.
 
     These are control and format characters (ESC and the marks of bidirectional text among them), lone surrogates and
@@ -89,17 +89,17 @@ def printable(text: str) -> str:
         >>> make_printable("Zoë 名" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë 名{chr(10)}a\ufffd[2J\ufffd"
         True
     """
-    return "\n".join(line if line.isprintable() else "".join(map(_seen, line)) for line in text.split("\n"))
+    return "\n".join(line if line.isprintable() else "".join(map(_replace_hidden, line)) for line in text.split("\n"))
 
 
-def _seen(character: str) -> str:
-    return "\ufffd" if category(character) in _UNSEEN and character != "\t" else character
+def _replace_hidden(character: str) -> str:
+    return "\ufffd" if category(character) in _HIDDEN_CATEGORIES and character != "\t" else character
 
 
-_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+_HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
-def strange_character(text: str) -> str | None:
+def find_control_character(text: str) -> str | None:
     """Return the first control character or lone surrogate of a text as U+0000, or None.
 
     Names and paths must not hold one: files, messages and other programs treat it differently.
@@ -108,17 +108,17 @@ def strange_character(text: str) -> str | None:
         >>> find_control_character("Zoë 名"), find_control_character("a" + chr(0))
         (None, 'U+0000')
     """
-    found = next((one for one in text if category(one) in ("Cc", "Cs")), None)
-    return None if found is None else f"U+{ord(found):04X}"
+    control = next((character for character in text if category(character) in ("Cc", "Cs")), None)
+    return None if control is None else f"U+{ord(control):04X}"
 
 
-_BETWEEN_PARTS = "; "
-NOT_PLAIN = (
+_PART_SEPARATOR = "; "
+PLAIN_NAME_MESSAGE = (
     "is no plain name of an architecture (letters, digits, dots, dashes, underscores); a hub's is not taken"
 )
 
 
-def is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Return whether an architecture's name can only be looked up in a library's own table.
 
     Example:
@@ -128,12 +128,12 @@ def is_plain(name: str) -> bool:
     return re.fullmatch("[A-Za-z0-9_.-]+", name) is not None
 
 
-_DIGEST, _EARLIER = " sha256:", 16
+_DIGEST_PREFIX, _SHORT_DIGITS = " sha256:", 16
 
 
 def encoder_label(head: str, parts: Sequence[str]) -> str:
     """Return a store's encoder label: name and digest of the weights, then transform and pooling."""
-    return _BETWEEN_PARTS.join([head, *parts])
+    return _PART_SEPARATOR.join([head, *parts])
 
 
 def encoder_differences(labels: Sequence[str]) -> list[str]:
@@ -150,29 +150,29 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
         >>> encoder_differences([f"a sha256:{16 * '1'}", f"a sha256:{64 * '1'}"])
         ['', '']
     """
-    if any(_digits(label) == _EARLIER for label in labels):
+    if any(_count_digits(label) == _SHORT_DIGITS for label in labels):
         labels = [short_label(label) for label in labels]
-    if len({_named(label) for label in labels}) == 1:
-        known = next((label for label in labels if _DIGEST in label), labels[0])
-        labels = [label if _DIGEST in label else known for label in labels]
-    rows = list(zip_longest(*(label.split(_BETWEEN_PARTS) for label in labels), fillvalue=""))
-    return [_BETWEEN_PARTS.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
+    if len({_encoder_name(label) for label in labels}) == 1:
+        reference = next((label for label in labels if _DIGEST_PREFIX in label), labels[0])
+        labels = [label if _DIGEST_PREFIX in label else reference for label in labels]
+    rows = list(zip_longest(*(label.split(_PART_SEPARATOR) for label in labels), fillvalue=""))
+    return [_PART_SEPARATOR.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
 
 
 def short_label(label: str) -> str:
     """Return a store's encoder label with the shorter digest of earlier versions."""
-    return re.sub(f"({_DIGEST}[0-9a-f]{{{_EARLIER}}})[0-9a-f]*", r"\1", label)
+    return re.sub(f"({_DIGEST_PREFIX}[0-9a-f]{{{_SHORT_DIGITS}}})[0-9a-f]*", r"\1", label)
 
 
-def _digits(label: str) -> int:
-    found = re.search(f"{_DIGEST}([0-9a-f]*)", label)
-    return len(found[1]) if found else 0
+def _count_digits(label: str) -> int:
+    match = re.search(f"{_DIGEST_PREFIX}([0-9a-f]*)", label)
+    return len(match[1]) if match else 0
 
 
-def _named(label: str) -> str:
+def _encoder_name(label: str) -> str:
     """Return the name of an encoder."""
-    head = label.split(_BETWEEN_PARTS, maxsplit=1)[0]
-    return head.split(maxsplit=1)[0] if _DIGEST in head else head
+    head = label.split(_PART_SEPARATOR, maxsplit=1)[0]
+    return head.split(maxsplit=1)[0] if _DIGEST_PREFIX in head else head
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class SlideRecord:
 
 
 @dataclass(frozen=True)
-class SetAside:
+class ExcludedSlide:
     """An excluded slide, with its one-line reason."""
 
     slide: str
@@ -214,7 +214,7 @@ class GridSpec:
     stride_px: int
 
 
-def _require_one_length(table: BagTable | PatchTable) -> None:
+def _require_equal_lengths(table: BagTable | PatchTable) -> None:
     columns = {f.name: getattr(table, f.name) for f in fields(table)}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -237,7 +237,7 @@ class BagTable:
     split: NDArray[np.str_]
 
     def __post_init__(self) -> None:
-        _require_one_length(self)
+        _require_equal_lengths(self)
 
     def __len__(self) -> int:
         return len(self.label)
@@ -262,7 +262,7 @@ class PatchTable:
     split: NDArray[np.str_]
 
     @staticmethod
-    def of_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
+    def from_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
         """Return the table of images in one shard that were cut from no slide."""
         import numpy as np
 
@@ -271,7 +271,7 @@ class PatchTable:
         return PatchTable(xy, label, fraction, np.full(n, slide), np.array(patient), np.full(n, split))
 
     def __post_init__(self) -> None:
-        _require_one_length(self)
+        _require_equal_lengths(self)
 
     def __len__(self) -> int:
         return len(self.label)

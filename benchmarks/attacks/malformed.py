@@ -80,9 +80,9 @@ def _setting(_: Path, rng: random.Random) -> Words:
 @functools.cache
 def _keys() -> list[str]:
     """All keys of a pipeline, with their sections."""
-    from wsi_fl.study.reference import keys
+    from wsi_fl.study.reference import find_keys
 
-    return [row["key"] for row in keys() if not row["key"].startswith("site.")]
+    return [row["key"] for row in find_keys() if not row["key"].startswith("site.")]
 
 
 def _value(rng: random.Random) -> str:

@@ -17,13 +17,13 @@ from trained import dying, trained
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
-from wsi_fl.stages.answers.report import report
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
+from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_plan
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.site import account as site_account
-from wsi_fl.stages.site.account import affordable_rounds
+from wsi_fl.stages.site.account import count_affordable
 from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
@@ -50,7 +50,7 @@ def begun(study, rounds, *overrides, **given):
 
 
 def go_on(study, path):
-    return resume(study, path.name, backend="local")
+    return resume_run(study, path.name, backend="local")
 
 
 def row(summary):
@@ -63,7 +63,7 @@ def rewrite(study, before, after, site="S0"):
 
 
 def ledger_at(path, run="one", delta=1e-5, **terms):
-    return PrivacyLedger(path, site="C1", run=run, terms=Terms(delta=delta, **terms))
+    return PrivacyLedger(path, site="C1", run=run, terms=PrivacyTerms(delta=delta, **terms))
 
 
 def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
@@ -106,10 +106,10 @@ def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
     ledger = ledger_at(path)
     released(ledger, round_=2)
     # killed between checkpoint and `sending`: the resumed run sends the same bytes
-    ledger_at(path).reissue(2, VECTOR, schema="ab" * 32)
+    ledger_at(path).release_again(2, VECTOR, schema="ab" * 32)
     with pytest.raises(WsiFlError, match="was sent already and is not trained again"):
         ledger_at(path).record(2, ROUND, "model other")
-    assert ledger_at(path).n_rounds() == 1
+    assert ledger_at(path).count_rounds() == 1
 
 
 def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
@@ -117,15 +117,15 @@ def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
     for vector in (VECTOR, VECTOR + 1):  # redone before it was sent: one charge
         released(ledger, vector)
     with pytest.raises(WsiFlError, match="did not release these bytes"):
-        ledger.reissue(1, VECTOR, schema="ab" * 32)
-    assert ledger.reissue(1, VECTOR + 1, schema="ab" * 32).round == 1
+        ledger.release_again(1, VECTOR, schema="ab" * 32)
+    assert ledger.release_again(1, VECTOR + 1, schema="ab" * 32).round == 1
 
 
 def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     with dying(PrivacyLedger, "sending", 3):  # of round 2, after its checkpoint
         run(study, "train.rounds=4")
-    path = next(study.runs.glob("0*"))
+    path = next(study.runs_path.glob("0*"))
     kept = path / "sites" / "S0" / "state"
     shutil.copytree(kept, tmp_path / "backup")
     with interrupted_after(3):  # round 2 has been sent again
@@ -165,15 +165,15 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
     plan = planned(36, 8, sigma=1.4, clip=0.7)
     given = {"n": 36, "steps": plan.steps, "delta": plan.delta, "mode": "strict"}
     trainer = SimpleNamespace(sigma=1.4, clip=0.7, batch_size=8, unit=plan.unit)
-    require_planned(plan, trainer, **given)
+    require_plan(plan, trainer, **given)
     with pytest.raises(WsiFlError) as caught:
-        require_planned(replace(plan, **{field: OTHER[field]}), trainer, **given)
+        require_plan(replace(plan, **{field: OTHER[field]}), trainer, **given)
     assert field in str(caught.value) or "privacy plan" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
 def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
-    learners = workshop._learners_of
+    learners = workshop._learner_factory
 
     def changed(*args):
         *rest, plan, train = args
@@ -347,7 +347,7 @@ def test_a_renamed_run_stays_the_same_run(hospital):
     done = row(go_on(hospital, renamed))
     assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
     assert done["epsilon"] == done["lifetime_epsilon"]
-    assert report(hospital, renamed.name).exists()
+    assert write_report(hospital, renamed.name).exists()
 
 
 def test_of_two_versions_of_a_round_one_leaves(tmp_path):
@@ -356,13 +356,13 @@ def test_of_two_versions_of_a_round_one_leaves(tmp_path):
     first, second = ledger_at(path), ledger_at(path)
     mine, other = released(first), released(second, VECTOR + 1)
     with pytest.raises(WsiFlError, match="released others since"):
-        first.sending(1, mine.digest)
+        first.record_transmission(1, mine.digest)
     with pytest.raises(WsiFlError, match="released others since"):
-        first.relay(1, VECTOR * 2, own=mine.digest, schema="ab" * 32, weight=1.0)
-    second.sending(1, other.digest)
+        first.relay_mixture(1, VECTOR * 2, own_sha256=mine.digest, schema="ab" * 32, weight=1.0)
+    second.record_transmission(1, other.digest)
     with pytest.raises(WsiFlError, match="was sent already"):
         released(first, VECTOR + 2)
-    assert ledger_at(path).mechanisms() == [ROUND]
+    assert ledger_at(path).list_mechanisms() == [ROUND]
 
 
 def test_what_was_passed_on_was_sent(tmp_path):
@@ -370,10 +370,10 @@ def test_what_was_passed_on_was_sent(tmp_path):
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
     mine = released(ledger)
-    ledger.relay(1, VECTOR / 2, own=mine.digest, schema="ab" * 32, weight=0.5)
+    ledger.relay_mixture(1, VECTOR / 2, own_sha256=mine.digest, schema="ab" * 32, weight=0.5)
     with pytest.raises(WsiFlError, match="was sent already"):
         ledger_at(path).record(1, ROUND)
-    assert (ledger_at(path).last_sent(), ledger_at(path).mechanisms()) == (1, [ROUND])
+    assert (ledger_at(path).last_final_round(), ledger_at(path).list_mechanisms()) == (1, [ROUND])
 
 
 def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
@@ -441,13 +441,13 @@ def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_
     study = make_study(tmp_path / "study", n_sites=1, site_extra=where)
     path = study.root / run(study)["run"]
     (study.root / "sites" / "S0.toml").unlink()
-    assert study.as_of(path).ledger("S0") == tmp_path / "budget" / "S0.jsonl"
+    assert study.pin_run(path).ledger_path("S0") == tmp_path / "budget" / "S0.jsonl"
 
 
 def account_of(plan, limit, past=(), done=0, delta=1e-5):
     """The account of a site as plans are priced on it."""
     ledger = SimpleNamespace(
-        terms=Terms(delta, max_epsilon=limit, lifetime=True),
+        terms=PrivacyTerms(delta, max_epsilon=limit, lifetime=True),
         n_rounds=lambda: done,
         mechanisms=lambda **_: list(past),
     )
@@ -456,7 +456,7 @@ def account_of(plan, limit, past=(), done=0, delta=1e-5):
 
 def by_round(account, rounds):
     """How many rounds a budget allows, each priced with all before it as a mechanism of its own."""
-    found, spent = account.ledger.n_rounds(), account.ledger.mechanisms()
+    found, spent = account.ledger.count_rounds(), account.ledger.list_mechanisms()
     limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
     while found < rounds and epsilon([*spent, account.plan], delta) <= limit:
         found, spent = found + 1, [*spent, account.plan]
@@ -478,7 +478,7 @@ def by_round(account, rounds):
 def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given, limit, past, done, rounds):
     plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
     account = account_of(plan, limit, past, done)
-    assert affordable_rounds(account, rounds) == min(by_round(account, rounds), max(rounds, done))
+    assert count_affordable(account, rounds) == min(by_round(account, rounds), max(rounds, done))
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.4, 30.0, 1e6])
@@ -492,5 +492,5 @@ def test_a_million_rounds_are_priced_a_few_times(sigma, epochs, monkeypatch):
 
     monkeypatch.setattr(site_account, "epsilon", count_calls)
     plan = plan_of_round(n=1000, batch_size=10, epochs=epochs, sigma=sigma, clip=1.0, delta=1e-5)
-    assert 0 <= affordable_rounds(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
+    assert 0 <= count_affordable(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
     assert len(priced) <= 21 and max(priced) == 2

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.stages.training.checks import traits_of
-from wsi_fl.study.folder import Study, load_pipeline, shipped
+from wsi_fl.stages.training.checks import list_traits
+from wsi_fl.study.folder import Study, load_run_pipeline, find_shipped_folder
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.reference import keys, page
+from wsi_fl.study.reference import find_keys, render_reference_page
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
@@ -152,20 +152,20 @@ def test_only_pipeline_is_the_default(study):
     assert study.pipeline_name(None) == "camelyon17"
 
 
-@pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_pipeline_is_valid_begins_with_its_command_and_loads_back(study, path, tmp_path):
     pipeline = study.pipeline(path.stem)
-    assert pipeline == Study(study.root).pipeline(str(path))
+    assert pipeline == Study(study.root).load_pipeline(str(path))
     first = path.read_text(encoding="utf-8").split("\n")[0]
     assert first.startswith("# wsi-fl ") and path.stem in first
     (tmp_path / "config.toml").write_text(dump_toml(pipeline, "# the command"), encoding="utf-8")
-    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    assert load_run_pipeline(tmp_path / "config.toml") == pipeline
     assert (tmp_path / "config.toml").read_text(encoding="utf-8").startswith("# the command\n")
 
 
-@pytest.mark.parametrize("path", sorted(shipped("sites").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("sites").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_site_file_is_valid_and_loads_back(path):
-    site = Study(shipped("sites").parent).site(path.stem)
+    site = Study(find_shipped_folder("sites").parent).load_site(path.stem)
     assert site.name == path.stem and SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
@@ -220,22 +220,22 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     simulated, real = (SiteFile(name="a", **more) for more in ({"real": False}, {"allow": ["model"]}))
     assert [simulated.allows(what) for what in everything] == [True] * 7
     assert [real.allows(what) for what in everything] == [True, *[False] * 6]
-    assert simulated.allowed == everything and real.allowed == ("model",)
+    assert simulated.permissions == everything and real.permissions == ("model",)
     said_nothing = SiteFile(name="a")
-    assert said_nothing.real and said_nothing.allowed == ()
+    assert said_nothing.real and said_nothing.permissions == ()
 
 
 def test_what_answers_is_a_key_called_with(study, tmp_path):
     pipeline = study.pipeline("p", ["predict.model=mean"])
     assert pipeline.predict.model == "mean" and 'model = "mean"' in dump_toml(pipeline)
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
-    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    assert load_run_pipeline(tmp_path / "config.toml") == pipeline
 
 
 def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explained():
-    rows = {row["key"]: row for row in keys()}
+    rows = {row["key"]: row for row in find_keys()}
     conditions = {said for row in rows.values() for said in (*row["needs"], *row["excludes"])}
-    traits = {trait for method in METHODS.values() for trait in traits_of(method)}
+    traits = {trait for method in METHODS.values() for trait in list_traits(method)}
     assert {said.split(" = ")[0] for said in conditions} <= rows.keys() | traits
     assert rows["train.fold"]["needs"] == {"train.folds": "it says how many folds there are"}
-    assert "Not with a method without differential privacy: they test the" in page()
+    assert "Not with a method without differential privacy: they test the" in render_reference_page()

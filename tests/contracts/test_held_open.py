@@ -13,7 +13,7 @@ from conftest import make_study, refused
 from test_import import labels, of_trident
 from test_same_scan import bring, draw_features, features_study
 
-from wsi_fl.stages.prepare.check import check
+from wsi_fl.stages.prepare.check import check_sites
 from wsi_fl.stages.prepare.importing import import_features
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stores.images import read_data_set
@@ -54,18 +54,18 @@ def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(
             and "close it there (a notebook?)" in ended.stderr
         )
         assert "run `wsi-fl" not in ended.stderr and "damaged;" not in ended.stderr
-    assert check(imported, site="A")["ok"]
+    assert check_sites(imported, site="A")["ok"]
 
 
 def test_a_shard_that_a_notebook_holds_is_in_use(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    shard = next((study.store("S0").parent / "slides").glob("*.h5"))
+    shard = next((study.store_path("S0").parent / "slides").glob("*.h5"))
     with hold_open(shard):
-        row = check(study, site="S0")["sites"][0]
+        row = check_sites(study, site="S0")["sites"][0]
         with open_store(study, "S0") as store:
             refused(lambda: store.read(np.arange(len(store))), str(shard), IN_USE, error=FileUnavailable)
     assert row["damaged"] == [] and any(IN_USE in line for line in row["unavailable"])
-    assert check(study, site="S0")["ok"]
+    assert check_sites(study, site="S0")["ok"]
 
 
 def test_features_that_a_notebook_holds_are_set_aside_as_in_use(tmp_path):
@@ -109,7 +109,7 @@ def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, num
         patch.setattr(h5py.File, "__init__", fail)
         with pytest.raises(FileUnavailable, match=words) as error:
             open_bags(imported, "A", "mosaics")
-        row = check(imported, site="A")["sites"][0]
+        row = check_sites(imported, site="A")["sites"][0]
     assert "damaged" not in str(error.value) and "again`" not in str(error.value)
     assert row["damaged"] == [] and words in row["unavailable"][0]
 
@@ -163,6 +163,6 @@ def test_a_mosaic_that_is_gone_is_made_by_mosaic(tmp_path):
     refused(lambda: open_bags(study, "S0", "mosaics"), "run `wsi-fl mosaic --site S0`", error=WsiFlError)
     bare = Study(study.root)
     (study.root / "sites" / "S0.toml").write_text('name = "S0"\nreal = false\n')
-    (bare.mosaic("S0").parent / "mosaics").mkdir()
-    bare.mosaic("S0").write_bytes(b"")
+    (bare.mosaic_path("S0").parent / "mosaics").mkdir()
+    bare.mosaic_path("S0").write_bytes(b"")
     refused(lambda: open_bags(bare, "S0", "mosaics"), "run `wsi-fl mosaic --site S0` again", error=WsiFlError)

@@ -103,7 +103,7 @@ def test_a_slide_of_lazyslide_without_its_resolution_is_imported_with_what_the_c
     row = brought(study, "anndata", folder, encoder="uni2", mpp=0.5)
     assert row["bags"] == 4 and not row["failed"]
     with store_of(study) as store:
-        assert np.array_equal(store.bag(0).features, made["a"]) and store.bag(0).placed
+        assert np.array_equal(store.read_bag(0).features, made["a"]) and store.read_bag(0).has_places
 
 
 def stamp_vectors(folder, names, kind, encoder="titan"):

@@ -11,11 +11,11 @@ import pytest
 from conftest import pair, write_features
 
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.stages.site.account import planned_round
+from wsi_fl.stages.site.account import plan_round
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import check
+from wsi_fl.stages.training.checks import check_run
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.fields import seal
+from wsi_fl.stores.fields import write_seal
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
@@ -87,7 +87,7 @@ def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words)
 
 def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
     def plan(delta=1e-5, **train):
-        return planned_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
+        return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
 
     told(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
     told(lambda: plan(delta=0.5), "set delta below")
@@ -99,8 +99,8 @@ def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one
     [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")],
 )
 def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
-    with RunContext.of(study, study.pipeline("small", [override]), "proxyfl") as party:
-        check(party, "local")
+    with RunContext.create(study, study.pipeline("small", [override]), "proxyfl") as party:
+        check_run(party, "local")
     said = " ".join(capsys.readouterr().err.split())
     assert said.count(words) == 2 and "site S0" in said
 
@@ -231,5 +231,5 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
         path, opened, column = study.features("S0"), BagStore, f"patch_{column}"
     with h5py.File(path, "r+") as file:
         file[column][...] = change(file[column][:])
-        seal(file, opened.rows)
+        write_seal(file, opened.rows)
     told(lambda: opened(path), words)

@@ -14,10 +14,10 @@ from test_predict import trained_on
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.layouts.common import Sources
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.bags import mosaic
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile, tile_lines
-from wsi_fl.stages.work.console import Line
+from wsi_fl.stages.prepare.bags import make_mosaics
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides, render_tile_lines
+from wsi_fl.stages.work.console import TextLine
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 
@@ -42,12 +42,12 @@ def study_of(root, write, outlines, label="positive"):
         (root / f"{name}.geojson").write_text(json.dumps(features))
         rows.append(f"{path.name},p{name},A,{label},{name}.geojson")
     (root / "slides.csv").write_text("\n".join(rows) + "\n")
-    init(root / "study", archive=root)
+    init_study(root / "study", archive=root)
     return Study(root / "study")
 
 
 def tile_study(study, *more):
-    (row,) = tile(study, site="A", overrides=[*SETTINGS, *more])["sites"]
+    (row,) = tile_slides(study, site="A", overrides=[*SETTINGS, *more])["sites"]
     return row
 
 
@@ -59,13 +59,13 @@ def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_o
     drawn = box(128, 192, 320, 384)
     cells = [box(70 + 10 * k, 70, 75 + 10 * k, 75, objectType="cell") for k in range(3)]
     study = study_of(tmp_path, scan_areas.scn, {"a": [drawn, *cells], "b": [drawn]})
-    document = tile(study, site="A", overrides=SETTINGS)
+    document = tile_slides(study, site="A", overrides=SETTINGS)
     (row,) = document["sites"]
     assert row["tumor"] == 2 * 9 and row["failed"] == []
     assert said_of(row) == {"a": "a.geojson: left out as no outlined areas: 3 cells"}
-    assert any("3 cells" in line.text for line in tile_lines(document) if isinstance(line, Line))
+    assert any("3 cells" in line.text for line in render_tile_lines(document) if isinstance(line, TextLine))
     assert said_of(tile_study(study)) == said_of(row)  # by the plan that was kept
-    with PatchStore(study.store("A")) as store:
+    with PatchStore(study.store_path("A")) as store:
         found = store.table.xy_l0[store.table.label == 1]
     assert found.min(0).tolist() == [128 + CORNER[0], 192 + CORNER[1]]
 
@@ -182,5 +182,5 @@ def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_
     (tmp_path / "masks/a.geojson").write_text(json.dumps([box(64, 64, 320, 448), cell]))
     settings = {"size_px": 32, "mpp": 0.5, "encoder": "test_efficientnet", "weights": tiny_weights}
     overrides = [f"mosaic.{key}={value}" for key, value in settings.items()]
-    (row,) = mosaic(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])["sites"]
+    (row,) = make_mosaics(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])["sites"]
     assert row["notes"] == [{"slide": "a", "note": "a.geojson: left out as no outlined areas: 1 cell"}]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wsi_fl.stages.prepare.partition import parse_skew, partition
+from wsi_fl.stages.prepare.partition import parse_skew, partition_images
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -225,7 +225,7 @@ def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp
     x, x_test = pixels(300, 4, channels), pixels(11, 4, channels, seed=1)
     y, y_test = np.arange(300) % 3, np.arange(11) % 3
     path = npz(tmp_path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
-    document = partition(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
+    document = partition_images(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
     seen_train, seen_test = [], []
     for k, row in enumerate(document["sites"]):
         train, test, table, found = stored(study, row["site"])
@@ -241,13 +241,13 @@ def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp
     assert len(set(seen_train)) == 270
     assert sorted(seen_test) == list(range(11))  # the whole of it, each once
     with PatchStore(study.store("S1")) as store:
-        assert store.channels == (channels or 1)
+        assert store.n_channels == (channels or 1)
         assert (store.meta.site, store.meta.classes) == ("S1", ("0", "1", "2"))
 
 
 def test_test_images_held_out_are_in_no_training_set(study, tmp_path):
     x = np.arange(40, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)  # its row in each pixel
-    partition(study, npz(tmp_path, x=x, y=np.arange(40) % 2), n_sites=4, test_fraction=0.25)
+    partition_images(study, npz(tmp_path, x=x, y=np.arange(40) % 2), n_sites=4, test_fraction=0.25)
     train, test = [], []
     for site in ("S1", "S2", "S3", "S4"):
         _, _, table, found = stored(study, site)
@@ -264,9 +264,9 @@ def twenty(tmp_path):
 
 
 def test_nothing_is_overwritten(study, twenty):
-    partition(study, twenty, n_sites=2)
+    partition_images(study, twenty, n_sites=2)
     before = {p: p.read_bytes() for p in study.root.rglob("*.h5")}
-    again = partial(partition, study, twenty)
+    again = partial(partition_images, study, twenty)
     conftest.refused(partial(again, n_sites=3), "sites/S1.toml exists already; use another --prefix")
     for k in (1, 2):
         (study.root / "sites" / f"S{k}.toml").unlink()
@@ -287,7 +287,7 @@ def test_wrong_options_are_refused_in_one_line_and_leave_nothing_behind(study, t
         ({"n_sites": 30}, "too few"),
         ({"skew": "odd"}, "--skew 'odd'"),
     ):
-        conftest.refused(partial(partition, study, twenty, **{"n_sites": 2} | option), message)
+        conftest.refused(partial(partition_images, study, twenty, **{"n_sites": 2} | option), message)
     assert not [p for p in study.root.rglob("*") if p.is_file()]
 
 

@@ -9,7 +9,7 @@ from conftest import make_study, refused
 from test_oneshot import make_hospitals
 
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.prepare.directions import directions
+from wsi_fl.stages.prepare.directions import build_projection
 from wsi_fl.stages.site.public import require_public, require_published
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
@@ -34,7 +34,7 @@ def link_from_elsewhere(study, tmp_path):
 def of_another_study(study, tmp_path):
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     edit(site_file(study, "S0"), "real = true", "real = false")
-    return other.features("S0")
+    return other.features_path("S0")
 
 
 def of_a_site_whose_file_is_damaged(study, tmp_path):
@@ -62,7 +62,7 @@ SOURCES = [
 def test_a_store_of_a_hospitals_patients_is_public_only_when_somebody_says_so(study, tmp_path, source):
     path = source(study, tmp_path)
     refused(lambda: require_public(study, path), str(path), "give public reference slides, or --public")
-    refused(lambda: directions(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
+    refused(lambda: build_projection(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
     assert not (tmp_path / "d.safetensors").exists()
 
 
@@ -153,4 +153,4 @@ def test_a_run_refuses_such_weights_before_it_begins(run_of, tmp_path):
         [f"model.weights={path}", "model.private=timm:resnet10t"],
     )
     refused(lambda: train(study, method="regular", overrides=sets), "model.weights", "real site S0")
-    assert not list(study.runs.glob("*"))
+    assert not list(study.runs_path.glob("*"))

@@ -15,24 +15,24 @@ from conftest import interrupted_after, model, nightly, refused, same, write_fea
 from safetensors import safe_open
 from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
 
-from wsi_fl.federation.preflight import compare
-from wsi_fl.models import build
-from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
+from wsi_fl.federation.preflight import compare_sites
+from wsi_fl.models import create_model
+from wsi_fl.models.directions import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import sums
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.stages.answers.audit import audit
+from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.stages.answers.audit import audit_run
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.sums import read_sums
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.site.sums import read_statistics
 from wsi_fl.stages.training import release as stage
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.system.tensors import load_tensors, save_tensors
@@ -51,7 +51,7 @@ def study(tmp_path):
 
 
 def released(study, site="S0", *more, **options):
-    return release(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
+    return release_statistics(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
 
 
 def not_released(study, site, *words, error=WsiFlError, overrides=(), **options):
@@ -72,17 +72,17 @@ def started(study, *overrides, method="proxyfl"):
 
 
 def all_released(study, *overrides):
-    return release(study, site=None, overrides=overrides or NOISE)["sites"]
+    return release_statistics(study, site=None, overrides=overrides or NOISE)["sites"]
 
 
 def sums_at(path):
-    return read_sums(path, path.name)
+    return read_statistics(path, path.name)
 
 
 def written(path, letter, vector):
     """Puts another vector, of which the file knows, into the place of a letter's."""
-    facts = letter.facts.model_copy(update={"digest": digest(vector)})
-    stage.write_sums(path, stage.ReleasedSums(facts, vector))
+    facts = letter.facts.model_copy(update={"digest": digest_values(vector)})
+    stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
 
 
 def lines_of(study, site="S0"):
@@ -114,7 +114,7 @@ def letter_of_s0():
     """Exact sums over the training rows of S0, as its letter would hold them without noise."""
     x, labels = rows_of(60, 0, 0.0)
     head = SharedHead(2, D)
-    return head.packed(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
+    return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
 
 
 def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_else_reads_what_stays(study):
@@ -123,7 +123,7 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
         row = released(study)
     finally:
         os.umask(before)
-    assert not study.release_at_home("S0").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    assert not study.local_release_path("S0").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     assert study.release("S0").stat().st_size < 2048  # of two classes
     with safe_open(study.release("S0"), "np") as file:
         assert list(file.keys()) == ["sums"]
@@ -132,7 +132,7 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
     facts |= {"n_features": D, "dimensions": D, "classes": ["healthy", "tumor"]}
     assert facts.items() <= document.items()
     assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
-    home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
+    home, file = sums_at(study.local_release_path("S0")), sums_at(study.release("S0"))
     assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
     variances = file.vector[-2:]
     weights = np.sqrt(variances / SIGMA**2)[:, None]
@@ -175,7 +175,7 @@ def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(stud
 )
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     before = released(study)["digest"] if again else None
-    real, writes = stage.write_sums, []
+    real, writes = stage.write_statistics, []
 
     def write(path, sums):
         writes.append(path)
@@ -228,17 +228,17 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     not_released(study, "S0", "or has a newer one")
     assert not study.release("S0").exists()
     study.release("S0").parent.mkdir()
-    shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
+    shutil.copy(other.release_path("S0"), study.release("S0"))  # the other study's release is this site's too
     assert not released(study)["spent"]
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
 def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
     digest, content = released(study)["digest"], study.release("S0").read_bytes()
-    for lost in (study.release("S0"), study.release_at_home("S0")):
+    for lost in (study.release("S0"), study.local_release_path("S0")):
         lost.unlink()
         assert released(study)["digest"] == digest and study.release("S0").read_bytes() == content
-    assert study.release_at_home("S0").read_bytes() == content
+    assert study.local_release_path("S0").read_bytes() == content
     study.ledger("S0").unlink()
     not_released(study, "S0", "ledgers/S0.jsonl lacks its release")
     not_joined(study, "ledgers/S0.jsonl lacks its release")
@@ -255,14 +255,14 @@ def other_byte(path):
 
 
 def lost_both(study):
-    for path in (study.release("S0"), study.release_at_home("S0")):
+    for path in (study.release("S0"), study.local_release_path("S0")):
         path.unlink()
 
 
 def store_anew(study):
     """The hospital's machine was lost: its store was made anew, and of what it released nothing is here."""
     shutil.rmtree(study.root / "statistics")
-    study.release_at_home("S0").unlink()
+    study.local_release_path("S0").unlink()
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -284,7 +284,7 @@ def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked
 
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize("copy", [Study.release, Study.release_at_home])
+@pytest.mark.parametrize("copy", [Study.release_path, Study.local_release_path])
 def test_one_damaged_copy_of_a_letter_is_replaced_by_the_whole_one(study, copy, damage, real):
     if real:
         make_real(study)
@@ -292,7 +292,7 @@ def test_one_damaged_copy_of_a_letter_is_replaced_by_the_whole_one(study, copy, 
     damage(copy(study, "S0"))
     again = released(study)
     assert not again["spent"] and again["digest"] == row["digest"] and again["epsilon"] == row["epsilon"]
-    assert study.release("S0").read_bytes() == study.release_at_home("S0").read_bytes() == whole
+    assert study.release("S0").read_bytes() == study.local_release_path("S0").read_bytes() == whole
 
 
 EDITS = [
@@ -323,11 +323,11 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
     file, letter = study.release("S1"), sums_at(study.release("S1"))
     whole = file.read_bytes()
     for change in OF_OTHERS:
-        stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
+        stage.write_statistics(file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector))
         not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release("S0"), file)
     not_joined(study, "these are the statistics of site S0")
-    home = study.release_at_home("S1")
+    home = study.local_release_path("S1")
     for content in DAMAGE:
         file.write_bytes(content)
         not_joined(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
@@ -355,10 +355,10 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
 
 
 def write_public(study, name, seed, encoder="tiny sha256:0"):
-    origin = Origin(encoder=encoder, sources=[Source(name="cmu.svs", rows=200, sha256="0" * 64)])
+    origin = ProjectionOrigin(encoder=encoder, sources=[ProjectionSource(name="cmu.svs", rows=200, sha256="0" * 64)])
     x = np.random.default_rng(seed).normal(size=(200, D)).astype(np.float32)
-    found = public_directions(x, origin, 8)
-    write_directions(study.root / name, found)
+    found = fit_projection(x, origin, 8)
+    write_projection(study.root / name, found)
     return found
 
 
@@ -399,7 +399,7 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
 )
 def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
-    refused(lambda: compare(brought), "S2 has", words)
+    refused(lambda: compare_sites(brought), "S2 has", words)
 
 
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
@@ -448,8 +448,8 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     alone = Study(shutil.copytree(study.root, tmp_path / "alone"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("S1", "S2"):
-        shutil.rmtree(alone.store(name).parent)
-        alone.ledger(name).unlink()
+        shutil.rmtree(alone.store_path(name).parent)
+        alone.ledger_path(name).unlink()
     for head in alone.root.rglob("ledger.head.json"):
         edit(head, str(study.root), str(alone.root))
     summary = joined(alone)
@@ -458,14 +458,14 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     assert row["site"] == "S0" and row["lifetime_epsilon"] == row["epsilon"]
     assert int(model(alone.root / summary["run"], "S0", "shared")["n_sites"]) == 3
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
-    assert report(alone, summary["run"]).exists()
-    assert resume(alone, summary["run"], backend="local") == summary
+    assert write_report(alone, summary["run"]).exists()
+    assert resume_run(alone, summary["run"], backend="local") == summary
     not_joined(study, "whose store no other site's process may open", error=UsageError)
 
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
     real = sums.discrete_gaussian
-    monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.seeded(5)))
+    monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.from_seed(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
     all_released(study)
     by_files = joined(study)
@@ -473,7 +473,7 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
     x = torch.from_numpy(rows_of(20, 9)[0])
     for name in ("S0", "S1", "S2"):
         one, other = (head_of(run, name) for run in runs)
-        assert torch.equal(one.released, other.released) and torch.equal(one.own, other.own)
+        assert torch.equal(one.released, other.released) and torch.equal(one.local_sums, other.local_sums)
         torch.testing.assert_close(one.sums, other.sums, rtol=1e-6, atol=1e-5)
         assert int(other.n_sites) == 3 and same(*(model(run, name) for run in runs))
         torch.testing.assert_close(one(x), other(x), rtol=1e-3, atol=1e-3)
@@ -486,10 +486,10 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
 
 
 def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 60)
     all_released(study)
     shutil.rmtree(study.store("S1").parent)
-    document = audit(study, joined(study)["run"])
+    document = audit_run(study, joined(study)["run"])
     assert [site["site"] for site in document["sites"]] == ["S0", "S2"]
     tails = [site["tail"] for site in document["sites"]]
     assert all(tail["sigma"] == ONCE.sigma and not tail["beyond"] for tail in tails)
@@ -524,7 +524,7 @@ def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeyp
         x = (rng.normal(size=(120, D)) + 4 * np.eye(D)[labels]).astype(np.float32)
         patients = [f"p{k}" for k in range(120)]
         write_features(study, name, x, labels, patients, ["train"] * 60 + ["test"] * 60)
-    release(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
+    release_statistics(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
     run = joined(study)["run"]
     document = evaluate(study, run)
     (lacking,) = (row for row in document["sites"] if row["site"] == "S2")
@@ -538,7 +538,7 @@ def test_heads_of_files_spend_nothing_and_leave_no_line(study):
     assert [row["epsilon"] for row in costs] == pytest.approx([epsilon([ONCE], 1e-5)] * 3)
     with interrupted_after(2):
         joined(study)
-    summary = resume(study, "1", backend="local")
+    summary = resume_run(study, "1", backend="local")
     assert [row["rounds"] for row in summary["sites"]] == [1, 1, 1]
     assert {name: study.ledger(name).read_text() for name in before} == before
     assert (study.root / summary["run"] / "sites/S0/statistics.json").exists()
@@ -583,8 +583,8 @@ def start_of(study):
 def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, method, role):
     all_released(study)
     for k in range(3):
-        study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = workshop._bring_released, []
+        study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
+    real, starts = workshop._load_released, []
 
     def brought(party, site):
         real(party, site)
@@ -593,10 +593,10 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
     monkeypatch.setattr(workshop, "_bring_released", brought)
     summary = started(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
-    linear = build("linear_head", n_classes=2, shape=Vectors(D), seed=0)
+    linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)
     linear.load_state_dict(starts[0])
     head, (x, _) = start_of(study), rows_of(50, 7)
-    weights, bias = head.head()
+    weights, bias = head.solve_head()
     rows = torch.nn.functional.layer_norm(torch.from_numpy(x), (D,)) - head.mean
     z = rows.double() @ head.components.double()  # never shortened
     torch.testing.assert_close(linear(torch.from_numpy(x)).double(), z @ weights + bias, rtol=1e-4, atol=1e-4)
@@ -618,7 +618,7 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     with interrupted_after(2):
         started(study)
     released(study, "S1", again=True)
-    refused(lambda: resume(study, "1", backend="local"), "class statistics of S1", "statistics/")
+    refused(lambda: resume_run(study, "1", backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.slow
@@ -636,7 +636,7 @@ def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
 
 
 def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
-    document, nothing = as_ranks(2, lambda: release(study, site=None, overrides=NOISE))
+    document, nothing = as_ranks(2, lambda: release_statistics(study, site=None, overrides=NOISE))
     assert not nothing  # said once
     assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]
     assert all(row["spent"] for row in document["sites"])

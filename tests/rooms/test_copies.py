@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.slides.patching.copies import Scan, copies_of, describe_copies, describe_shared, drop_leaks
+from wsi_fl.slides.patching.copies import Scan, find_copies, describe_copies, describe_shared, drop_leaks
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.stores.bags import mark_of
-from wsi_fl.system.files import marks_of
+from wsi_fl.stores.bags import hash_features
+from wsi_fl.system.files import duplicate_marks
 from wsi_fl.types import SlideRecord
 
 
@@ -63,7 +63,7 @@ def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
         scan("d", "s", ""),
         scan("e", "t", ""),
     ]
-    assert [[one.slide for one in group] for group in copies_of(scans)] == [["a", "b", "c"]]
+    assert [[one.slide for one in group] for group in find_copies(scans)] == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_files_are_alike_by_content_however_they_are_called_or_linked(tmp_path):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     paths = [tmp_path / name for name in ("a", "b", "c", "d", "e", "f", "link", "gone")]
-    marks = marks_of([*paths, tmp_path])
+    marks = duplicate_marks([*paths, tmp_path])
     assert marks[paths[0]] == marks[paths[1]] == marks[tmp_path / "link"] != marks[paths[2]]
     assert {path.name for path in marks} == {"a", "b", "c", "link"}
 
 
 def test_features_are_alike_in_any_order_and_half_precision():
     x = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
-    same = mark_of(x)
-    assert mark_of(x[::-1]) == mark_of(x.astype(np.float16).astype(np.float32)) == same
-    assert len({same, mark_of(x[:6]), mark_of(x + 1), mark_of(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4
+    same = hash_features(x)
+    assert hash_features(x[::-1]) == hash_features(x.astype(np.float16).astype(np.float32)) == same
+    assert len({same, hash_features(x[:6]), hash_features(x + 1), hash_features(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4

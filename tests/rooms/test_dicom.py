@@ -9,7 +9,7 @@ from dicom_files import DEFLATED, write_dicom
 from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
-from wsi_fl.slides.reading.formats.dicom import header_of, is_dicom
+from wsi_fl.slides.reading.formats.dicom import read_header, is_dicom
 from wsi_fl.slides.reading.reader import Slide
 
 MPP = 0.5
@@ -162,9 +162,9 @@ def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
 @pytest.mark.parametrize("n", [132, 200, 400])
 def test_a_cut_header_says_nothing_and_is_no_error(tmp_path, n):
     whole = write_dicom(tmp_path / "a.dcm", PICTURE)
-    assert header_of(whole).series == "1.2.3.2" and is_dicom(whole)
+    assert read_header(whole).series == "1.2.3.2" and is_dicom(whole)
     whole.write_bytes(whole.read_bytes()[:n])
-    assert header_of(whole) is None
+    assert read_header(whole) is None
     refused(lambda: Slide(tmp_path), "without DICOM slide files")
     refused(lambda: Slide(whole), "a.dcm")
 

@@ -13,9 +13,9 @@ from building import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.runs.site import hold_alone
+from wsi_fl.runs.site import hold_site_lock
 from wsi_fl.system import files
-from wsi_fl.system.files import alone, append_line, atomic, read_lines, remove_leftovers, write_text
+from wsi_fl.system.files import file_lock, append_line, atomic_path, read_lines, remove_leftovers, write_text
 from wsi_fl.types import WsiFlError
 
 JSON = st.recursive(
@@ -33,7 +33,7 @@ def names_in(folder):
 
 def test_content_appears_only_when_the_block_ends(tmp_path):
     path = tmp_path / "new" / "report.html"
-    with atomic(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text("whole")
         assert temporary.parent == path.parent and temporary.suffix == ".html" and not path.exists()
     assert path.read_text() == "whole" and names_in(path.parent) == {"report.html"}
@@ -44,7 +44,7 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
     """And one that wrote nothing fails."""
     path = tmp_path / "a.txt"
     write_text(path, "old")
-    with pytest.raises(error or FileNotFoundError), atomic(path) as temporary:
+    with pytest.raises(error or FileNotFoundError), atomic_path(path) as temporary:
         if error:
             temporary.write_text("half")
             raise error
@@ -82,7 +82,7 @@ def test_leftovers_of_the_folders_within_go_too_and_nothing_else(tmp_path):
     for name in [*ours, *others]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    with hold_alone(tmp_path):  # as a run does that goes on
+    with hold_site_lock(tmp_path):  # as a run does that goes on
         left = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
     assert [name for name in left if "lock" not in name] == others
 
@@ -94,7 +94,7 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, code):
     def full(*_):
         raise OSError(code, os.strerror(code))
 
-    with pytest.raises(WsiFlError, match=words), atomic(path) as temporary:
+    with pytest.raises(WsiFlError, match=words), atomic_path(path) as temporary:
         temporary.write_text("half")
         full()
     assert names_in(tmp_path) == set()
@@ -103,8 +103,8 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, code):
 
 
 def test_room_is_refused_before_it_is_needed(tmp_path):
-    with pytest.raises(WsiFlError, match="disk is full"), atomic(tmp_path / "a.h5") as temporary:
-        files.reserve(temporary, 1 << 60)
+    with pytest.raises(WsiFlError, match="disk is full"), atomic_path(tmp_path / "a.h5") as temporary:
+        files.reserve_space(temporary, 1 << 60)
     assert names_in(tmp_path) == set()
 
 
@@ -155,7 +155,7 @@ def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):
     path, held, done = tmp_path / ".lock", threading.Event(), threading.Event()
 
     def hold():
-        with alone(path):
+        with file_lock(path):
             held.set()
             done.wait(10)
 
@@ -165,9 +165,9 @@ def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):
         other = threading.Thread(target=hold)
         other.start()
         assert held.wait(10)
-        with pytest.raises(WsiFlError, match="busy"), alone(path, "busy", patience_s=0.05):
+        with pytest.raises(WsiFlError, match="busy"), file_lock(path, "busy", patience_s=0.05):
             pass
         threading.Timer(0.05, done.set).start()
-        with alone(path, **waiting):
+        with file_lock(path, **waiting):
             other.join(10)
         assert not other.is_alive()

@@ -28,7 +28,7 @@ DICOM = SHARED / "data" / "slides_odd" / "openslide-python_boxes_0.dcm"
 @pytest.fixture(scope="module")
 def picture():
     """uint8[1100, 1300, 3]"""
-    slide = phantom.paint_slide(phantom.plan_slides(1, 1, 768, 0)[0])
+    slide = phantom.simulate_slide(phantom.plan_slides(1, 1, 768, 0)[0])
     return np.ascontiguousarray(slide.repeat(2, 0).repeat(2, 1)[:1100, :1300])
 
 
@@ -250,7 +250,7 @@ def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_name
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(
     monkeypatch, picture, tmp_path, write
 ):
-    monkeypatch.setattr("wsi_fl.slides.reading.formats.pictures._MOST_PX", 1 << 20)
+    monkeypatch.setattr("wsi_fl.slides.reading.formats.pictures._MAX_PX", 1 << 20)
     path = write(tmp_path, picture)
     refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 

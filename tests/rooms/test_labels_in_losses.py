@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from tying import B, Case, D, data, mlp
 
-from wsi_fl.models.mil import deepset
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import independence
 from wsi_fl.types import UsageError
 
@@ -269,7 +269,7 @@ def permuted():
 
 @pytest.mark.parametrize("make", [far_apart, permuted])
 def test_layers_that_move_the_axis_of_rows_are_somebody_elses(make):
-    assert independence.standing_of(make()) == "custom"
+    assert independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "images", "row", 0.3)
 
@@ -281,8 +281,8 @@ class Pool(nn.Module):
 
 
 def test_a_module_that_a_model_only_calls_is_somebody_elses():
-    model = deepset(2, D, hidden=8, pool=Pool().__call__)
-    assert independence.standing_of(model) == "custom"
-    model = deepset(2, D, hidden=8)
+    model = build_deepset(2, D, hidden=8, pool=Pool().__call__)
+    assert independence.model_origin(model) == "custom"
+    model = build_deepset(2, D, hidden=8)
     model.helpers = [Pool()]
-    assert independence.standing_of(model) == "custom"
+    assert independence.model_origin(model) == "custom"

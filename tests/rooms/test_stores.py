@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from wsi_fl.stores import shards
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore, SlideSource
-from wsi_fl.stores.shards import ShardMeta, pack, write_columns, write_shard, write_streams
+from wsi_fl.stores.shards import ShardMeta, pack_store, write_columns, write_shard, write_streams
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
@@ -87,7 +87,7 @@ def odd_names(tmp_path_factory):
     """A linked and a packed store of slides with odd names, and their pixels."""
     folder = tmp_path_factory.mktemp("odd")
     path, pixels = make_store(folder, {name: k + 1 for k, name in enumerate(NAMES)})
-    pack(path, folder / "elsewhere" / "packed.h5")
+    pack_store(path, folder / "elsewhere" / "packed.h5")
     return path, folder / "elsewhere" / "packed.h5", pixels
 
 
@@ -242,18 +242,18 @@ def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_byte
 def test_fingerprint_tells_every_parameter_apart(tmp_path):
     table = table_of("a", 3)
     write_shard(tmp_path / "a.h5", SHARD, table, [pixels_of(3)])
-    assert shards.why_stale(tmp_path / "a.h5", SHARD, table_of("a", 3)) is None
-    assert shards.why_stale(tmp_path / "b.h5", SHARD, table) == ""
+    assert shards.explain_stale(tmp_path / "a.h5", SHARD, table_of("a", 3)) is None
+    assert shards.explain_stale(tmp_path / "b.h5", SHARD, table) == ""
     grids = [{"spec": GridSpec(*grid)} for grid in ((16, 0.5, 4), (8, 0.25, 4), (8, 0.5, 8))]
     for change in (*grids, {"slide": "b"}, {"patient": "q"}, {"split": "test"}, {"quickhash": ""}):
         meta = replace(SHARD, **change)
-        assert shards.why_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed", change
+        assert shards.explain_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed", change
 
 
 def test_same_content_is_the_same_bytes(tmp_path):
     for name in ("first", "second"):
         path, _ = make_store(tmp_path / name, {"a": 3, "🔬 b": 2})
-        pack(path, tmp_path / name / "packed.h5")
+        pack_store(path, tmp_path / name / "packed.h5")
         if name == "first":
             time.sleep(1.05 - time.time() % 1)  # HDF5 can keep times, in seconds
     for file in ("patches.h5", "slides/a.h5", "slides/🔬 b.h5", "packed.h5"):
@@ -262,13 +262,13 @@ def test_same_content_is_the_same_bytes(tmp_path):
 
 def test_streams_come_back_decoded_linked_and_packed(tmp_path):
     path, pixels = make_store(tmp_path, {"a": 7, "süd 2": 5}, streams=True)
-    pack(path, tmp_path / "packed.h5")
+    pack_store(path, tmp_path / "packed.h5")
     rows = np.random.default_rng(0).integers(0, 12, 50)
     for one in (path, tmp_path / "packed.h5"):
         with PatchStore(one) as store:
-            assert store.channels == 3
+            assert store.n_channels == 3
             np.testing.assert_array_equal(store.read(rows), pixels[rows])
-            assert b"".join(streams_of(7)) == store.shard("a")["bytes"][:].tobytes()
+            assert b"".join(streams_of(7)) == store.open_shard("a")["bytes"][:].tobytes()
         shutil.rmtree(tmp_path / "slides", ignore_errors=True)  # what is packed needs nothing else
 
 
@@ -303,9 +303,9 @@ def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
     else:
         source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
         shards.write_positions(shard, meta, table, source, unread=unread)
-    assert shards.why_stale(shard, meta, table) is None
+    assert shards.explain_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
-    assert shards.content_of(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
+    assert shards.read_shard_content(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
     found = write_columns(tmp_path / "patches.h5", META, [shard])
     np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
 
@@ -315,7 +315,7 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
     """It changes with the version of the format alone."""
     asked, path = [], FIXTURES / "patches-v1" / "patches.h5"
     if packed:
-        pack(path, path := tmp_path / "packed.h5")
+        pack_store(path, path := tmp_path / "packed.h5")
 
     def slides(source, xy_l0, spec):
         asked.append((source, spec))
@@ -324,7 +324,7 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
     ramp = np.arange(8)[:, None] * 9 + 40 * np.arange(3)[:, None, None, None] + np.zeros((8, 1, 3), int)
     with PatchStore(path, slides) as store:
         assert store.slides == ["raw", "native", "lossy", "positions"]
-        assert [bool(store.shard(name).attrs["lossy"]) for name in ("native", "lossy")] == [False, True]
+        assert [bool(store.open_shard(name).attrs["lossy"]) for name in ("native", "lossy")] == [False, True]
         assert store.table.xy_l0[:, 0].tolist() == [0, 8, 16, 0, 16, 0, 8, 16, 0, 8, 16]
         pixels = store.read(np.arange(11)).astype(int)
         np.testing.assert_array_equal(pixels[:3], ramp)
@@ -346,6 +346,6 @@ def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(t
     for source, target in ((shards[0], tmp_path / "x"), (shards[1], shards[0]), (tmp_path / "x", shards[1])):
         source.rename(target)
     for slide in "ab":
-        for act in (PatchStore.verify, PatchStore.shard):
+        for act in (PatchStore.verify, PatchStore.open_shard):
             with PatchStore(tmp_path / "patches.h5") as store:
                 refused(partial(act, store, slide), f"slide {slide}", "other patches", "wsi-fl tile")

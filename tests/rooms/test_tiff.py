@@ -10,7 +10,7 @@ from building import halves, refused
 from PIL import Image
 
 from wsi_fl.slides.reading.formats import source
-from wsi_fl.slides.reading.formats.tiff import pages_of
+from wsi_fl.slides.reading.formats.tiff import list_pages
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -286,6 +286,6 @@ def test_a_damaged_list_of_directories_is_told(tmp_path):
     with tifffile.TiffFile(path) as tif:
         pages = list(tif.pages)
         listed = SimpleNamespace(filename="a.tif", pages=pages)
-        assert [page.offset for page in pages_of(listed)] == [page.offset for page in pages]
+        assert [page.offset for page in list_pages(listed)] == [page.offset for page in pages]
         listed.pages = iter([*pages, pages[0], "never looked at"])
-        refused(lambda: pages_of(listed), "a.tif: its list of directories is damaged", error=WsiFlError)
+        refused(lambda: list_pages(listed), "a.tif: its list of directories is damaged", error=WsiFlError)

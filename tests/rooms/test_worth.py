@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.learning.verdict import Estimate, verdict
-from wsi_fl.report.worth import _MEANS as words_of_verdicts
+from wsi_fl.learning.verdict import Estimate, decide_verdict
+from wsi_fl.report.worth import _VERDICT_WORDS as words_of_verdicts
 from wsi_fl.stores.bags import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 
@@ -100,12 +100,12 @@ def around(mean, half):
 
 
 def test_a_verdict_is_only_what_the_intervals_show():
-    assert verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
-    assert verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
-    assert verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"
-    assert verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
-    assert verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"  # nobody knows what there is
-    assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"  # sure, and next to nothing
-    assert verdict(Estimate(0.3, None, None), None) == "inconclusive"  # a single patient
-    assert verdict(None, None) == "inconclusive"
+    assert decide_verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
+    assert decide_verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
+    assert decide_verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"
+    assert decide_verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
+    assert decide_verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"  # nobody knows what there is
+    assert decide_verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"  # sure, and next to nothing
+    assert decide_verdict(Estimate(0.3, None, None), None) == "inconclusive"  # a single patient
+    assert decide_verdict(None, None) == "inconclusive"
     assert {"join", "local", "nothing to gain", "inconclusive"} == set(words_of_verdicts)

@@ -10,9 +10,9 @@ from building import Net
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.tasks import CLASSES, MutualLoss, Number, Survival
-from wsi_fl.models import build
-from wsi_fl.models.mil import deepset
+from wsi_fl.learning.tasks import CLASSES, MutualLoss, NumberTask, SurvivalTask
+from wsi_fl.models import create_model
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.types import Bags, Images
 
 B, D = 8, 6
@@ -421,7 +421,7 @@ WRONG = {
         ),
         kind="images",
     ),
-    "centred bags": Case(lambda: deepset(2, D, hidden=8, pool=sparse_pool), kind="bags"),
+    "centred bags": Case(lambda: build_deepset(2, D, hidden=8, pool=sparse_pool), kind="bags"),
     "tied on some rows": Case(lambda: head(on_some_rows)),
     "tied in large batches": Case(lambda: head(in_large_batches)),
     "tied behind a gain of zero": Case(silent),
@@ -463,7 +463,7 @@ WRONG = {
     "standardised targets": Case(mlp, standardised),
     "the largest loss": Case(mlp, maximum),
     "losses of rows": Case(mlp, each),
-    "ranking": Case(lambda: deepset(2, D, hidden=8), rank, kind="bags"),
+    "ranking": Case(lambda: build_deepset(2, D, hidden=8), rank, kind="bags"),
 }
 
 
@@ -553,10 +553,10 @@ RIGHT = {
     "LayerNorm without bias": Case(lambda: mlp(nn.LayerNorm(D, bias=False))),
     "RMSNorm": Case(lambda: mlp(nn.RMSNorm(D))),
     "PReLU and dropout": Case(lambda: mlp(nn.PReLU(), nn.Dropout(0.5))),
-    "cnn1": Case(lambda: build("cnn1", n_classes=2, shape=Images(1, 16), seed=0), kind="large images"),
-    "abmil": Case(lambda: build("abmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
-    "transmil": Case(lambda: build("transmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
-    "deepset, patients": Case(lambda: deepset(2, D, hidden=8), kind="bags", unit="patient"),
+    "cnn1": Case(lambda: create_model("cnn1", n_classes=2, shape=Images(1, 16), seed=0), kind="large images"),
+    "abmil": Case(lambda: create_model("abmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
+    "transmil": Case(lambda: create_model("transmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
+    "deepset, patients": Case(lambda: build_deepset(2, D, hidden=8), kind="bags", unit="patient"),
     "a layer twice": Case(twice),
     "half frozen": Case(half),
     "weights again outside": Case(Tied),
@@ -587,9 +587,9 @@ RIGHT = {
     "a module of a loss": Case(mlp, lambda y: lambda out: nn.CrossEntropyLoss()(out, y)),
     "distilled": Case(mlp, distilled),
     "classes of a study": Case(mlp, mutual(CLASSES, lambda y: y)),
-    "numbers of a study": Case(lambda: nn.Linear(D, 1), mutual(Number(0.0, 2.0), lambda y: y.float())),
+    "numbers of a study": Case(lambda: nn.Linear(D, 1), mutual(NumberTask(0.0, 2.0), lambda y: y.float())),
     "survival of a study": Case(
         lambda: nn.Linear(D, 3),
-        mutual(Survival((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float()),
+        mutual(SurvivalTask((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float()),
     ),
 }

@@ -17,13 +17,13 @@ from conftest import edited, larger, larger_pair, metrics, model, refused, same,
 from conftest import larger_study as make_study
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.account import guarantee_of
+from wsi_fl.stages.site.account import find_guarantee
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.system.machine import launched_ranks
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.system.machine import count_ranks
 from wsi_fl.types import WsiFlError
 
 study = larger
@@ -32,7 +32,7 @@ pair = larger_pair
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
 WSI_FL = [sys.executable, "-m", "wsi_fl", "train", *(part for one in SEEDED for part in ("--set", one))]
 SITES = ["S0", "S1"]
-WHOLE = epsilon([plan(36, 8, 5, 1.4, 0.7)], 1e-5)
+WHOLE = epsilon([plan_mechanism(36, 8, 5, 1.4, 0.7)], 1e-5)
 
 
 def local(study, method="proxyfl", *overrides):
@@ -205,7 +205,7 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
     assert sorted(pair.root.rglob("*")) == before
     assert document["rounds"] == 3 and document["seconds"] > 0 and document["memory_bytes"] > 10**7
     for row in document["sites"]:
-        assert row["epsilon"] == pytest.approx(epsilon([plan(36, 8, 3, 1.4, 0.7)], 1e-5))
+        assert row["epsilon"] == pytest.approx(epsilon([plan_mechanism(36, 8, 3, 1.4, 0.7)], 1e-5))
         assert row["guarantee"] == "guaranteed"
         assert row["expected"] is None  # the study is of heads on features
     assert {row["guarantee"] for row in planned("privacy.mode=paper")["sites"]} == {"nominal"}
@@ -225,7 +225,7 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
 )
 def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
     pipeline = study.pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
-    assert guarantee_of(METHODS[method], pipeline) == guarantee
+    assert find_guarantee(METHODS[method], pipeline) == guarantee
 
 
 def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
@@ -246,7 +246,7 @@ def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch,
         (pair.root / run / "summary.json").unlink()
     before = sorted(pair.root.rglob("*"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
-    begun = (lambda: resume(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
+    begun = (lambda: resume_run(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
     refused(begun, "2 sites need 2 ranks, but 3 were started")
     assert sorted(pair.root.rglob("*")) == before
 
@@ -257,7 +257,7 @@ def test_two_jobs_on_one_run_are_refused(pair):
     words = "another job still works on this run; wait for it, or end it"
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        refused(lambda: resume(pair, path.name, backend="local"), words, error=WsiFlError)
+        refused(lambda: resume_run(pair, path.name, backend="local"), words, error=WsiFlError)
 
 
 def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
@@ -282,4 +282,4 @@ def test_ranks_that_somebody_else_started_are_noticed(monkeypatch):
             monkeypatch.delenv(one, raising=False)
         if name:
             monkeypatch.setenv(name, value)
-        assert launched_ranks() == ranks, name
+        assert count_ranks() == ranks, name

@@ -8,9 +8,9 @@ import scan_areas
 from scan_areas import CORNER
 
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.study.folder import Study
-from wsi_fl.viewer.viewing import gallery
+from wsi_fl.viewer.viewing import build_gallery
 
 PLACE = (128, 192, 320, 384)
 
@@ -31,8 +31,8 @@ def test_the_layer_of_outlines_lies_on_the_tumour(tmp_path, write, corner):
     (tmp_path / "slides.csv").write_text(
         f"slide,patient,site,label,annotation\n{path.name},p,A,positive,a.geojson\n"
     )
-    init(tmp_path / "study", archive=tmp_path)
-    (exhibit,) = gallery(Study(tmp_path / "study"), site="A").exhibits
+    init_study(tmp_path / "study", archive=tmp_path)
+    (exhibit,) = build_gallery(Study(tmp_path / "study"), site="A").exhibits
     layer = next(overlay for overlay in exhibit.overlays if overlay.name == "annotation")
     with Slide(path) as slide:
         (drawn,) = layer.draw(slide)["rings"]

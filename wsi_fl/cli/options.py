@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from typer import Argument, Option
 
-from wsi_fl.system.machine import is_first, launched_ranks
-from wsi_fl.types import UsageError, WsiFlError, printable
+from wsi_fl.system.machine import is_first_rank, count_ranks
+from wsi_fl.types import UsageError, WsiFlError, make_printable
 
 if TYPE_CHECKING:
-    from wsi_fl.stages.prepare.sources import Which
+    from wsi_fl.stages.prepare.sources import Scope
     from wsi_fl.stages.work.console import Lines
     from wsi_fl.study.folder import Study
 
@@ -58,60 +58,60 @@ def find_study() -> Study:
 _D = TypeVar("_D", bound=Mapping[str, object])
 
 
-def show(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
+def print_document(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
     """Print a command's document on the first rank only, as JSON or as lines."""
-    if not document or not is_first():
+    if not document or not is_first_rank():
         return
     if as_json:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-        print("\n".join(map(_spelled, text.split("\n"))), flush=True)
+        print("\n".join(map(_escape_unprintable, text.split("\n"))), flush=True)
     else:
-        from wsi_fl.stages.work.console import render
+        from wsi_fl.stages.work.console import print_lines
 
-        render(lines(document))
+        print_lines(lines(document))
 
 
-def show_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
+def run_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
     """Run a command's work with progress bars as its `watcher`; print and return its document."""
-    from wsi_fl.stages.work.console import Bars
+    from wsi_fl.stages.work.console import ProgressBars
 
-    with Bars(title) as bars:
+    with ProgressBars(title) as bars:
         document = work(watcher=bars)
-    show(document, as_json, lines)
+    print_document(document, as_json, lines)
     return document
 
 
-def _spelled(line: str) -> str:
+def _escape_unprintable(line: str) -> str:
     """Return an equivalent line of JSON with unprintable characters escaped."""
     if line.isprintable():
         return line
-    return "".join(one if printable(one) == one else json.dumps(one)[1:-1] for one in line)
+    return "".join(character if make_printable(character) == character else json.dumps(character)[1:-1] for character in line)
 
 
 _C = TypeVar("_C", bound=Callable[..., None])
 
 
-def announced(command: _C, name: str = "") -> _C:
+def announce_start(command: _C, name: str = "") -> _C:
     """Return the command with a start message on stderr, since its imports take seconds.
 
     A KeyboardInterrupt with a message (how to resume) is reported with that message.
     """
 
     @functools.wraps(command)
-    def told(*args: Any, **kwargs: Any) -> None:
-        if is_first():
+    def run_command(*args: Any, **kwargs: Any) -> None:
+        if is_first_rank():
             print(f"wsi-fl {name or command.__name__}: starting …", file=sys.stderr, flush=True)
         try:
             command(*args, **kwargs)
-        except KeyboardInterrupt as stopped:  # typer would drop the message
-            if not str(stopped):
+        except KeyboardInterrupt as interrupt:  # typer would drop the message
+            if not str(interrupt):
                 raise
-            raise WsiFlError(str(stopped)) from None
+            raise WsiFlError(str(interrupt)) from None
 
-    return cast(_C, told)
+    return cast(_C, run_command)
 
 
-_GPU = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
 """A GPU's number or name as in `nvidia-smi -L`, CUDA and Slurm."""
 
 
@@ -124,18 +124,18 @@ def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
     if gpus is None:
         return
     numbers = gpus.split(",")
-    if not all(map(_GPU.fullmatch, numbers)) or len(set(numbers)) < len(numbers):
+    if not all(map(_GPU_NAME.fullmatch, numbers)) or len(set(numbers)) < len(numbers):
         raise UsageError(
             f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3, or their names, such as GPU-8932f937"
         )
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-    if given and not set(numbers) <= set(given.split(",")):
+    assigned = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    if assigned and not set(numbers) <= set(assigned.split(",")):
         raise UsageError(
-            f"--gpus {gpus}: this process was given the GPUs {given} (CUDA_VISIBLE_DEVICES), and others may be "
+            f"--gpus {gpus}: this process was given the GPUs {assigned} (CUDA_VISIBLE_DEVICES), and others may be "
             "somebody else's; choose of these, as they are written there"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    if launched_ranks() is not None:
+    if count_ranks() is not None:
         return
     import torch
 
@@ -146,17 +146,17 @@ def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
     if ranks and len(numbers) > 1:
         from wsi_fl.stages.training.launch import find_mpiexec, rank_environment
 
-        again = [find_mpiexec(), "-n", str(len(numbers)), "--oversubscribe", "--bind-to", "none"]
-        again += [sys.executable, "-m", "wsi_fl", *sys.argv[1:]]
-        os.execvpe(again[0], again, rank_environment(len(numbers)))
+        command = [find_mpiexec(), "-n", str(len(numbers)), "--oversubscribe", "--bind-to", "none"]
+        command += [sys.executable, "-m", "wsi_fl", *sys.argv[1:]]
+        os.execvpe(command[0], command, rank_environment(len(numbers)))
 
 
-def asked(
-    command: str, site: str | None, every: bool, pipeline: str | None, overrides: list[str] | None = None
-) -> Which:
+def parse_sites(
+    command: str, site: str | None, all_sites: bool, pipeline: str | None, overrides: list[str] | None = None
+) -> Scope:
     """Return the site selection of a command; UsageError unless exactly one of --site and --all was given."""
-    if site is None and not every:
+    if site is None and not all_sites:
         raise UsageError(f"{command} needs one of --site NAME and --all")
-    if site is not None and every:
+    if site is not None and all_sites:
         raise UsageError("--site and --all exclude each other")
     return {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}

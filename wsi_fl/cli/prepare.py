@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, asked, find_study, show, show_work, take_gpus
+from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, parse_sites, find_study, print_document, run_work, take_gpus
 from wsi_fl.types import UsageError
 
 
-def init(
+def create_study(
     folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the new study.")],
     archive: Annotated[
         Path | None, Option("--from", help="Archive of slides to write site files for.")
@@ -53,18 +53,18 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Create a study: pipelines/ and sites/ to edit."""
-    from wsi_fl.stages.prepare.init import Tables, init, init_lines
+    from wsi_fl.stages.prepare.init import ArchiveTables, init_study, render_init_lines
 
-    tables = Tables(group_by, clinical, codes, tuple(columns or ()))
-    document = init(
+    tables = ArchiveTables(group_by, clinical, codes, tuple(columns or ()))
+    document = init_study(
         folder, archive=archive, names=sites or [], layout=layout, real=real, pipeline=pipeline, tables=tables
     )
-    show(document, as_json, init_lines)
+    print_document(document, as_json, render_init_lines)
 
 
-def tile(
+def tile_sites(
     site: Annotated[str | None, Option(help="The site to tile.")] = None,
-    every: Annotated[bool, Option("--all", help="Tile every site of the pipeline.")] = False,
+    all_sites: Annotated[bool, Option("--all", help="Tile every site of the pipeline.")] = False,
     dry_run: Annotated[
         bool, Option("--dry-run", help="Estimate patches, bytes and time from a few slides of each site.")
     ] = False,
@@ -73,53 +73,53 @@ def tile(
     as_json: Json = False,
 ) -> None:
     """Cut a site's slides into labelled patches: its patch store."""
-    which = asked("tile", site, every, pipeline, overrides)
+    scope = parse_sites("tile", site, all_sites, pipeline, overrides)
     study = find_study()
     from wsi_fl.slides.reading.probe import start_ahead
 
     start_ahead()
-    from wsi_fl.stages.prepare.tile import estimate, estimate_lines, tile, tile_lines
+    from wsi_fl.stages.prepare.tile import estimate_tiling, render_estimate_lines, tile_slides, render_tile_lines
 
-    work, lines = (estimate, estimate_lines) if dry_run else (tile, tile_lines)
-    show_work("tile", partial(work, study, **which), as_json, lines)
+    work, lines = (estimate_tiling, render_estimate_lines) if dry_run else (tile_slides, render_tile_lines)
+    run_work("tile", partial(work, study, **scope), as_json, lines)
 
 
-def mosaic(
+def encode_mosaics(
     site: Annotated[str | None, Option(help="The site of the slides.")] = None,
-    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
+    all_sites: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Compute mosaics of a site's slides: deep features of a few patches each."""
-    which = asked("mosaic", site, every, pipeline, overrides)
+    scope = parse_sites("mosaic", site, all_sites, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.bags import mosaic
-    from wsi_fl.stages.prepare.sources import mosaic_lines
+    from wsi_fl.stages.prepare.bags import make_mosaics
+    from wsi_fl.stages.prepare.sources import render_mosaic_lines
 
-    show_work("mosaic", partial(mosaic, study, **which), as_json, mosaic_lines)
+    run_work("mosaic", partial(make_mosaics, study, **scope), as_json, render_mosaic_lines)
 
 
-def features(
+def encode_features(
     site: Annotated[str | None, Option(help="The site of the patches.")] = None,
-    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
+    all_sites: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Compute deep features of every patch of a patch store."""
-    which = asked("features", site, every, pipeline, overrides)
+    scope = parse_sites("features", site, all_sites, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.bags import features, features_lines
+    from wsi_fl.stages.prepare.bags import make_features, render_feature_lines
 
-    show_work("features", partial(features, study, **which), as_json, features_lines)
+    run_work("features", partial(make_features, study, **scope), as_json, render_feature_lines)
 
 
-def directions(
+def compute_projection(
     sources: Annotated[
         list[Path],
         Option(
@@ -155,40 +155,40 @@ def directions(
     study = find_study()
     if n is not None and rows is not None:
         raise UsageError("--dimensions and --rows exclude each other")
-    from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
+    from wsi_fl.stages.prepare.directions import ExpectedStatistics, build_projection, render_projection_lines
 
     work = partial(
-        directions,
+        build_projection,
         study,
         sources,
         out=out,
         pipeline_name=pipeline,
         overrides=overrides or [],
-        n=n,
-        letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
+        n_dimensions=n,
+        statistics=None if rows is None else ExpectedStatistics(rows, hospitals, epsilon, shared),
         mpp=mpp,
         public=public,
     )
-    show_work("projection", work, as_json, directions_lines)
+    run_work("projection", work, as_json, render_projection_lines)
 
 
-def check(
+def verify_stores(
     site: Annotated[str | None, Option(help="The site of the stores.")] = None,
-    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
+    all_sites: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     as_json: Json = False,
 ) -> None:
     """Read every byte of a site's stores; report damage and its repair."""
-    which = asked("check", site, every, pipeline)
+    scope = parse_sites("check", site, all_sites, pipeline)
     study = find_study()
-    from wsi_fl.stages.prepare.check import check, check_lines
+    from wsi_fl.stages.prepare.check import check_sites, render_check_lines
 
-    document = show_work("check", partial(check, study, **which), as_json, check_lines)
+    document = run_work("check", partial(check_sites, study, **scope), as_json, render_check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
 
-def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
+def show_encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
     """List the published encoders with their properties and local weights."""
     try:
         study = find_study()
@@ -196,9 +196,9 @@ def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
         if pipeline is not None:
             raise
         study = None
-    from wsi_fl.stages.prepare.encoders import encoders, encoders_lines
+    from wsi_fl.stages.prepare.encoders import list_encoders, render_encoder_lines
 
-    show(encoders(study, pipeline), as_json, encoders_lines)
+    print_document(list_encoders(study, pipeline), as_json, render_encoder_lines)
 
 
 def import_features(
@@ -227,7 +227,7 @@ def import_features(
     """Import features of TRIDENT, CLAM, STAMP or LazySlide as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
-    from wsi_fl.stages.prepare.sources import mosaic_lines
+    from wsi_fl.stages.prepare.sources import render_mosaic_lines
 
     work = partial(
         import_features,
@@ -236,14 +236,14 @@ def import_features(
         form=form,
         source=source,
         labels=labels,
-        said=ImportFacts(encoder, patch_px, mpp, called),
+        facts=ImportFacts(encoder, patch_px, mpp, called),
         pipeline_name=pipeline,
         overrides=overrides or [],
     )
-    show_work("import", work, as_json, mosaic_lines)
+    run_work("import", work, as_json, render_mosaic_lines)
 
 
-def pack(
+def pack_file(
     store: Annotated[Path, Argument(help="A linked store, stores/<site>/patches.h5.")],
     out: Annotated[Path, Argument(help="The self-contained file to write.")],
 ) -> None:
@@ -252,13 +252,13 @@ def pack(
         raise UsageError(f"{out}: exists already; pack writes new files only")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent}: no such folder")
-    from wsi_fl.stores.shards import pack
+    from wsi_fl.stores.shards import pack_store
 
-    pack(store, out)
+    pack_store(store, out)
     print(out)
 
 
-def partition(
+def divide_images(
     data: Annotated[Path, Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
     sites: Annotated[int, Option(help="Number of sites.")],
     per_site: Annotated[int | None, Option(help="Training images per site. Default: all, divided.")] = None,
@@ -271,9 +271,9 @@ def partition(
 ) -> None:
     """Divide an image data set among simulated sites."""
     study = find_study()
-    from wsi_fl.stages.prepare.partition import partition, partition_lines
+    from wsi_fl.stages.prepare.partition import partition_images, render_partition_lines
 
-    document = partition(
+    document = partition_images(
         study,
         data,
         n_sites=sites,
@@ -284,4 +284,4 @@ def partition(
         size_px=size_px,
         prefix=prefix,
     )
-    show(document, as_json, partition_lines)
+    print_document(document, as_json, render_partition_lines)

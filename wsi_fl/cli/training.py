@@ -18,25 +18,25 @@ from wsi_fl.cli.options import (
     Run,
     Set,
     SiteGpus,
-    asked,
+    parse_sites,
     find_study,
-    show,
-    show_work,
+    print_document,
+    run_work,
     take_gpus,
 )
-from wsi_fl.federation.methods import DEFAULT, METHODS, names_of
+from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, list_names
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from wsi_fl.stages.training.summary import Summary
-    from wsi_fl.stages.training.train import Summaries
+    from wsi_fl.stages.training.train import SeriesSummary
     from wsi_fl.stages.work.console import Watcher
 
 
-def release(
+def release_statistics(
     site: Annotated[str | None, Option(help="The site whose class statistics to release.")] = None,
-    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
-    again: Annotated[
+    all_sites: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
+    repeat: Annotated[
         bool, Option("--again", help="Compute and release them once more, at the same cost in ε.")
     ] = False,
     pipeline: Pipeline = None,
@@ -44,24 +44,24 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Release noisy class statistics of a site's features for one-shot global heads."""
-    which = asked("statistics", site, every, pipeline, overrides)
+    scope = parse_sites("statistics", site, all_sites, pipeline, overrides)
     study = find_study()
-    from wsi_fl.stages.training.release import release, releases_lines
+    from wsi_fl.stages.training.release import release_statistics, release_lines
 
-    show(release(study, again=again, **which), as_json, releases_lines)
+    print_document(release_statistics(study, repeat=repeat, **scope), as_json, release_lines)
 
 
-class Described(TyperCommand):
+class MethodHelpCommand(TyperCommand):
     """A command with a line on every method in its help, also on those of extensions."""
 
     def get_help(self, ctx: Any) -> str:
-        method: Any = next(one for one in self.params if one.name == "method")
-        method.help = "; ".join(f"{name}: {row.does}" for name, row in METHODS.items())
+        method: Any = next(option for option in self.params if option.name == "method")
+        method.help = "; ".join(f"{name}: {row.summary}" for name, row in METHODS.items())
         return super().get_help(ctx)
 
 
 def train(
-    method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT,
+    method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT_METHOD,
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
@@ -98,19 +98,19 @@ def train(
         )
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
-    several = seeds is not None or folds is not None or leave_site_out
+    is_series = seeds is not None or folds is not None or leave_site_out
     row = METHODS.get(method) if baselines else None
-    if baselines and (row is None or not row.baselines or resume is not None or several or dry_run):
+    if baselines and (row is None or not row.baselines or resume is not None or is_series or dry_run):
         raise UsageError(
-            f"--baselines belongs to --method {names_of(lambda row: bool(row.baselines))}, alone"
+            f"--baselines belongs to --method {list_names(lambda row: bool(row.baselines))}, alone"
         )
     study = find_study()
     take_gpus(gpus, ranks=False)
-    divided = [] if folds is None else [f"train.folds={folds}"]
-    chosen: dict[str, Any] = {
+    fold_override = [] if folds is None else [f"train.folds={folds}"]
+    options: dict[str, Any] = {
         "method": method,
         "pipeline_name": pipeline,
-        "overrides": [*(overrides or []), *divided],
+        "overrides": [*(overrides or []), *fold_override],
     }
     from wsi_fl.stages.training import train as stage
 
@@ -118,38 +118,38 @@ def train(
         from wsi_fl.stages.training import plan
 
         if folds is not None:  # of one of the runs
-            chosen["overrides"].append("train.fold=1")
-        cost = plan.dry_run(study, **chosen, backend=backend)
-        show(cost, as_json, plan.plan_lines)
+            options["overrides"].append("train.fold=1")
+        cost = plan.dry_run(study, **options, backend=backend)
+        print_document(cost, as_json, plan.plan_lines)
         return
     if row is not None:
-        chosen.pop("method")
-        measured = import_module(row.baselines)
-        work = partial(measured.baselines, study, **chosen, backend=backend)
-        show_work("train", work, as_json, measured.baselines_lines)
+        options.pop("method")
+        baseline_module = import_module(row.baselines)
+        work = partial(baseline_module.baselines, study, **options, backend=backend)
+        run_work("train", work, as_json, baseline_module.baselines_lines)
         return
 
-    def trained(watcher: Watcher) -> Summary | Summaries:
-        how: dict[str, Any] = {"backend": backend, "watcher": watcher}
+    def run_training(watcher: Watcher) -> Summary | SeriesSummary:
+        run_options: dict[str, Any] = {"backend": backend, "watcher": watcher}
         if resume is not None:
-            summary = stage.resume(study, resume, without=without or (), **how)
-            return stage.resume_series(study, resume, **how) or summary
-        keys = study.pipeline(study.pipeline_name(pipeline), chosen["overrides"]).train
-        if several or (keys.folds is not None and keys.fold is None):  # a run per fold
-            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **chosen, **how)
-        return stage.train(study, **chosen, **how)
+            summary = stage.resume_run(study, resume, without=without or (), **run_options)
+            return stage.resume_series(study, resume, **run_options) or summary
+        keys = study.load_pipeline(study.pipeline_name(pipeline), options["overrides"]).train
+        if is_series or (keys.folds is not None and keys.fold is None):  # a run per fold
+            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options)
+        return stage.train(study, **options, **run_options)
 
-    show_work("train", trained, as_json, stage.lines)
+    run_work("train", run_training, as_json, stage.train_lines)
 
 
-def rank(run: Path) -> None:
+def start_rank(run: Path) -> None:
     """Run one MPI rank of a run that `train` started."""
-    from wsi_fl.stages.training.ranks import rank_main
+    from wsi_fl.stages.training.ranks import run_rank
 
-    rank_main(run)
+    run_rank(run)
 
 
-def privacy(
+def plan_privacy(
     n: Annotated[int, Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
     batch_size: Annotated[
         int | None,
@@ -170,9 +170,9 @@ def privacy(
     as_json: Json = False,
 ) -> None:
     """Compute the ε of a plan, or the noise multiplier σ for a target ε."""
-    from wsi_fl.stages.training.privacy import privacy, privacy_lines
+    from wsi_fl.stages.training.privacy import compute_privacy, privacy_lines
 
-    document = privacy(
+    document = compute_privacy(
         n=n,
         batch_size=batch_size,
         epochs=epochs,
@@ -181,10 +181,10 @@ def privacy(
         target_epsilon=target_epsilon,
         group=group,
     )
-    show(document, as_json, privacy_lines)
+    print_document(document, as_json, privacy_lines)
 
 
-def bench(
+def run_benchmark(
     table: Annotated[
         Path,
         Argument(
@@ -221,31 +221,31 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
-    from wsi_fl.stages.bench import bench, bench_lines, cells_of, numbers_of
+    from wsi_fl.stages.bench import run_benchmark, render_bench_lines, parse_cells, parse_numbers
 
     work = partial(
-        bench,
+        run_benchmark,
         table,
         out=out,
         methods=methods.split(","),
-        epsilons=numbers_of(epsilon),
-        cells=cells_of(hospitals, skew),
+        epsilons=parse_numbers(epsilon),
+        cells=parse_cells(hospitals, skew),
         unit=unit,
         seeds=seeds,
-        along=along,
+        projection=along,
         labels=labels,
         jobs=jobs,
     )
-    show_work("bench", work, as_json, bench_lines)
+    run_work("bench", work, as_json, render_bench_lines)
 
 
 def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
     """Evaluate every site's prediction model on the merged multi-centric test set and on each site's part."""
     study = find_study()
-    from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
+    from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
 
     work = partial(evaluate, study, run, overrides=overrides or [])
-    show_work("evaluate", work, as_json, evaluation_lines)
+    run_work("evaluate", work, as_json, render_evaluation_lines)
 
 
 def predict(
@@ -270,7 +270,7 @@ def predict(
     """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.answers.predict import predict, predictions_lines
+    from wsi_fl.stages.answers.predict import predict, render_prediction_lines
 
     work = partial(
         predict,
@@ -283,12 +283,12 @@ def predict(
         mpp=mpp,
         overrides=overrides or [],
     )
-    document = show_work("predict", work, as_json, predictions_lines)
+    document = run_work("predict", work, as_json, render_prediction_lines)
     if not document["slides"]:
         raise WsiFlError("no slide could be predicted; see above")
 
 
-def compare(
+def compare_runs(
     runs: Annotated[
         list[str],
         Argument(
@@ -303,13 +303,13 @@ def compare(
 ) -> None:
     """Compare methods: mean ± sd over sites and seeds, significance, communication."""
     study = find_study()
-    from wsi_fl.stages.answers.compare import compare, compare_lines
+    from wsi_fl.stages.answers.compare import compare_methods, render_comparison_lines
 
-    work = partial(compare, study, runs, baseline=baseline)
-    show_work("compare", work, as_json, compare_lines)
+    work = partial(compare_methods, study, runs, baseline=baseline)
+    run_work("compare", work, as_json, render_comparison_lines)
 
 
-def clinical(
+def report_clinical(
     runs: Annotated[
         list[str],
         Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5)."),
@@ -331,9 +331,9 @@ def clinical(
 ) -> None:
     """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
     study = find_study()
-    from wsi_fl.stages.answers.clinical import clinical, clinical_lines
+    from wsi_fl.stages.answers.clinical import describe_clinically, render_clinical_lines
 
-    show(clinical(study, runs, prevalence=prevalence, by=by, least=least), as_json, clinical_lines)
+    print_document(describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines)
 
 
 def plan_size(
@@ -348,22 +348,22 @@ def plan_size(
     as_json: Json = False,
 ) -> None:
     """Compute the number of test patients for intervals of a given width (Riley et al., 2021)."""
-    from wsi_fl.stages.answers.clinical import plan_size, size_lines
+    from wsi_fl.stages.answers.clinical import plan_size, render_size_lines
 
     document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
-    show(document, as_json, size_lines)
+    print_document(document, as_json, render_size_lines)
 
 
-def audit(run: Run, as_json: Json = False) -> None:
+def audit_run(run: Run, as_json: Json = False) -> None:
     """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
     study = find_study()
-    from wsi_fl.stages.answers.audit import audit, audit_lines
+    from wsi_fl.stages.answers.audit import audit_run, render_audit_lines
 
-    work = partial(audit, study, run)
-    show_work("audit", work, as_json, audit_lines)
+    work = partial(audit_run, study, run)
+    run_work("audit", work, as_json, render_audit_lines)
 
 
-def report(
+def write_report(
     run: Run,
     pictures: Annotated[
         bool,
@@ -376,13 +376,13 @@ def report(
 ) -> None:
     """Write one self-contained HTML page with figures, without pictures of real sites' patients by default."""
     study = find_study()
-    from wsi_fl.stages.answers.report import report
+    from wsi_fl.stages.answers.report import write_report
 
-    path = report(study, run, pictures=pictures)
-    show({"report": study.relative(path)}, as_json, lambda _: [str(path)])
+    path = write_report(study, run, pictures=pictures)
+    print_document({"report": study.relative_path(path)}, as_json, lambda _: [str(path)])
 
 
-def export(
+def export_files(
     site: Annotated[
         str | None, Option(help="The site of the mosaics or the model. Of shared models any.")
     ] = None,
@@ -407,13 +407,13 @@ def export(
     if run is not None:
         if model is None or tensors:
             raise UsageError("export --run needs --model (proxy, shared or private), and no --pt")
-        from wsi_fl.stages.answers.export_model import export_model, export_model_lines
+        from wsi_fl.stages.answers.export_model import export_model, render_model_export
 
-        document = export_model(study, run, called=model, form=form, site=site, private=private, out=out)
-        show(document, as_json, export_model_lines)
+        document = export_model(study, run, model_name=model, form=form, site=site, private=private, out=out)
+        print_document(document, as_json, render_model_export)
         return
     if site is None or model is not None or private:
         raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
-    from wsi_fl.stages.prepare.importing import export, export_lines
+    from wsi_fl.stages.prepare.importing import export_features, render_feature_export
 
-    show(export(study, site=site, form=form, out=out, tensors=tensors), as_json, export_lines)
+    print_document(export_features(study, site=site, form=form, out=out, tensors=tensors), as_json, render_feature_export)

@@ -10,34 +10,34 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from wsi_fl.federation.documents import check_length, decoded, encoded
+from wsi_fl.federation.documents import check_length, decode_document, encode_document
 from wsi_fl.federation.message import (
     HEADER_BYTES,
     NUMBERS,
-    Arrival,
-    Buffer,
-    Departure,
+    PendingReceive,
+    RawBuffer,
+    PendingSend,
     Message,
     Outgoing,
     PayloadType,
     body_length,
-    pack,
-    received,
-    tag_of,
+    pack_message,
+    unpack_message,
+    compute_tag,
 )
 from wsi_fl.system.bulk import BufferPool
-from wsi_fl.types import KnownToAll, UsageError, WsiFlError, one_line
+from wsi_fl.types import ReportableError, UsageError, WsiFlError, single_line
 
 _T = TypeVar("_T")
 
 _POLL_S = 0.0005
-_LATE_EVERY_S = 1.0
+_LATE_REPORT_S = 1.0
 _GATHER_TAG = 1 << 14
-_MEMORY = BufferPool(most=4)
+_RECEIVE_POOL = BufferPool(capacity=4)
 """Memory of received messages, used again: touching fresh memory costs as much as the copy."""
 
 
-class PeerLate(KnownToAll):
+class PeerTimeout(ReportableError):
     """Peers timed out: no answer within comm.timeout_s."""
 
     def __init__(self, message: str, sites: list[int]) -> None:
@@ -53,10 +53,10 @@ class Traffic:
     bytes: int = 0
     seconds: float = 0.0
 
-    def since(self, before: Traffic) -> Traffic:
+    def traffic_since(self, earlier: Traffic) -> Traffic:
         """Return the difference to an earlier tally."""
         return Traffic(
-            self.messages - before.messages, self.bytes - before.bytes, self.seconds - before.seconds
+            self.messages - earlier.messages, self.bytes - earlier.bytes, self.seconds - earlier.seconds
         )
 
 
@@ -103,7 +103,7 @@ class Comm(Protocol):
         """
         ...
 
-    def hand(
+    def exchange_documents(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
         """Send JSON documents to single sites, and return those that arrive in time.
@@ -148,16 +148,16 @@ class LocalComm:
         Raises:
             WsiFlError: when an expected message was not sent.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         arrived = [
-            received(*pack(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind)
+            unpack_message(*pack_message(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind)
             for item in outgoing
         ]
         pairs = {(message.sender, message.receiver) for message in arrived}
         missing = set(expected) - pairs
         if missing and not lossy:
             raise WsiFlError(f"round {round_}: nothing from site {min(missing)[0]} to site {min(missing)[1]}")
-        count(self.traffic, outgoing, time.perf_counter() - began)
+        count_traffic(self.traffic, outgoing, time.perf_counter() - start)
         if self.sent is not None:
             self.sent += arrived
         return arrived
@@ -165,16 +165,16 @@ class LocalComm:
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the documents of all sites as a peer would read them; see `Comm.gather`."""
         return [
-            decoded(encoded(document, kind, site), kind, site)
+            decode_document(encode_document(document, kind, site), kind, site)
             for site, document in zip(self.running, documents, strict=True)
         ]
 
-    def hand(
+    def exchange_documents(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
         """Return the documents as their receivers would read them; see `Comm.hand`."""
         return {
-            pair: decoded(encoded(document, kind, pair[0]), kind, pair[0])
+            pair: decode_document(encode_document(document, kind, pair[0]), kind, pair[0])
             for pair, document in documents.items()
             if pair in expected
         }
@@ -183,7 +183,7 @@ class LocalComm:
         """Do nothing: there is no other process to end."""
 
 
-def mpi_of(n_ranks: int) -> Any:
+def load_mpi(n_ranks: int) -> Any:
     """Return mpi4py's module, after a check of the number of ranks; 0 accepts any number.
 
     Raises:
@@ -194,7 +194,7 @@ def mpi_of(n_ranks: int) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py looks for the library when it is imported
         raise WsiFlError(
-            f"no MPI in this rank ({one_line(error)[:100]}); `wsi-fl doctor` tries it, and without mpiexec or srun "
+            f"no MPI in this rank ({single_line(error)[:100]}); `wsi-fl doctor` tries it, and without mpiexec or srun "
             "`--backend local` trains without it"
         ) from None
     if n_ranks not in (0, size := MPI.COMM_WORLD.Get_size()):
@@ -222,19 +222,19 @@ class MpiComm:
     running: tuple[int, ...] = ()
     n_sites: int = 0
     names: tuple[str, ...] = ()
-    waiting: Callable[[], None] | None = None
-    late: Callable[[list[int]], None] | None = None
+    report_waiting: Callable[[], None] | None = None
+    report_late: Callable[[list[int]], None] | None = None
 
     def __post_init__(self) -> None:
-        self._mpi = mpi_of(len(self.running))
+        self._mpi = load_mpi(len(self.running))
         self._world = self._mpi.COMM_WORLD
         size = self._world.Get_size()
         self.running = tuple(self.running) or tuple(range(size))
         self.n_sites = self.n_sites or size
-        self._rank_of = {site: rank for rank, site in enumerate(self.running)}
+        self._site_ranks = {site: rank for rank, site in enumerate(self.running)}
         self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
         self.traffic = {self.sites[0]: Traffic()}
-        self._gathered = 0
+        self._n_gathered = 0
 
     def exchange(
         self,
@@ -249,74 +249,74 @@ class MpiComm:
     ) -> list[Message]:
         """Send and receive over MPI, the headers first; see `Comm.exchange`."""
         del lossy
-        began = time.perf_counter()
-        mine = self.sites[0]
-        sources = [sender for sender, receiver in expected if receiver == mine]
-        tag = tag_of(round_, hop)
-        packed = [(item.receiver, *pack(item, round_, hop)) for item in outgoing]
+        start = time.perf_counter()
+        local_site = self.sites[0]
+        sources = [sender for sender, receiver in expected if receiver == local_site]
+        tag = compute_tag(round_, hop)
+        packed = [(item.receiver, *pack_message(item, round_, hop)) for item in outgoing]
         sends = []
         for receiver, head, body in packed:
-            sends += self._send(receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag)
+            sends += self._start_send(receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag)
         headers = [bytearray(HEADER_BYTES) for _ in sources]
-        self._wait(
-            [self._receive(h, self._mpi.BYTE, s, tag) for h, s in zip(headers, sources, strict=True)],
+        self._wait_all(
+            [self._start_receive(h, self._mpi.BYTE, s, tag) for h, s in zip(headers, sources, strict=True)],
             sources,
             round_,
         )
-        bodies = [_MEMORY.empty((body_length(header, size, kind),), kind) for header in headers]
+        bodies = [_RECEIVE_POOL.empty((body_length(header, size, kind),), kind) for header in headers]
         requests = [
-            self._receive(body, self._mpi_kind(kind), source, tag + 1)
+            self._start_receive(body, self._mpi_kind(kind), source, tag + 1)
             for body, source in zip(bodies, sources, strict=True)
             if body.size
         ]
-        self._wait(requests, [s for body, s in zip(bodies, sources, strict=True) if body.size], round_)
-        self._wait(sends, [receiver for receiver, _, _ in packed for _ in range(2)], round_)
-        count(self.traffic, outgoing, time.perf_counter() - began)
+        self._wait_all(requests, [s for body, s in zip(bodies, sources, strict=True) if body.size], round_)
+        self._wait_all(sends, [receiver for receiver, _, _ in packed for _ in range(2)], round_)
+        count_traffic(self.traffic, outgoing, time.perf_counter() - start)
         return [
-            received(header, body, source, mine, round_, size, kind=kind)
+            unpack_message(header, body, source, local_site, round_, size, kind=kind)
             for header, body, source in zip(headers, bodies, sources, strict=True)
         ]
 
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the document of each rank; see `Comm.gather`."""
         (document,) = documents
-        (me,) = self.sites
-        mine = encoded(document, kind, self._name(me))
-        others = [site for site in self.running if site != me]
-        limit = inf if patient and self.late is None else self.timeout_s
-        texts = self._texts(dict.fromkeys(others, mine), others, limit) | {me: mine}
-        return [decoded(texts[site], kind, self._name(site)) for site in self.running]
+        (local_site,) = self.sites
+        local_text = encode_document(document, kind, self._site_name(local_site))
+        others = [site for site in self.running if site != local_site]
+        limit = inf if patient and self.report_late is None else self.timeout_s
+        texts = self._exchange_texts(dict.fromkeys(others, local_text), others, limit) | {local_site: local_text}
+        return [decode_document(texts[site], kind, self._site_name(site)) for site in self.running]
 
-    def hand(
+    def exchange_documents(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
         """Return the documents for this rank; see `Comm.hand`."""
-        (me,) = self.sites
-        mine = {to: encoded(one, kind, self._name(me)) for (_, to), one in documents.items()}
-        texts = self._texts(mine, [site for site, to in expected if to == me], self.timeout_s)
-        return {(site, me): decoded(text, kind, self._name(site)) for site, text in texts.items()}
+        (local_site,) = self.sites
+        outgoing_texts = {to: encode_document(document, kind, self._site_name(local_site)) for (_, to), document in documents.items()}
+        texts = self._exchange_texts(outgoing_texts, [site for site, to in expected if to == local_site], self.timeout_s)
+        return {(site, local_site): decode_document(text, kind, self._site_name(site)) for site, text in texts.items()}
 
-    def _texts(self, mine: Mapping[int, bytes], senders: Sequence[int], limit_s: float) -> dict[int, bytes]:
+    def _exchange_texts(self, outgoing_texts: Mapping[int, bytes], senders: Sequence[int], limit_s: float) -> dict[int, bytes]:
         """Send texts to ranks and receive the texts of the senders, the lengths first."""
-        tag = _GATHER_TAG + 2 * (self._gathered % 4096)
-        self._gathered += 1
+        tag = _GATHER_TAG + 2 * (self._n_gathered % 4096)
+        self._n_gathered += 1
         packed = {
-            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in mine.items()
+            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in outgoing_texts.items()
         }
         sends = []
         for site, (length, text) in packed.items():
-            sends += self._send(site, (length, self._mpi.INT64_T), (text, self._mpi.BYTE), tag)
+            sends += self._start_send(site, (length, self._mpi.INT64_T), (text, self._mpi.BYTE), tag)
         lengths = {site: np.empty(1, np.int64) for site in senders}
-        self._wait(
-            [self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders], senders, None, limit_s
+        self._wait_all(
+            [self._start_receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders], senders, None, limit_s
         )
         for site in senders:
-            check_length(int(lengths[site][0]), self._name(site))
+            check_length(int(lengths[site][0]), self._site_name(site))
         texts = {site: np.empty(lengths[site][0], np.uint8) for site in senders}
-        self._wait(
-            [self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders], senders, None, limit_s
+        self._wait_all(
+            [self._start_receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders], senders, None, limit_s
         )
-        self._wait(sends, [site for site in packed for _ in range(2)], None, limit_s)
+        self._wait_all(sends, [site for site in packed for _ in range(2)], None, limit_s)
         return {site: text.tobytes() for site, text in texts.items()}
 
     def abort(self, code: int = 1) -> None:
@@ -326,52 +326,52 @@ class MpiComm:
     def _mpi_kind(self, kind: PayloadType) -> Any:
         return self._mpi.FLOAT if kind == NUMBERS else self._mpi.BYTE
 
-    def _send(
-        self, site: int, head: tuple[Buffer, Any], body: tuple[Buffer, Any], tag: int
-    ) -> list[Departure]:
-        rank = self._rank_of[site]
-        return [Departure(self._world, *head, rank, tag), Departure(self._world, *body, rank, tag + 1)]
+    def _start_send(
+        self, site: int, head: tuple[RawBuffer, Any], body: tuple[RawBuffer, Any], tag: int
+    ) -> list[PendingSend]:
+        rank = self._site_ranks[site]
+        return [PendingSend(self._world, *head, rank, tag), PendingSend(self._world, *body, rank, tag + 1)]
 
-    def _receive(self, buffer: Buffer, kind: Any, site: int, tag: int) -> Arrival:
-        rank = self._rank_of[site]
-        return Arrival(self._mpi, self._world, buffer, kind, rank, tag, self._name(site))
+    def _start_receive(self, buffer: RawBuffer, kind: Any, site: int, tag: int) -> PendingReceive:
+        rank = self._site_ranks[site]
+        return PendingReceive(self._mpi, self._world, buffer, kind, rank, tag, self._site_name(site))
 
-    def _name(self, site: int) -> str:
+    def _site_name(self, site: int) -> str:
         return self.names[site] if self.names else str(site)
 
-    def _wait(
+    def _wait_all(
         self, requests: Sequence[Any], peers: Sequence[int], round_: int | None, limit_s: float | None = None
     ) -> None:
         """Wait for all requests up to a deadline, so that a stopped peer cannot hang this process."""
         limit_s = self.timeout_s if limit_s is None else limit_s
-        began = said = time.monotonic()
+        start = last_report = time.monotonic()
         pause = 0.0
         while sum(request.Test() for request in requests) < len(requests):  # MPI moves here
-            now = time.monotonic()
-            if now - said > _LATE_EVERY_S or now - began > limit_s:
-                said = now
-                if self.waiting is not None:
-                    self.waiting()
-                if now - began > limit_s:
+            current = time.monotonic()
+            if current - last_report > _LATE_REPORT_S or current - start > limit_s:
+                last_report = current
+                if self.report_waiting is not None:
+                    self.report_waiting()
+                if current - start > limit_s:
                     late = [p for p, request in zip(peers, requests, strict=True) if not request.Test()]
-                    self._late(late, round_)
+                    self._handle_late(late, round_)
             time.sleep(pause)
             pause = min(pause + _POLL_S / 10, _POLL_S)
 
-    def _late(self, sites: list[int], round_: int | None) -> None:
+    def _handle_late(self, sites: list[int], round_: int | None) -> None:
         if not sites:  # it has arrived by now
             return
-        if self.late is None:
+        if self.report_late is None:
             where = "" if round_ is None else f" in round {round_}"
-            raise PeerLate(
-                f"site {self._name(sites[0])} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)",
+            raise PeerTimeout(
+                f"site {self._site_name(sites[0])} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)",
                 sites,
             )
-        self.late(sites)
-        time.sleep(min(_LATE_EVERY_S, self.timeout_s / 4))
+        self.report_late(sites)
+        time.sleep(min(_LATE_REPORT_S, self.timeout_s / 4))
 
 
-def count(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds: float) -> None:
+def count_traffic(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds: float) -> None:
     """Add an exchange to the tallies of the local sites: messages, bytes, and its seconds, divided among the sites."""
     for tally in traffic.values():
         tally.seconds += seconds / len(traffic)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.federation.documents import NotAgreed
+from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile need none
@@ -27,7 +27,7 @@ NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
 """Types of values: a model's parameters, or a buffer of images and labels."""
 _KINDS = (NUMBERS, BYTES)
 Values = NDArray[np.float32] | NDArray[np.uint8]
-Buffer = Values | NDArray[np.int64] | bytes | bytearray
+RawBuffer = Values | NDArray[np.int64] | bytes | bytearray
 PayloadType = np.dtype[Any]
 HOPS = 9
 """Most hops of a round that message tags and headers distinguish."""
@@ -37,7 +37,7 @@ BUFFERS, FAREWELL, WELCOME, SCORING = range(GRAPH_HOPS, HOPS)
 """Hops of buffers, of leaving sites, of returning sites, and of models and counts after the last round."""
 _TAGS = 1 << 14
 """Upper bound of message tags, in pairs of header and body; tags repeat after many rounds."""
-_WIDEST = 4
+_MAX_OVERSIZE = 4
 """A body up to this multiple of the agreed length is received and discarded; a longer one is not received."""
 _PART_BYTES = 1 << 30
 """Longest part of a body: MPI counts values in 31 bits, and Open MPI 5 offers no larger counts."""
@@ -75,12 +75,12 @@ class Message:
     refused: str = ""
 
 
-def tag_of(round_: int, hop: int) -> int:
+def compute_tag(round_: int, hop: int) -> int:
     """Return the MPI tag of the headers of a hop; bodies have the next tag."""
     return 2 * (round_ * HOPS + hop) % _TAGS
 
 
-def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
+def pack_message(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
     """Return the header and the values of a message; float32 values are scaled by the share.
 
     Raises:
@@ -110,16 +110,16 @@ def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
     return header, vector
 
 
-def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: PayloadType) -> str:
+def _find_problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: PayloadType) -> str:
     """Return why a header breaks the agreement, or ""."""
     if len(header) != HEADER_BYTES:
         return "it speaks another protocol"
-    magic, version, _, said_kind, said_sender, said_round, _, _, length = _HEADER.unpack(header)
+    magic, version, _, header_kind, header_sender, header_round, _, _, length = _HEADER.unpack(header)
     if (magic, version) != (_MAGIC, _VERSION):
         return "it speaks another protocol"
-    if (said_sender, said_round) != (sender, round_):
-        return f"it is of round {said_round} of site {said_sender}"
-    if said_kind != _KINDS.index(kind):
+    if (header_sender, header_round) != (sender, round_):
+        return f"it is of round {header_round} of site {header_sender}"
+    if header_kind != _KINDS.index(kind):
         return "it holds values of another kind"
     return "" if length == size else f"it has {length} values, agreed on {size}"
 
@@ -128,12 +128,12 @@ def body_length(header: bytes | bytearray, size: int, kind: PayloadType = NUMBER
     """Return the number of values to receive after this header; 0 for an invalid header."""
     if len(header) != HEADER_BYTES:
         return 0
-    magic, _, _, said_kind, *_, length = _HEADER.unpack(header)
-    sensible = magic == _MAGIC and said_kind == _KINDS.index(kind) and length <= _WIDEST * size
+    magic, _, _, header_kind, *_, length = _HEADER.unpack(header)
+    sensible = magic == _MAGIC and header_kind == _KINDS.index(kind) and length <= _MAX_OVERSIZE * size
     return int(length) if sensible else 0
 
 
-def received(
+def unpack_message(
     header: bytes | bytearray,
     vector: Values,
     sender: int,
@@ -144,7 +144,7 @@ def received(
     kind: PayloadType = NUMBERS,
 ) -> Message:
     """Return the message; where it breaks the agreement, without values and with the reason."""
-    problem = _problem(header, sender, round_, size, kind)
+    problem = _find_problem(header, sender, round_, size, kind)
     if not problem and (vector.size, vector.dtype) != (size, kind):
         problem = f"it brings {vector.size} values, announced {size}"
     if problem:
@@ -153,18 +153,18 @@ def received(
     return Message(sender, receiver, round_, schema.hex(), vector, weight)
 
 
-def parts_of(buffer: Buffer) -> list[memoryview]:
+def split_buffer(buffer: RawBuffer) -> list[memoryview]:
     """Return the parts of a buffer in order, at least one."""
     view = memoryview(buffer)  # type: ignore[arg-type]  # mypy takes no array for a buffer before Python 3.12
     step = _PART_BYTES // view.itemsize
     return [view[start : start + step] for start in range(0, max(1, len(view)), step)]
 
 
-class Departure:
+class PendingSend:
     """A pending send to a peer, in parts."""
 
-    def __init__(self, world: Any, buffer: Buffer, kind: Any, rank: int, tag: int) -> None:
-        self._requests = [world.Isend([part, kind], rank, tag) for part in parts_of(buffer)]
+    def __init__(self, world: Any, buffer: RawBuffer, kind: Any, rank: int, tag: int) -> None:
+        self._requests = [world.Isend([part, kind], rank, tag) for part in split_buffer(buffer)]
 
     def Test(self) -> bool:
         """Return whether all parts were sent, as an MPI request does."""
@@ -172,7 +172,7 @@ class Departure:
 
 
 @dataclass
-class Arrival:
+class PendingReceive:
     """A pending message from a peer, received only if it has the announced length.
 
     A longer message could overwrite memory: Open MPI 5.0.11 writes messages above 4 kB past the end of a buffer that is
@@ -183,7 +183,7 @@ class Arrival:
     mpi: Any
     world: Any
     # the buffer to fill completely, and the MPI type of its values
-    buffer: Buffer
+    buffer: RawBuffer
     kind: Any
     # rank and tag of the sender, and its name for messages
     rank: int
@@ -191,7 +191,7 @@ class Arrival:
     name: str
 
     def __post_init__(self) -> None:
-        self._awaited = parts_of(self.buffer)
+        self._pending_parts = split_buffer(self.buffer)
         self._requests: list[Any] = []
 
     def Test(self) -> bool:
@@ -200,14 +200,14 @@ class Arrival:
         Raises:
             NotAgreed: when it has another length; then it is not received.
         """
-        while self._awaited:
+        while self._pending_parts:
             status = self.mpi.Status()
             message = self.world.Improbe(self.rank, self.tag, status)
             if message is None:
                 return False
-            if status.Get_count(self.kind) != len(self._awaited[0]):
-                raise NotAgreed(
+            if status.Get_count(self.kind) != len(self._pending_parts[0]):
+                raise ProtocolError(
                     f"site {self.name} sent another length than the {len(self.buffer)} values it announced"
                 )
-            self._requests.append(message.Irecv([self._awaited.pop(0), self.kind]))
+            self._requests.append(message.Irecv([self._pending_parts.pop(0), self.kind]))
         return bool(sum(request.Test() for request in self._requests) == len(self._requests))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from wsi_fl.plugins import Table
+from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
     from wsi_fl.federation.topology import Topology
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from wsi_fl.learning.units import LearnsFrom
     from wsi_fl.privacy.cipher import CipherStream
 
-What = Literal["model", "sums", "buffer", "generator"]
-SHARED = "shared_head"
+DisclosureKind = Literal["model", "sums", "buffer", "generator"]
+SHARED_HEAD = "shared_head"
 """The one-shot global head in `models.build`: computed from all sites' class statistics, not trained."""
 FILES, HUB = "files", "hub"
 """Routes other than a graph of rounds: files that people copy; everything to the first site."""
-DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
+DEFAULT_METHOD, LOCAL_METHOD, POOLED_METHOD = "proxyfl", "regular", "joint"
 """The default method of `train`, and the two baselines of comparisons."""
 
 
@@ -56,11 +56,11 @@ class Role:
 
     dp: bool
     common: bool = False
-    taught: bool = False
+    has_teacher: bool = False
 
 
 @dataclass(frozen=True)
-class Share:
+class Disclosure:
     """A kind of data that leaves a site.
 
     Attributes:
@@ -74,36 +74,36 @@ class Share:
             `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.
     """
 
-    what: What
-    by: str | Topology
-    of: Literal["private", "proxy", "shared"] = "private"
-    protected: Literal["dp", "leave"] = "dp"
-    times: Literal["rounds", "once", "before", "after"] = "rounds"
-    made_by: str = ""
+    kind: DisclosureKind
+    route: str | Topology
+    role: Literal["private", "proxy", "shared"] = "private"
+    protection: Literal["dp", "leave"] = "dp"
+    timing: Literal["rounds", "once", "before", "after"] = "rounds"
+    stage_module: str = ""
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
         """Return its kind in ledgers and in `allow` of site files; class statistics count as a model."""
-        return "model" if self.what == "sums" else self.what
+        return "model" if self.kind == "sums" else self.kind
 
     @property
-    def in_rounds(self) -> bool:
+    def is_in_rounds(self) -> bool:
         """Return whether it is sent along a graph in rounds."""
-        return self.times in ("rounds", "once") and self.by != FILES
+        return self.timing in ("rounds", "once") and self.route != FILES
 
-    def is_bare(self, with_dp: bool) -> bool:
+    def is_unprotected(self, has_dp: bool) -> bool:
         """Return whether it leaves without differential privacy, given whether the settings enable it."""
-        return self.protected == "leave" or not with_dp
+        return self.protection == "leave" or not has_dp
 
-    def stage(self) -> Any:
+    def load_stage(self) -> Any:
         """Return the module that makes or sends it."""
-        return import_module(self.made_by)
+        return import_module(self.stage_module)
 
-    def graph(self, seed: int) -> Topology:
+    def build_graph(self, seed: int) -> Topology:
         """Return its graph; the seed is for graphs that are drawn at random."""
-        from wsi_fl.federation.topology import named
+        from wsi_fl.federation.topology import find_topology
 
-        return named(self.by, seed) if isinstance(self.by, str) else self.by
+        return find_topology(self.route, seed) if isinstance(self.route, str) else self.route
 
 
 @dataclass(frozen=True)
@@ -123,180 +123,180 @@ class Method:
     """
 
     name: str
-    does: str
+    summary: str
     learners: Mapping[str, Role]
     step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
-    shares: tuple[Share, ...] = ()
+    disclosures: tuple[Disclosure, ...] = ()
     learns_from: LearnsFrom = "own"
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
     baselines: str = ""
 
-    def share(self, *kinds: What) -> Share | None:
+    def find_disclosure(self, *kinds: DisclosureKind) -> Disclosure | None:
         """Return the first disclosure of these kinds, or None."""
-        return next((share for share in self.shares if share.what in kinds), None)
+        return next((disclosure for disclosure in self.disclosures if disclosure.kind in kinds), None)
 
-    def shares_at(self, times: str) -> list[Share]:
+    def list_disclosures(self, timing: str) -> list[Disclosure]:
         """Return the disclosures of a timing."""
-        return [share for share in self.shares if share.times == times]
+        return [disclosure for disclosure in self.disclosures if disclosure.timing == timing]
 
     @property
-    def mixed(self) -> Share | None:
+    def round_disclosure(self) -> Disclosure | None:
         """Return the disclosure that is mixed in rounds, or None."""
         return next(
-            (share for share in self.shares if share.in_rounds and share.what in ("model", "sums")), None
+            (disclosure for disclosure in self.disclosures if disclosure.is_in_rounds and disclosure.kind in ("model", "sums")), None
         )
 
     @property
-    def travels(self) -> str | None:
+    def mixing_role(self) -> str | None:
         """Return the role of the mixed parameters, or None."""
-        return self.mixed.of if self.mixed is not None else None
+        return self.round_disclosure.role if self.round_disclosure is not None else None
 
     @property
-    def without_dp(self) -> tuple[Share, ...]:
+    def bare_disclosures(self) -> tuple[Disclosure, ...]:
         """Return the disclosures without differential privacy by design."""
-        return tuple(share for share in self.shares if share.protected == "leave")
+        return tuple(disclosure for disclosure in self.disclosures if disclosure.protection == "leave")
 
     @property
-    def once(self) -> bool:
+    def is_oneshot(self) -> bool:
         """Return whether each site releases class statistics once, instead of a trained model."""
-        return self.share("sums") is not None
+        return self.find_disclosure("sums") is not None
 
     @property
-    def starts(self) -> bool:
+    def needs_initial_weights(self) -> bool:
         """Return whether a trained model is exchanged, which needs initial weights."""
-        return self.travels is not None and not self.once
+        return self.mixing_role is not None and not self.is_oneshot
 
     @property
-    def talks(self) -> bool:
+    def has_exchange(self) -> bool:
         """Return whether sites exchange anything in rounds."""
-        return any(share.in_rounds for share in self.shares)
+        return any(disclosure.is_in_rounds for disclosure in self.disclosures)
 
     @property
-    def keeps_lone(self) -> bool:
+    def has_local_baseline(self) -> bool:
         """Return whether a site trains a local baseline beside the models of the method.
 
         For one-shot methods the private model is the local baseline.
         """
-        return self.talks and not self.once
+        return self.has_exchange and not self.is_oneshot
 
     @property
-    def taught(self) -> bool:
+    def has_bare_teacher(self) -> bool:
         """Return whether a DP model has a teacher without DP, so that its ε is nominal unless β = 0."""
-        return any(role.dp and role.taught for role in self.learners.values())
+        return any(role.dp and role.has_teacher for role in self.learners.values())
 
     @property
-    def ignores(self) -> tuple[str, ...]:
+    def inert_keys(self) -> tuple[str, ...]:
         """Return the keys and sections of a pipeline without effect on this method."""
-        found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
-        if not any(share.in_rounds for share in self.without_dp):
-            found += ("replay.",)
-        elif self.share("buffer") is None:
-            found += ("replay.buffer", "replay.unchecked")
-        if self.travels is None:
-            found += ("topology.", "train.optimizer_after_exchange")
-        found += _OF_ROUNDS if self.once else ("train.from_released",)
-        if not self.starts:
-            found += ("train.init_from",)
-        if not self.keeps_lone:
-            found += ("train.local_baseline",)
-        if not self.talks:
-            found += _OF_ANSWERS
-        return found if self.taught else found + _OF_PROXIES
+        keys: tuple[str, ...] = () if self.find_disclosure("generator") else ("ddpm.", "mpcpa.")
+        if not any(disclosure.is_in_rounds for disclosure in self.bare_disclosures):
+            keys += ("replay.",)
+        elif self.find_disclosure("buffer") is None:
+            keys += ("replay.buffer", "replay.unchecked")
+        if self.mixing_role is None:
+            keys += ("topology.", "train.optimizer_after_exchange")
+        keys += _ROUND_KEYS if self.is_oneshot else ("train.from_released",)
+        if not self.needs_initial_weights:
+            keys += ("train.init_from",)
+        if not self.has_local_baseline:
+            keys += ("train.local_baseline",)
+        if not self.has_exchange:
+            keys += _PREDICTION_KEYS
+        return keys if self.has_bare_teacher else keys + _PROXY_KEYS
 
-    def graph(self, seed: int) -> Topology:
+    def build_graph(self, seed: int) -> Topology:
         """Return the graph of mixing; one without edges where nothing is mixed."""
-        return (self.mixed or Share("model", "none")).graph(seed)
+        return (self.round_disclosure or Disclosure("model", "none")).build_graph(seed)
 
 
-_OF_PROXIES = ("train.alpha", "train.beta", "model.proxy")
-_OF_ANSWERS = ("train.val_fraction", "predict.model")
-_OF_ROUNDS = (
+_PROXY_KEYS = ("train.alpha", "train.beta", "model.proxy")
+_PREDICTION_KEYS = ("train.val_fraction", "predict.model")
+_ROUND_KEYS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
     *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
 )
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
-_TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
+_TAUGHT_PAIR = {"private": Role(dp=False, has_teacher=True), "proxy": Role(dp=True, common=True, has_teacher=True)}
 """A private model and a proxy with differential privacy that teach each other."""
 _WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
 
-def supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def step_private(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Train the private model on a batch; return its loss."""
-    from wsi_fl.learning.local import supervised_step
+    from wsi_fl.learning.local import take_supervised_step
 
     del weights
-    return {"private": supervised_step(learners["private"], batch, noise)}
+    return {"private": take_supervised_step(learners["private"], batch, noise)}
 
 
-def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Step the proxy, then the private model, taught by the updated proxy (Algorithm 1, lines 3–4).
 
     One forward pass of the private model serves both steps (Zhang et al., 2018).
     """
-    from wsi_fl.learning.local import mutual_step
+    from wsi_fl.learning.local import take_mutual_step
 
     private, proxy = learners["private"], learners["proxy"]
     x = batch[0]
-    said = private.forward(x) if len(x) else None
-    taught = said.detach() if said is not None and weights.beta else None
-    losses = {"proxy": mutual_step(proxy, taught, weights.beta, batch, noise)}
-    answers = proxy.logits(x) if len(x) and weights.alpha else None
-    losses["private"] = mutual_step(private, answers, weights.alpha, batch, noise, logits=said)
+    private_logits = private.forward(x) if len(x) else None
+    teacher_logits = private_logits.detach() if private_logits is not None and weights.beta else None
+    losses = {"proxy": take_mutual_step(proxy, teacher_logits, weights.beta, batch, noise)}
+    proxy_logits = proxy.predict_logits(x) if len(x) and weights.alpha else None
+    losses["private"] = take_mutual_step(private, proxy_logits, weights.alpha, batch, noise, logits=private_logits)
     return losses
 
 
-def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Compute the class statistics of all rows; the private model was fitted before."""
-    from wsi_fl.learning.local import sum_up
+    from wsi_fl.learning.local import compute_statistics
 
     del weights
-    sum_up(learners["shared"], batch, noise)
+    compute_statistics(learners["shared"], batch, noise)
     return {}
 
 
-def _oneshot() -> Method:
+def _oneshot_method() -> Method:
     """Return the one-shot method: heads computed from class statistics, which each site releases once.
 
     In its variant the statistics are read from files, and nothing is sent.
     """
-    sums = Share("sums", "star", "shared", times="once")
-    row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _take_sums, (sums,))
-    by_files = replace(row, shares=(replace(sums, by=FILES),), learns_from="nothing")
+    statistics = Disclosure("sums", "star", "shared", timing="once")
+    row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _step_statistics, (statistics,))
+    by_files = replace(row, shares=(replace(statistics, by=FILES),), learns_from="nothing")
     return replace(row, variants={("train.from_released", True): by_files})
 
 
-_OWN = {
-    ALONE: Method("Regular", "local training only", PRIVATE_WITH_DP, supervised),
-    POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, learns_from="everybody"),
+_BUILT_IN = {
+    LOCAL_METHOD: Method("Regular", "local training only", PRIVATE_WITH_DP, step_private),
+    POOLED_METHOD: Method("Joint", "all data pooled", PRIVATE_WITH_DP, step_private, learns_from="everybody"),
     "fedavg": Method(
-        "FedAvg", "one averaged model, central", COMMON_WITH_DP, supervised, (Share("model", "star"),)
+        "FedAvg", "one averaged model, central", COMMON_WITH_DP, step_private, (Disclosure("model", "star"),)
     ),
     "avgpush": Method(
         "AvgPush",
         "one averaged model, no centre",
         COMMON_WITH_DP,
-        supervised,
-        (Share("model", "exponential"),),
+        step_private,
+        (Disclosure("model", "exponential"),),
     ),
-    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, supervised, (Share("model", "ring"),)),
+    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)),
     "fml": Method(
-        "FML", "proxies averaged, central", _TAUGHT_PAIR, _mutual, (Share("model", "star", "proxy"),)
+        "FML", "proxies averaged, central", _TAUGHT_PAIR, _step_mutual, (Disclosure("model", "star", "proxy"),)
     ),
-    DEFAULT: Method(
+    DEFAULT_METHOD: Method(
         "ProxyFL",
         "proxies travel, no centre",
         _TAUGHT_PAIR,
-        _mutual,
-        (Share("model", "exponential", "proxy"),),
+        _step_mutual,
+        (Disclosure("model", "exponential", "proxy"),),
     ),
-    "oneshot": _oneshot(),
+    "oneshot": _oneshot_method(),
 }
 
-METHODS = Table("wsi_fl.methods", _OWN, Method)
+METHODS = PluginTable("wsi_fl.methods", _BUILT_IN, Method)
 """Methods by the name of `--method`; other packages add theirs as entry points of `wsi_fl.methods`."""
 
 
-def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
+def list_names(has_property: Callable[[Method], bool] = lambda _: True) -> str:
     """Return the names of methods with a property, for messages."""
-    return ", ".join(name for name, row in METHODS.items() if asks(row))
+    return ", ".join(name for name, row in METHODS.items() if has_property(row))

@@ -28,25 +28,25 @@ class PushSum:
         """Return the de-biased parameters z = x / w."""
         return self.x if self.w == 1 else (self.x / np.float32(self.w))
 
-    def trained(self, z: Vector) -> PushSum:
+    def add_training(self, z: Vector) -> PushSum:
         """Return the state after training to parameters `z`: x + Δz, with the same w."""
         if self.w == 1:
             return PushSum(z, 1.0)
         return PushSum(self.x + (z - self.z), self.w)
 
 
-def mix(own: PushSum, own_share: float, received: Sequence[PushSum]) -> PushSum:
+def mix_states(local_state: PushSum, local_share: float, messages: Sequence[PushSum]) -> PushSum:
     """Return the sum of a site's own share and the received messages, numerators and weights.
 
     Args:
         local_share: P[i, i].
         messages: messages, scaled by their senders' shares.
     """
-    if own_share == 0 and len(received) == 1:
-        return received[0]
-    x = own.x * np.float32(own_share)
-    w = own.w * own_share
-    for part in received:
+    if local_share == 0 and len(messages) == 1:
+        return messages[0]
+    x = local_state.x * np.float32(local_share)
+    w = local_state.w * local_share
+    for part in messages:
         x = x + part.x
         w += part.w
     return PushSum(x, w)

@@ -11,48 +11,48 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Amount, Count, Name, Words
+from wsi_fl.federation.documents import Amount, Count, SiteName, PrintableText
 from wsi_fl.types import NoCommonPlan, encoder_differences
 
-_Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
+_Scalar = PrintableText | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
 Setting = _Scalar | Annotated[list[_Scalar], Field(max_length=1000)]
 _Key = Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_]+$", max_length=100)]
-_Classes = Annotated[list[Words], Field(max_length=10_000)]
+_Classes = Annotated[list[PrintableText], Field(max_length=10_000)]
 
 
-class Inputs(TypedDict, total=False):
+class ModelInputs(TypedDict, total=False):
     """Inputs of models: the last two fields of patches, the first two of features, the first three of mosaics."""
 
     n_features: Count
-    encoder: Words
-    tumor_types: Annotated[dict[Words, _Classes], Field(max_length=1000)]
+    encoder: PrintableText
+    tumor_types: Annotated[dict[PrintableText, _Classes], Field(max_length=1000)]
     channels: Count
     input_px: Count
 
 
-class Brought(Inputs):
+class PreflightDocument(ModelInputs):
     """The document that a site sends to all others before a run: plans and shapes."""
 
-    site: Name
-    run: Words
-    method: Words
+    site: SiteName
+    run: PrintableText
+    method: PrintableText
     # "section.key" of the pipeline → value, of the settings that must be the same everywhere
     settings: Annotated[dict[_Key, Setting], Field(max_length=1000)]
     classes: _Classes
     size_px: Count
     mpp: Amount
-    weights: Words  # SHA-256 of the initial weights of the exchanged model; empty for random ones
-    schema: Words  # of the exchanged model; empty for none
-    sites: Annotated[list[Name], Field(max_length=10_000)]
-    inference_sites: Annotated[list[Name], Field(max_length=10_000)]  # sites without labels
-    graph: Words | None  # name of the graph, or digest of its file; None for the method's graph
-    projection: Words | None  # SHA-256 of the projection of features; None for none
+    weights: PrintableText  # SHA-256 of the initial weights of the exchanged model; empty for random ones
+    schema: PrintableText  # of the exchanged model; empty for none
+    sites: Annotated[list[SiteName], Field(max_length=10_000)]
+    inference_sites: Annotated[list[SiteName], Field(max_length=10_000)]  # sites without labels
+    graph: PrintableText | None  # name of the graph, or digest of its file; None for the method's graph
+    projection: PrintableText | None  # SHA-256 of the projection of features; None for none
     # the variant, and number, size, channels and classes of the samples; None without buffers
-    buffer: Annotated[list[Words | int], Field(max_length=10)] | None
+    buffer: Annotated[list[PrintableText | int], Field(max_length=10)] | None
     noise: Amount | None  # σ of distributed noise; None where each site adds its own
     # site → digest of its released class statistics, where used
-    statistics: Annotated[dict[Name, Words], Field(max_length=10_000)]
-    versions: Annotated[dict[Words, Words], Field(max_length=100)]
+    statistics: Annotated[dict[SiteName, PrintableText], Field(max_length=10_000)]
+    versions: Annotated[dict[PrintableText, PrintableText], Field(max_length=100)]
     affordable: Count  # rounds within the site's budget
     # number of privacy units, and the noise multiplier; 0 without differential privacy
     units: Count
@@ -81,11 +81,11 @@ _MUST_AGREE = {
     "versions": "the package versions",
     "run": "the run's identity",
 }
-_FIELD = "the field of view of its patches (train.any_patch_size allows it)"
-_LONGEST, _LISTED = 480, 3
+_FIELD_OF_VIEW = "the field of view of its patches (train.any_patch_size allows it)"
+_MAX_MESSAGE_CHARS, _MAX_SITES_LISTED = 480, 3
 
 
-def compare(brought: Sequence[Mapping[str, Any]]) -> None:
+def compare_sites(documents: Sequence[Mapping[str, Any]]) -> None:
     """Compare the documents of all sites, and name the odd one.
 
     Each has "site", the keys of _MUST_AGREE for its kind of data, and "settings", compared one by one.
@@ -93,62 +93,62 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         NoCommonPlan: in one line of at most 500 characters, with the first disagreements.
     """
-    names = [str(document["site"]) for document in brought]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise NoCommonPlan(f"two ranks are site {twice[0]}; give every rank the same list of sites")
-    found = (_odd(words, dict(zip(names, values, strict=True))) for words, values in _compared(brought))
-    problems = [problem for problem in found if problem]
+    names = [str(document["site"]) for document in documents]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise NoCommonPlan(f"two ranks are site {duplicates[0]}; give every rank the same list of sites")
+    disagreements = (_find_odd(label, dict(zip(names, values, strict=True))) for label, values in _list_values(documents))
+    problems = [problem for problem in disagreements if problem]
     if problems:
-        raise NoCommonPlan(_short("sites disagree: " + " | ".join(problems), _LONGEST))
+        raise NoCommonPlan(_shorten("sites disagree: " + " | ".join(problems), _MAX_MESSAGE_CHARS))
 
 
-def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """Yield each value that must agree, by its label, with the values of all sites."""
-    settings = [document.get("settings", {}) for document in brought]
-    encoders = [one for document in brought if isinstance(one := document.get("encoder"), str)]
-    of_features = len(encoders) == len(brought)
-    for key, words in _MUST_AGREE.items():
-        if not (of_features and key in {"encoder", "size_px", "mpp"}):
-            yield words, [document.get(key) for document in brought]
-    if of_features:
+    settings = [document.get("settings", {}) for document in documents]
+    encoders = [encoder for document in documents if isinstance(encoder := document.get("encoder"), str)]
+    has_features = len(encoders) == len(documents)
+    for key, label in _MUST_AGREE.items():
+        if not (has_features and key in {"encoder", "size_px", "mpp"}):
+            yield label, [document.get(key) for document in documents]
+    if has_features:
         yield _MUST_AGREE["encoder"], encoder_differences(encoders)
-        if not all(one.get("train.any_patch_size") for one in settings):
+        if not all(values.get("train.any_patch_size") for values in settings):
             yield (
-                _FIELD,
+                _FIELD_OF_VIEW,
                 [
                     f"{size * mpp:.3g} µm ({size} px at {mpp:.3g} µm/px)"  # rounded: files differ in the last digits
                     for size, mpp in (
-                        (one.get("size_px") or 0, float(one.get("mpp") or 0)) for one in brought
+                        (document.get("size_px") or 0, float(document.get("mpp") or 0)) for document in documents
                     )
                 ],
             )
-    for key in sorted({key for one in settings for key in one}):
-        yield key, [one.get(key) for one in settings]
+    for key in sorted({key for values in settings for key in values}):
+        yield key, [values.get(key) for values in settings]
 
 
-def _odd(words: str, values: Mapping[str, Any]) -> str:
+def _find_odd(label: str, values: Mapping[str, Any]) -> str:
     """Describe the sites whose value differs from the most frequent one; "" for none."""
     texts = {site: json.dumps(value, sort_keys=True, ensure_ascii=False) for site, value in values.items()}
     usual, count = Counter(texts.values()).most_common(1)[0]
-    odd = [f"{_short(site)} has {_said(text)}" for site, text in texts.items() if text != usual]
+    odd = [f"{_shorten(site)} has {_format_value(text)}" for site, text in texts.items() if text != usual]
     if not odd:
         return ""
-    listed = odd[:_LISTED] + (
-        [f"{len(odd) - _LISTED} more have something else"] if len(odd) > _LISTED else []
+    listed = odd[:_MAX_SITES_LISTED] + (
+        [f"{len(odd) - _MAX_SITES_LISTED} more have something else"] if len(odd) > _MAX_SITES_LISTED else []
     )
-    majority = "the others" if count > 1 else next(_short(s) for s, text in texts.items() if text == usual)
-    return f"{'; '.join(listed)} as {words}, {majority} {_said(usual)}"
+    majority = "the others" if count > 1 else next(_shorten(s) for s, text in texts.items() if text == usual)
+    return f"{'; '.join(listed)} as {label}, {majority} {_format_value(usual)}"
 
 
-def _said(text: str) -> str:
+def _format_value(text: str) -> str:
     """Return a JSON value for messages, digests shortened to their first digits."""
     return (
         "nothing"
         if text == "null"
-        else _short(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
+        else _shorten(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
     )
 
 
-def _short(text: str, limit: int = 60) -> str:
+def _shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"

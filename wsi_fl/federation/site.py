@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
-from wsi_fl.learning.examples import Augment, Examples, joined
+from wsi_fl.learning.examples import Augment, Examples, concatenate_examples
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.units import Canaries, TrainingSources, Units
-from wsi_fl.models import schema
+from wsi_fl.learning.units import Canaries, TrainingSources, PrivacyUnits
+from wsi_fl.models import schema_digest
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import Release, Values, digest
+from wsi_fl.privacy.ledger_file import Release, ReleaseValues, digest_values
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 
 Flat = NDArray[np.uint8]
-_LABEL = np.dtype("<u2")
+_LABEL_TYPE = np.dtype("<u2")
 _BUFFER = "buffer"  # name in ledgers and checkpoints
 
 
@@ -45,7 +45,7 @@ class BufferShape:
     @property
     def n_bytes(self) -> int:
         """Return the number of bytes of all labels and pixels."""
-        return self.n * (_LABEL.itemsize + self.size_px**2 * self.channels)
+        return self.n * (_LABEL_TYPE.itemsize + self.size_px**2 * self.channels)
 
     @property
     def schema(self) -> str:
@@ -53,27 +53,27 @@ class BufferShape:
         return hashlib.sha256(json.dumps(["buffer", asdict(self)], sort_keys=True).encode()).hexdigest()
 
     @staticmethod
-    def packed(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
+    def pack_samples(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
         """Return uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
-        return np.concatenate([label.astype(_LABEL).view(np.uint8), pixels.reshape(-1)])
+        return np.concatenate([label.astype(_LABEL_TYPE).view(np.uint8), pixels.reshape(-1)])
 
-    def unpacked(self, values: Flat) -> Examples:
+    def unpack_samples(self, values: Flat) -> Examples:
         """Return the samples of a valid buffer; each slide and patient is named "synthetic"."""
-        head = self.n * _LABEL.itemsize
+        head = self.n * _LABEL_TYPE.itemsize
         pixels = values[head:].reshape(self.n, self.size_px, self.size_px, self.channels)
         name = np.full(self.n, "synthetic")
-        return Examples(lambda rows: pixels[rows], self._labels(values), name, name)
+        return Examples(lambda rows: pixels[rows], self._read_labels(values), name, name)
 
-    def problem_of(self, values: Flat) -> str:
+    def find_problem(self, values: Flat) -> str:
         """Return why bytes are no buffer of this shape, or ""."""
         if len(values) != self.n_bytes:
             return f"it has {len(values)} bytes, agreed on {self.n_bytes}"
-        if (beyond := int(self._labels(values).max())) >= self.n_classes:
-            return f"it holds a label {beyond}, and there are {self.n_classes} classes"
+        if (largest := int(self._read_labels(values).max())) >= self.n_classes:
+            return f"it holds a label {largest}, and there are {self.n_classes} classes"
         return ""
 
-    def _labels(self, values: Flat) -> NDArray[np.int64]:
-        return values[: self.n * _LABEL.itemsize].copy().view(_LABEL).astype(np.int64)
+    def _read_labels(self, values: Flat) -> NDArray[np.int64]:
+        return values[: self.n * _LABEL_TYPE.itemsize].copy().view(_LABEL_TYPE).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Schedule:
     graph: Topology | None = None  # in place of the method's graph
     # the prediction model: "private", "proxy", "shared", "mean", "local", "ensemble" (weighted on local rows), or
     # "auto" (the best of them at each site)
-    answer: str = "private"
+    prediction_model: str = "private"
     reset_optimizer: bool = False  # whether the exchanged model's optimizer is reset after each exchange
     insecure_seed: int | None = None  # fixed noise, for tests alone
     # tolerated colluding sites, with distributed noise; None where each site adds its own
@@ -124,12 +124,12 @@ class Site:
     folder: SiteFolder
     device: torch.device
     plan: PrivacyPlan | None  # noise and cost of a round; None without differential privacy
-    units: Units  # privacy units and their sampling: rows or patients, canaries included
+    units: PrivacyUnits  # privacy units and their sampling: rows or patients, canaries included
     n_classes: int
     # float64[n, classes], cross-validated predictions of local models on its training rows; None where unknown
     held_out: Probabilities | None = None
     # the tuned settings of its local models, as its run stores them; None for none
-    tuned: Mapping[str, Any] | None = None
+    tuned_settings: Mapping[str, Any] | None = None
     # validation examples for the choice of its prediction model; None for none
     validation: Examples | None = None
     canaries: Canaries | None = None  # canaries among its training examples, for an audit; None for none
@@ -139,14 +139,14 @@ class Site:
     # PushSum state of the exchanged parameters; None without exchange, and before and after participation
     push: PushSum | None = None
     buffer: Buffer | None = None  # its synthetic samples, which it releases; None for none
-    leaving: Release | None = None  # release of that buffer in the current round
+    buffer_release: Release | None = None  # release of that buffer in the current round
     # SHA-256 of its newest release, which is part of `push`, or of its newest local DP model; "" before the first round
-    own: str = ""
-    received: dict[int, Flat] = field(default_factory=dict)  # buffers of other sites, by index
+    release_digest: str = ""
+    received_buffers: dict[int, Flat] = field(default_factory=dict)  # buffers of other sites, by index
     # number of units and noise multiplier of each site, by index, as announced before the run
-    announced: dict[int, tuple[int, float]] = field(default_factory=dict)
+    announced_units: dict[int, tuple[int, float]] = field(default_factory=dict)
     # L2 distances of the last received models from the local one
-    heard: list[float] = field(default_factory=list)
+    distances: list[float] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)  # messages rejected in this round, with reasons
     # roles of models that diverged and are frozen; not disclosed
     diverged: list[str] = field(default_factory=list)
@@ -158,90 +158,90 @@ class Site:
         """Return the number of canaries, included or not."""
         return len(self.canaries.included) if self.canaries else 0
 
-    def learned(self) -> Examples:
+    def training_examples(self) -> Examples:
         """Return the examples for batches: training rows and included canaries."""
-        return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
+        return self.train if self.canaries is None else concatenate_examples([self.train, self.canaries.select_planted()])
 
-    def material(self) -> TrainingSources:
+    def training_sources(self) -> TrainingSources:
         """Return the sources of training examples."""
         if self.buffer is None:
-            return TrainingSources(self.learned(), self.units)
-        unpacked = self.buffer.shape.unpacked
-        received = [unpacked(values) for _, values in sorted(self.received.items())]
-        return TrainingSources(self.learned(), self.units, unpacked(self.buffer.values), received)
+            return TrainingSources(self.training_examples(), self.units)
+        unpack = self.buffer.shape.unpack_samples
+        received = [unpack(values) for _, values in sorted(self.received_buffers.items())]
+        return TrainingSources(self.training_examples(), self.units, unpack(self.buffer.values), received)
 
-    def traveller(self, method: Method) -> Learner:
+    def mixing_learner(self, method: Method) -> Learner:
         """Return the learner with the exchanged parameters."""
-        assert method.travels is not None
-        return self.learners[method.travels]
+        assert method.mixing_role is not None
+        return self.learners[method.mixing_role]
 
-    def shared_head(self, method: Method) -> SharedHead:
+    def global_head(self, method: Method) -> SharedHead:
         """Return the one-shot global head."""
-        head = self.traveller(method).model
+        head = self.mixing_learner(method).model
         assert isinstance(head, SharedHead)
         return head
 
-    def settle(self, active: bool) -> None:
+    def set_active(self, active: bool) -> None:
         """Let the site participate, or leave; after that no DP model is trained any more."""
         self.active = active
         if not active:
             self.push = None
         for role, learner in self.learners.items():
-            learner.frozen = role in self.diverged or (learner.with_dp and not active)
+            learner.frozen = role in self.diverged or (learner.is_private and not active)
 
-    def freeze(self, role: str) -> None:
+    def freeze_role(self, role: str) -> None:
         """Stop the training of a diverged model."""
         self.diverged.append(role)
         self.learners[role].frozen = True
 
 
-def release(site: Site, method: Method, round_: int) -> Release | None:
+def release_model(site: Site, method: Method, round_: int) -> Release | None:
     """Return the release of a round, recorded in the ledger first (Algorithm 1, line 7); None for none."""
     if not site.active or site.receives:
         return None
-    if method.mixed is None:
+    if method.round_disclosure is None:
         if site.plan is not None:
-            site.own = _kept(site)
-            site.ledger.record(round_, site.plan, f"kept {site.own}")
+            site.release_digest = _hash_local_models(site)
+            site.ledger.record(round_, site.plan, f"kept {site.release_digest}")
         return None
-    learner = site.traveller(method)
+    learner = site.mixing_learner(method)
     assert site.push is not None
-    site.push = site.push.trained(learner.vector())
-    made = site.ledger.release(
+    site.push = site.push.add_training(learner.parameter_vector())
+    released = site.ledger.release(
         round_,
         site.push.x,
-        schema=schema(learner.model),
+        schema=schema_digest(learner.model),
         weight=site.push.w,
         mechanism=site.plan,
-        content=method.mixed.content,
+        content=method.round_disclosure.content,
     )
-    site.own = made.digest
-    return made
+    site.release_digest = released.digest
+    return released
 
 
-def _kept(site: Site) -> str:
+def _hash_local_models(site: Site) -> str:
     """Return the SHA-256 of the parameters of local models with differential privacy."""
-    return digest(np.concatenate([k.vector() for k in site.learners.values() if k.with_dp]))
+    return digest_values(np.concatenate([k.parameter_vector() for k in site.learners.values() if k.is_private]))
 
 
-def relay(site: Site, method: Method, round_: int) -> Release:
+def relay_mixture(site: Site, method: Method, round_: int) -> Release:
     """Return a site's mixture, computed from releases alone, to be passed on; recorded in the ledger."""
     assert site.push is not None
-    agreed = schema(site.traveller(method).model)
-    return site.ledger.relay(round_, site.push.x, own=site.own, schema=agreed, weight=site.push.w)
+    agreed_schema = schema_digest(site.mixing_learner(method).model)
+    return site.ledger.relay_mixture(round_, site.push.x, own_sha256=site.release_digest, schema=agreed_schema, weight=site.push.w)
 
 
-def reissue(site: Site, method: Method, round_: int) -> Release | None:
+def reissue_model(site: Site, method: Method, round_: int) -> Release | None:
     """Return the release of a round before a restart, byte for byte, recorded once more."""
-    if method.travels is None and site.plan is not None and site.active:
-        site.ledger.settle(round_, _kept(site))
-    if method.travels is None or site.push is None:
+    if method.mixing_role is None and site.plan is not None and site.active:
+        site.ledger.settle_round(round_, _hash_local_models(site))
+    if method.mixing_role is None or site.push is None:
         return None
-    agreed = schema(site.traveller(method).model)
-    return site.ledger.reissue(round_, site.push.x, schema=agreed, weight=site.push.w)
+    agreed_schema = schema_digest(site.mixing_learner(method).model)
+    return site.ledger.release_again(round_, site.push.x, schema=agreed_schema, weight=site.push.w)
 
 
-def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str, content: str) -> Release:
+def release_once(ledger: PrivacyLedger, round_: int, values: ReleaseValues, agreed_schema: str, content: str) -> Release:
     """Return a release without differential privacy, once in a run; after a restart the same bytes.
 
     Args:
@@ -252,14 +252,14 @@ def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str
         WsiFlError: when other bytes of this kind have left in this run, or the site does not allow it.
     """
     try:
-        return ledger.reissue(round_, values, schema=agreed)
+        return ledger.release_again(round_, values, schema=agreed_schema)
     except WsiFlError:
-        if any(said.split()[0] == content for said in ledger.released()):
+        if any(entry.split()[0] == content for entry in ledger.list_releases()):
             raise WsiFlError(
                 f"site {ledger.site}: a different {content} has left it in this run before; start a new run"
             ) from None
-        released = ledger.release(round_, values, schema=agreed, mechanism=None, content=content)
-        ledger.sending(round_, released.digest)
+        released = ledger.release(round_, values, schema=agreed_schema, mechanism=None, content=content)
+        ledger.record_transmission(round_, released.digest)
         return released
 
 
@@ -267,27 +267,27 @@ def release_buffer(site: Site, round_: int) -> None:
     """Record the release of a site's buffer in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
-    site.leaving = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
+    site.buffer_release = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
 
 
 def reissue_buffer(site: Site, round_: int) -> Release:
     """Return the release recorded by `release_buffer`, also after a restart."""
     assert site.buffer is not None
-    if site.leaving is not None and site.leaving.round == round_:
-        return site.leaving
-    return site.ledger.reissue(round_, site.buffer.values, schema=site.buffer.shape.schema)
+    if site.buffer_release is not None and site.buffer_release.round == round_:
+        return site.buffer_release
+    return site.ledger.release_again(round_, site.buffer.values, schema=site.buffer.shape.schema)
 
 
-def checkpoint(site: Site, round_: int) -> None:
+def write_checkpoint(site: Site, round_: int) -> None:
     """Write a checkpoint, with everything to send the same bytes again and resume."""
     tensors = {
         f"{role}/{name}": value
         for role, learner in site.learners.items()
-        for name, value in learner.state().items()
+        for name, value in learner.state_tensors().items()
     }
     if site.push is not None:
         tensors["push/x"] = torch.from_numpy(np.array(site.push.x))
-    for sender, values in site.received.items():
+    for sender, values in site.received_buffers.items():
         tensors[f"{_BUFFER}/{sender}"] = torch.from_numpy(np.array(values))
     document = {
         "round": round_,
@@ -295,26 +295,26 @@ def checkpoint(site: Site, round_: int) -> None:
         "returning": site.returning,
         "weight": site.push.w if site.push else None,
         "losses": site.losses,
-        "heard": site.heard,
+        "heard": site.distances,
         "diverged": site.diverged,
     }
     site.folder.save_checkpoint(round_, tensors, document)
 
 
-def restore(site: Site, round_: int) -> None:
+def restore_checkpoint(site: Site, round_: int) -> None:
     """Load the checkpoint of a round, a state after its training and before its exchange."""
     tensors, document = site.folder.load_checkpoint(round_)
     for role, learner in site.learners.items():
         prefix = f"{role}/"
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
     prefix = f"{_BUFFER}/"
-    site.received = {
+    site.received_buffers = {
         int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
     }
-    site.losses, site.heard = document["losses"], document["heard"]
+    site.losses, site.distances = document["losses"], document["heard"]
     site.diverged = document["diverged"]
     site.returning = document["returning"]
-    site.settle(document["active"])
+    site.set_active(document["active"])
     if "push/x" in tensors:
         site.push = PushSum(tensors["push/x"].numpy(), float(document["weight"]))
-        site.own = digest(site.push.x)
+        site.release_digest = digest_values(site.push.x)

@@ -63,7 +63,7 @@ class Graph:
         edges = self.rounds[round_ % len(self.rounds)]
         if not edges:
             return []
-        matrix = _shares(edges, n_sites, self_weight)
+        matrix = _build_matrix(edges, n_sites, self_weight)
         if self.thinned:
             bare = np.flatnonzero(matrix.diagonal() == 0)
             matrix[:, bare] /= 2
@@ -75,7 +75,7 @@ class Graph:
             )
         return [matrix]
 
-    def among(self, present: Sequence[int]) -> Graph:
+    def select_sites(self, present: Sequence[int]) -> Graph:
         """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
 
         Edges from and to others are dropped, and edges without a way back (see `check_weights`); a site's other
@@ -83,24 +83,24 @@ class Graph:
         """
         if len(present) == len(self.names):
             return self
-        place = {site: k for k, site in enumerate(present)}
-        reached = np.eye(len(self.names), dtype=bool)
+        positions = {site: k for k, site in enumerate(present)}
+        reachable = np.eye(len(self.names), dtype=bool)
         for edge in (edge for edges in self.rounds for edge in edges):
-            reached[edge.receiver, edge.sender] |= edge.sender in place and edge.receiver in place
-        reached = _closure(reached)
+            reachable[edge.receiver, edge.sender] |= edge.sender in positions and edge.receiver in positions
+        reachable = _find_reachable(reachable)
         rounds = []
         for edges in self.rounds:
-            left = [e for e in edges if e.sender in place and reached[e.receiver, e.sender] & reached[e[:2]]]
-            before, after = _sent(edges), _sent(left)
+            kept_edges = [e for e in edges if e.sender in positions and reachable[e.receiver, e.sender] & reachable[e[:2]]]
+            total_before, total_after = _sum_weights(edges), _sum_weights(kept_edges)
             rounds.append(
                 tuple(
-                    Edge(place[s], place[r], None if w is None else w * before[s] / after[s])
-                    for s, r, w in left
+                    Edge(positions[s], positions[r], None if w is None else w * total_before[s] / total_after[s])
+                    for s, r, w in kept_edges
                 )
             )
         return Graph(tuple(self.names[site] for site in present), tuple(rounds), self.source, thinned=True)
 
-    def check(self, self_weight: float) -> None:
+    def check_weights(self, self_weight: float) -> None:
         """Refuse a graph in which the weight of a site falls to 0, at once or gradually.
 
         PushSum divides by that weight. It stays above a bound where all mass that leaves a site over a course of the
@@ -111,41 +111,41 @@ class Graph:
             UsageError: one line with the round or the sites.
         """
         n_sites = len(self.names)
-        reached = np.eye(n_sites, dtype=bool)
+        reachable = np.eye(n_sites, dtype=bool)
         for round_ in range(len(self.rounds)):
             for hop in self(n_sites, round_, self_weight):
-                reached = (hop > 0) @ reached
-        reached = _closure(reached)
-        for to, site in np.argwhere(reached & ~reached.T)[:1]:
+                reachable = (hop > 0) @ reachable
+        reachable = _find_reachable(reachable)
+        for to, site in np.argwhere(reachable & ~reachable.T)[:1]:
             raise UsageError(
                 f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, but nothing ever comes back, "
                 f"so that the weight of {self.names[site]} falls to 0; add edges that lead back to it"
             )
 
 
-def _shares(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[np.float64]:
+def _build_matrix(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[np.float64]:
     """Return P[n, n] of a round, with columns summing to one."""
     matrix, open_ = np.zeros((n_sites, n_sites)), np.zeros(n_sites, dtype=bool)
     for sender, receiver, weight in edges:
         matrix[receiver, sender] = 1 if weight is None else weight
         open_[sender] |= weight is None
     sent = matrix.sum(axis=0)
-    kept = np.where(open_, self_weight, 1 - sent)
-    kept[kept < _ROUND_OFF] = 0
-    matrix *= np.divide(1 - kept, sent, out=np.zeros(n_sites), where=sent > 0)
-    np.fill_diagonal(matrix, kept)
+    self_shares = np.where(open_, self_weight, 1 - sent)
+    self_shares[self_shares < _ROUND_OFF] = 0
+    matrix *= np.divide(1 - self_shares, sent, out=np.zeros(n_sites), where=sent > 0)
+    np.fill_diagonal(matrix, self_shares)
     return matrix
 
 
-def _closure(reached: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _find_reachable(reachable: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return bool[n, n], whether mass of site j reaches site i in any number of steps."""
-    reached = reached | np.eye(len(reached), dtype=bool)
-    for _ in range(len(reached).bit_length()):
-        reached = reached @ reached
-    return reached
+    reachable = reachable | np.eye(len(reachable), dtype=bool)
+    for _ in range(len(reachable).bit_length()):
+        reachable = reachable @ reachable
+    return reachable
 
 
-def _sent(edges: Iterable[Edge]) -> dict[int, float]:
+def _sum_weights(edges: Iterable[Edge]) -> dict[int, float]:
     """Return sender → sum of the weights of its edges."""
     total: dict[int, float] = {}
     for sender, _, weight in edges:
@@ -153,7 +153,7 @@ def _sent(edges: Iterable[Edge]) -> dict[int, float]:
     return total
 
 
-def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
+def read_graph(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
     """Read a graph from a JSON file, for the sites of a run in their order.
 
     Raises:
@@ -165,7 +165,7 @@ def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Gra
     except (WsiFlError, OSError) as error:
         raise UsageError(str(error)) from None
     graph = parse_graph(document, names, source=path.name)
-    graph.check(self_weight)
+    graph.check_weights(self_weight)
     return graph
 
 
@@ -186,17 +186,17 @@ def parse_graph(document: object, names: Sequence[str], source: str = "graph") -
 
 def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge, ...]:
     if not isinstance(edges, list):
-        raise UsageError(f"{where}: {_short(edges)} is no list of edges")
-    found: dict[tuple[int, int], Edge] = {}
+        raise UsageError(f"{where}: {_shorten(edges)} is no list of edges")
+    edge_of_pair: dict[tuple[int, int], Edge] = {}
     for item in edges:
         edge = _parse_edge(item, names, where)
-        if edge[:2] in found:
-            raise UsageError(f"{where}: {_short(item)} is there twice; write every edge once")
-        found[edge[:2]] = edge
-    parsed = tuple(found.values())
-    for sender, sent in _sent(parsed).items():
-        weighed = [edge.weight is not None for edge in parsed if edge.sender == sender]
-        if any(weighed) and not all(weighed):
+        if edge[:2] in edge_of_pair:
+            raise UsageError(f"{where}: {_shorten(item)} is there twice; write every edge once")
+        edge_of_pair[edge[:2]] = edge
+    parsed = tuple(edge_of_pair.values())
+    for sender, sent in _sum_weights(parsed).items():
+        has_weight = [edge.weight is not None for edge in parsed if edge.sender == sender]
+        if any(has_weight) and not all(has_weight):
             raise UsageError(f"{where}: give all edges of {names[sender]} a weight, or none")
         if sent > 1 + _ROUND_OFF:
             raise UsageError(f"{where}: {names[sender]} sends {sent:g} of what it has; at most 1")
@@ -205,10 +205,10 @@ def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge,
 
 def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
     if not isinstance(item, list) or len(item) not in (2, 3):
-        raise UsageError(f'{where}: {_short(item)} is no edge; write ["sender", "receiver"] or add a weight')
+        raise UsageError(f'{where}: {_shorten(item)} is no edge; write ["sender", "receiver"] or add a weight')
     for name in item[:2]:
         if name not in names:
-            raise UsageError(f"{where}: unknown site {_short(name)}; the run has {', '.join(names)}")
+            raise UsageError(f"{where}: unknown site {_shorten(name)}; the run has {', '.join(names)}")
     sender, receiver = names.index(item[0]), names.index(item[1])
     if sender == receiver:
         raise UsageError(f"{where}: {item[0]} sends to itself; a site keeps what it does not send")
@@ -216,11 +216,11 @@ def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
         return Edge(sender, receiver)
     weight = item[2]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1:
-        raise UsageError(f"{where}: {_short(item)}: a weight is a number above 0 and at most 1")
+        raise UsageError(f"{where}: {_shorten(item)}: a weight is a number above 0 and at most 1")
     return Edge(sender, receiver, float(weight))
 
 
-def _short(value: object, limit: int = 60) -> str:
+def _shorten(value: object, limit: int = 60) -> str:
     """Return a JSON value on one line."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -288,7 +288,7 @@ def random_permutation(seed: int) -> Topology:
     return ring_of_round
 
 
-def _complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
+def _complete_graph(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return the hop in which each site sends to all, in equal shares."""
     del round_, self_weight
     return [np.full((n_sites, n_sites), 1 / n_sites)] if n_sites > 1 else []
@@ -299,13 +299,13 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "star": lambda _: star,
     "ring": lambda _: ring,
     "exponential": lambda _: exponential,
-    "complete": lambda _: _complete,
+    "complete": lambda _: _complete_graph,
     "random": random_permutation,
 }
 """Name → (seed → topology); only `random` uses the seed."""
 
 
-def named(name: str, seed: int = 0) -> Topology:
+def find_topology(name: str, seed: int = 0) -> Topology:
     """Return a topology by name.
 
     Raises:
@@ -316,7 +316,7 @@ def named(name: str, seed: int = 0) -> Topology:
     return TOPOLOGIES[name](seed)
 
 
-def over(
+def list_hops(
     topology: Topology,
     n_sites: int,
     present: Sequence[int],
@@ -324,7 +324,7 @@ def over(
     self_weight: float = 0.0,
     *,
     listening: Sequence[int] = (),
-    room: int = GRAPH_HOPS,
+    max_hops: int = GRAPH_HOPS,
 ) -> list[Matrix]:
     """Return the hops of a round among the sites present, as P[n, n] of all; absent sites keep their mass.
 
@@ -335,23 +335,23 @@ def over(
     Raises:
         UsageError: in one line, when the topology has too many hops.
     """
-    places = [*sorted(present), *sorted(listening)]
-    among = topology
+    positions = [*sorted(present), *sorted(listening)]
+    reduced = topology
     if isinstance(topology, Graph):  # of named sites without an order
-        places = sorted(places)
-        among = topology.among(places)
+        positions = sorted(positions)
+        reduced = topology.select_sites(positions)
     hops = []
-    for hop in among(len(places), round_, self_weight):
+    for hop in reduced(len(positions), round_, self_weight):
         matrix = np.eye(n_sites)
-        matrix[np.ix_(places, places)] = hop
+        matrix[np.ix_(positions, positions)] = hop
         matrix[:, listening] = np.eye(n_sites)[:, listening]
         hops.append(matrix)
-    if len(hops) > room:
-        raise UsageError(f"the graph of round {round_ + 1} has {len(hops)} hops; at most {room}")
+    if len(hops) > max_hops:
+        raise UsageError(f"the graph of round {round_ + 1} has {len(hops)} hops; at most {max_hops}")
     return hops
 
 
-def handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Matrix:
+def build_handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Matrix:
     """Return the hop in which each leaving site sends all its mass to the next one present, cyclically.
 
     So it stays in the mean of PushSum. Where no site stays, each keeps its mass.
@@ -360,11 +360,11 @@ def handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Ma
     for site in leaving:
         if staying:
             matrix[site, site] = 0
-            matrix[_nearest(site, staying, n_sites, step=1), site] = 1
+            matrix[_find_nearest(site, staying, n_sites, step=1), site] = 1
     return matrix
 
 
-def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> Matrix:
+def build_welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> Matrix:
     """Return the hop in which each returning site, without mass, gets half of the site before it, cyclically.
 
     Returning sites with the same host share evenly with it: two of them and the host get a third each.
@@ -373,22 +373,22 @@ def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> M
     guests: dict[int, list[int]] = {}
     for site in returning:
         if hosts:
-            guests.setdefault(_nearest(site, hosts, n_sites, step=-1), []).append(site)
-    for host, mine in guests.items():
-        matrix[[host, *mine], host] = 1 / (1 + len(mine))
+            guests.setdefault(_find_nearest(site, hosts, n_sites, step=-1), []).append(site)
+    for host, returning_sites in guests.items():
+        matrix[[host, *returning_sites], host] = 1 / (1 + len(returning_sites))
     return matrix
 
 
-def _nearest(site: int, among: set[int], n_sites: int, *, step: int) -> int:
+def _find_nearest(site: int, candidates: set[int], n_sites: int, *, step: int) -> int:
     """Return the first of `candidates` from `site` on, cyclically."""
-    return min(among, key=lambda other: (other - site) * step % n_sites)
+    return min(candidates, key=lambda other: (other - site) * step % n_sites)
 
 
-def receivers(matrix: Matrix, sender: int) -> list[int]:
+def list_receivers(matrix: Matrix, sender: int) -> list[int]:
     """Return the receivers of messages from `sender`."""
     return [int(i) for i in np.flatnonzero(matrix[:, sender]) if i != sender]
 
 
-def senders(matrix: Matrix, receiver: int) -> list[int]:
+def list_senders(matrix: Matrix, receiver: int) -> list[int]:
     """Return the senders of messages to `receiver`."""
     return [int(j) for j in np.flatnonzero(matrix[receiver]) if j != receiver]

@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.metrics import Labels, Probabilities, auroc, confusion, one_each
+from wsi_fl.learning.metrics import Labels, Probabilities, compute_auroc, confusion_matrix, fill_patient_names
 
 N_BINS = 100
 """Maximum number of bins of the probability of class 1 for the counts of positives and negatives."""
-FEWEST = 5
+MIN_EXAMPLES = 5
 """Minimum number of examples in a bin and of a reported class, and of patients in a bin where there are as many."""
-_TOP = nextafter(1.0, 2.0)
+_LAST_EDGE = nextafter(1.0, 2.0)
 """Upper end of the last bin, so that a probability of 1 lies in this bin."""
-_MOST = 1 << 53
-_KIND = np.dtype("<f8")
+_MAX_COUNT = 1 << 53
+_COUNT_DTYPE = np.dtype("<f8")
 """Type of counts, which are exact in it, and of the ends of bins."""
 
 _Flat = NDArray[np.uint8]
-_Tally = Annotated[int, Field(ge=0, le=_MOST)]
+_Tally = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 
 
-class Counts(TypedDict):
+class PredictionCounts(TypedDict):
     """Counts of one model's predictions on one test part.
 
     Attributes:
@@ -49,11 +49,11 @@ class Counts(TypedDict):
     confusion: list[list[_Tally]]
     positives: list[_Tally]
     negatives: list[_Tally]
-    high: NotRequired[list[Annotated[float, Field(ge=0, le=_TOP)]]]
+    high: NotRequired[list[Annotated[float, Field(ge=0, le=_LAST_EDGE)]]]
     concordant: NotRequired[_Tally]
 
 
-class Scores(TypedDict):
+class CrossSiteCounts(TypedDict):
     """Reported counts of all models in a cross-site evaluation, the document `scores.json`.
 
     Attributes:
@@ -68,10 +68,10 @@ class Scores(TypedDict):
     round: _Tally
     models: dict[str, str]
     hospitals: list[str]
-    counts: dict[str, dict[str, Counts]]
+    counts: dict[str, dict[str, PredictionCounts]]
 
 
-def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None) -> Counts:
+def count_predictions(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None) -> PredictionCounts:
     """Return the counts of a model's predictions, without classes of too few examples.
 
     Args:
@@ -80,68 +80,68 @@ def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_
         patient: str[n] of each example; None, or "" in it, for a patient with one example.
     """
     names = np.full(len(labels), "") if patient is None else patient
-    who = np.unique(one_each(names), return_inverse=True)[1]
-    told = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= FEWEST))
-    probabilities, labels, who = probabilities[told], labels[told], who[told]
-    found: Counts = {
+    patient_index = np.unique(fill_patient_names(names), return_inverse=True)[1]
+    is_reported = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= MIN_EXAMPLES))
+    probabilities, labels, patient_index = probabilities[is_reported], labels[is_reported], patient_index[is_reported]
+    counts: PredictionCounts = {
         "n": len(labels),
-        "confusion": confusion(probabilities, labels),
+        "confusion": confusion_matrix(probabilities, labels),
         "positives": [],
         "negatives": [],
     }
     if probabilities.shape[1] == 2:
         score = probabilities[:, 1]
-        edges = _edges(score, who)
-        found["high"] = [*edges, *[_TOP] * (N_BINS - len(edges))]
+        edges = _bin_edges(score, patient_index)
+        counts["high"] = [*edges, *[_LAST_EDGE] * (N_BINS - len(edges))]
         bins = np.searchsorted(edges, score, side="right")
-        found["positives"], found["negatives"] = (
+        counts["positives"], counts["negatives"] = (
             np.bincount(bins[labels == c], minlength=N_BINS).tolist() for c in (1, 0)
         )
         pairs = int((labels == 1).sum()) * int((labels == 0).sum())
-        found["concordant"] = round(2 * (auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
-    return found
+        counts["concordant"] = round(2 * (compute_auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
+    return counts
 
 
-def _edges(score: NDArray[np.float64], who: NDArray[np.int64]) -> list[float]:
+def _bin_edges(score: NDArray[np.float64], patient_index: NDArray[np.int64]) -> list[float]:
     """Return the edges between bins, each bin with enough patients and examples."""
-    order, most = np.argsort(score, kind="stable"), max(FEWEST, ceil(len(score) / N_BINS))
-    patients = min(FEWEST, len(np.unique(who)))
+    order, min_examples = np.argsort(score, kind="stable"), max(MIN_EXAMPLES, ceil(len(score) / N_BINS))
+    patients = min(MIN_EXAMPLES, len(np.unique(patient_index)))
     edges: list[float] = []
-    seen: set[int] = set()
+    bin_patients: set[int] = set()
     n = 0
     for k, following in pairwise(order):
-        seen.add(who[k])
+        bin_patients.add(patient_index[k])
         n += 1
-        if n >= most and len(seen) >= patients and score[following] > score[k]:
+        if n >= min_examples and len(bin_patients) >= patients and score[following] > score[k]:
             middle = (score[k] + score[following]) / 2
             edges.append(float(middle if middle > score[k] else score[following]))
-            seen, n = set(), 0
-    if edges and (n + 1 < most or len(np.unique(who[score >= edges[-1]])) < patients):
+            bin_patients, n = set(), 0
+    if edges and (n + 1 < min_examples or len(np.unique(patient_index[score >= edges[-1]])) < patients):
         edges.pop()
     return edges
 
 
-def nothing(n_classes: int) -> Counts:
+def empty_counts(n_classes: int) -> PredictionCounts:
     """Return the counts of no predictions, for an empty test part or a missing model."""
-    return count(np.zeros((0, n_classes)), np.zeros(0, np.int64))
+    return count_predictions(np.zeros((0, n_classes)), np.zeros(0, np.int64))
 
 
-def n_bytes(n_models: int, n_classes: int) -> int:
+def count_bytes(n_models: int, n_classes: int) -> int:
     """Return the number of bytes of the packed counts of `n_models` models."""
     values = n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
-    return n_models * values * _KIND.itemsize
+    return n_models * values * _COUNT_DTYPE.itemsize
 
 
-def packed(told: Sequence[Counts]) -> _Flat:
+def pack_counts(counts: Sequence[PredictionCounts]) -> _Flat:
     """Return the counts of several models as uint8[d], little-endian float64, as released by a hospital."""
     rows = []
-    for one in told:
-        ends = [one["concordant"], *one["high"]] if "high" in one else []
-        rows.append([*np.ravel(one["confusion"]), *one["positives"], *one["negatives"], *ends])
-    return np.array(rows, _KIND).reshape(-1).view(np.uint8)
+    for model in counts:
+        ends = [model["concordant"], *model["high"]] if "high" in model else []
+        rows.append([*np.ravel(model["confusion"]), *model["positives"], *model["negatives"], *ends])
+    return np.array(rows, _COUNT_DTYPE).reshape(-1).view(np.uint8)
 
 
-def unpacked(values: _Flat, n_models: int, n_classes: int) -> list[Counts]:
+def unpack_counts(values: _Flat, n_models: int, n_classes: int) -> list[PredictionCounts]:
     """Return the counts in packed bytes.
 
     Args:
@@ -151,40 +151,40 @@ def unpacked(values: _Flat, n_models: int, n_classes: int) -> list[Counts]:
         ValueError: for impossible counts: a number is negative, fractional or too large, bins overlap, or totals
             disagree.
     """
-    if len(values) != n_bytes(n_models, n_classes):
-        raise ValueError(f"they have {len(values)} bytes, agreed on {n_bytes(n_models, n_classes)}")
-    rows = np.frombuffer(values.tobytes(), _KIND).reshape(n_models, -1)
-    whole = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
-    if not ((whole >= 0) & (whole <= _MOST // max(1, rows.size)) & (whole % 1 == 0)).all():
+    if len(values) != count_bytes(n_models, n_classes):
+        raise ValueError(f"they have {len(values)} bytes, agreed on {count_bytes(n_models, n_classes)}")
+    rows = np.frombuffer(values.tobytes(), _COUNT_DTYPE).reshape(n_models, -1)
+    integers = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
+    if not ((integers >= 0) & (integers <= _MAX_COUNT // max(1, rows.size)) & (integers % 1 == 0)).all():
         raise ValueError("they hold a negative or an impossibly large number")
-    return [_parsed(row, n_classes) for row in rows]
+    return [_parse_row(row, n_classes) for row in rows]
 
 
-def _parsed(row: NDArray[np.float64], n_classes: int) -> Counts:
+def _parse_row(row: NDArray[np.float64], n_classes: int) -> PredictionCounts:
     table = row[: n_classes**2].reshape(n_classes, n_classes).astype(int)
-    found: Counts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
+    counts: PredictionCounts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
     if n_classes == 2:
         bins, high = row[4 : 4 + 2 * N_BINS].reshape(2, N_BINS).astype(int), row[-N_BINS:]
-        wide = np.diff(high, prepend=0.0)
+        widths = np.diff(high, prepend=0.0)
         if (bins.sum(1) != table.sum(1)[::-1]).any():
             raise ValueError("their bins and their confusion matrix count different examples")
-        if not ((wide >= 0).all() and high[-1] <= _TOP and (wide[bins.any(0)] > 0).all()):
+        if not ((widths >= 0).all() and high[-1] <= _LAST_EDGE and (widths[bins.any(0)] > 0).all()):
             raise ValueError("their bins overlap")
-        found |= {"positives": bins[0].tolist(), "negatives": bins[1].tolist(), "high": high.tolist()}
-        found["concordant"] = int(row[-N_BINS - 1])
-        area, within = _pairs(found, found)
-        if abs(found["concordant"] / 2 - area) > within:
+        counts |= {"positives": bins[0].tolist(), "negatives": bins[1].tolist(), "high": high.tolist()}
+        counts["concordant"] = int(row[-N_BINS - 1])
+        area, uncertainty = _count_pairs(counts, counts)
+        if abs(counts["concordant"] / 2 - area) > uncertainty:
             raise ValueError("their bins and their pairs of examples disagree")
-    return found
+    return counts
 
 
-def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
+def sum_confusions(counts: Sequence[PredictionCounts]) -> list[list[int]]:
     """Return the confusion matrix of one model on one test part or more, [true][predicted]."""
-    found: list[list[int]] = np.sum([one["confusion"] for one in told], axis=0).tolist()
-    return found
+    matrix: list[list[int]] = np.sum([part["confusion"] for part in counts], axis=0).tolist()
+    return matrix
 
 
-class OfCounts(TypedDict):
+class CountScores(TypedDict):
     """Scores from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
 
     n: int
@@ -195,16 +195,16 @@ class OfCounts(TypedDict):
     auroc_within: float | None
 
 
-def _scores_of(told: Sequence[Counts]) -> OfCounts:
+def _score_counts(counts: Sequence[PredictionCounts]) -> CountScores:
     """Return n and three scores from one model's counts on one test part or more.
 
     Accuracies are exact, and so is the AUROC of one test part. For several, cross-site pairs whose bins overlap count
     as half, so the exact AUROC lies at most `auroc_within` away. Both are None unless there are two classes. All are
     None without examples.
     """
-    n = sum(one["n"] for one in told)
+    n = sum(part["n"] for part in counts)
     if not n:
-        unknown: OfCounts = {
+        unknown: CountScores = {
             "n": 0,
             "n_classes": 0,
             "accuracy": None,
@@ -213,71 +213,71 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
             "auroc_within": None,
         }
         return unknown
-    table = np.array(confusion_of(told), np.int64)
+    table = np.array(sum_confusions(counts), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
-    area, within = _auroc(told)
+    area, uncertainty = _total_auroc(counts)
     return {
         "n": n,
         "n_classes": int(present.sum()),
         "accuracy": float(table.trace() / n),
         "macro_accuracy": float(per_class.mean()),
         "auroc": area,
-        "auroc_within": within,
+        "auroc_within": uncertainty,
     }
 
 
-def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
+def _total_auroc(counts: Sequence[PredictionCounts]) -> tuple[float, float] | tuple[None, None]:
     """Return the area under the ROC curve, uncertain pairs counting half, and its maximum error.
 
     Both are None unless there are two classes: only these have bins.
     """
-    if any(len(part["confusion"]) != 2 for part in told):
+    if any(len(site["confusion"]) != 2 for site in counts):
         return None, None
-    area = within = 0.0
-    for one in told:
-        for other in told:
-            exact = one is other and "concordant" in one  # all pairs of one hospital are certain
-            ordered, unsure = (one["concordant"] / 2, 0.0) if exact else _pairs(one, other)
-            area, within = area + ordered, within + unsure
-    positives, negatives = (sum(sum(one[name]) for one in told) for name in ("positives", "negatives"))
+    area = uncertainty = 0.0
+    for site in counts:
+        for other_site in counts:
+            exact = site is other_site and "concordant" in site  # all pairs of one hospital are certain
+            ordered, uncertain = (site["concordant"] / 2, 0.0) if exact else _count_pairs(site, other_site)
+            area, uncertainty = area + ordered, uncertainty + uncertain
+    positives, negatives = (sum(sum(site[name]) for site in counts) for name in ("positives", "negatives"))
     pairs = positives * negatives
-    return (area / pairs, within / pairs) if pairs else (None, None)
+    return (area / pairs, uncertainty / pairs) if pairs else (None, None)
 
 
-def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
+def _count_pairs(positive: PredictionCounts, negative: PredictionCounts) -> tuple[float, float]:
     """Return the number of pairs in order by their bins, uncertain ones counting half, and half of the uncertain."""
-    highs = [np.asarray(one.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for one in (positive, negative)]
-    low, under = (np.concatenate([[0.0], high])[:-1] for high in highs)
-    above = low[:, None] >= highs[1]
-    unsure = ~above & (highs[0][:, None] > under)
+    highs = [np.asarray(counts.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for counts in (positive, negative)]
+    low, low_negative = (np.concatenate([[0.0], high])[:-1] for high in highs)
+    is_ordered = low[:, None] >= highs[1]
+    uncertain = ~is_ordered & (highs[0][:, None] > low_negative)
     ordered, half = (
-        np.asarray(positive["positives"]) @ one @ np.asarray(negative["negatives"]) for one in (above, unsure)
+        np.asarray(positive["positives"]) @ mask @ np.asarray(negative["negatives"]) for mask in (is_ordered, uncertain)
     )
     return float(ordered + half / 2), float(half / 2)
 
 
-class OfModel(TypedDict):
+class ModelScores(TypedDict):
     """Scores of one model on each hospital's test part, and on all of these."""
 
-    hospitals: dict[str, OfCounts]
-    merged: OfCounts
+    hospitals: dict[str, CountScores]
+    merged: CountScores
 
 
 Constant = TypedDict("Constant", {"class": str, "accuracy": float})
 """The most frequent class of the test examples, and the accuracy of predicting it always."""
 
 
-class Between(TypedDict):
+class CrossSiteScores(TypedDict):
     """Scores of a cross-site evaluation."""
 
     hospitals: list[str]
     n_classes: int
-    models: dict[str, OfModel]
+    models: dict[str, ModelScores]
     constant: Constant | None
 
 
-def results(document: Scores) -> Between:
+def score_cross_site(document: CrossSiteCounts) -> CrossSiteScores:
     """Return the scores of a cross-site evaluation from its counts, as `evaluate --json` prints under `cross_site`.
 
     Returns:
@@ -285,17 +285,17 @@ def results(document: Scores) -> Between:
         scores on each hospital's test part (`hospitals`) and on all of these (`merged`). `constant` is the most
         frequent class of the test examples and the accuracy of predicting it always; None without examples.
     """
-    models: dict[str, OfModel] = {}
+    models: dict[str, ModelScores] = {}
     truth = np.zeros(len(document["classes"]), np.int64)
     for model in document["models"]:
-        told = document["counts"][model]
-        parts = {name: _scores_of([told[name]]) for name in document["hospitals"]}
-        whole = list(told.values())
-        models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
-        truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 for a missing model
-    most, n = int(truth.argmax()), int(truth.sum())
+        counts = document["counts"][model]
+        parts = {name: _score_counts([counts[name]]) for name in document["hospitals"]}
+        all_counts = list(counts.values())
+        models[model] = {"hospitals": parts, "merged": _score_counts(all_counts)}
+        truth = np.maximum(truth, np.sum(sum_confusions(all_counts), axis=1))  # 0 for a missing model
+    class_index, n = int(truth.argmax()), int(truth.sum())
     constant: Constant | None = None
     if n:
-        constant = {"class": document["classes"][most], "accuracy": float(truth[most] / n)}
+        constant = {"class": document["classes"][class_index], "accuracy": float(truth[class_index] / n)}
     hospitals, n_classes = list(document["hospitals"]), len(document["classes"])
     return {"hospitals": hospitals, "n_classes": n_classes, "models": models, "constant": constant}

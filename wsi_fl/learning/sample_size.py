@@ -15,7 +15,7 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class IntervalWidths:
     """Widths of 95 % intervals, from end to end; `expected` is of observed over expected cases."""
 
     auroc: float = 0.1
@@ -25,10 +25,10 @@ class Wanted:
     specificity: float = 0.1
 
 
-def patients_needed(
+def compute_sample_size(
     prevalence: float,
     area: float,
-    wanted: Wanted,
+    widths: IntervalWidths,
     *,
     sensitivity: float | None = None,
     specificity: float | None = None,
@@ -46,32 +46,32 @@ def patients_needed(
     Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
         outcome", Statistics in Medicine 40, 2021.
     """
-    found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / Z)}
+    sizes = {"auroc": _sample_size_for_area(prevalence, area, widths.auroc / 2 / Z)}
     # a ratio around 1: exp(zs) − exp(−zs) is the width
-    log_error = asinh(wanted.expected / 2) / Z
-    found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
-    found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / Z)
+    log_error = asinh(widths.expected / 2) / Z
+    sizes["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
+    sizes["slope"] = _sample_size_for_slope(*_model_log_odds(prevalence, area), widths.slope / 2 / Z)
     for name, value, share, width in (
-        ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
-        ("specificity", specificity, 1 - prevalence, wanted.specificity),
+        ("sensitivity", sensitivity, prevalence, widths.sensitivity),
+        ("specificity", specificity, 1 - prevalence, widths.specificity),
     ):
         if value is not None:
-            found[name] = ceil(value * (1 - value) / (width / 2 / Z) ** 2 / share)
-    return found
+            sizes[name] = ceil(value * (1 - value) / (width / 2 / Z) ** 2 / share)
+    return sizes
 
 
-def _for_area(prevalence: float, area: float, error: float) -> int:
+def _sample_size_for_area(prevalence: float, area: float, error: float) -> int:
     """Return the least n with Newcombe's standard error of an AUROC; it falls as n rises."""
 
-    def reached(n: int) -> float:
+    def standard_error(n: int) -> float:
         half = n / 2 - 1
         spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
         return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
 
-    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: reached(n) <= error)
+    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: standard_error(n) <= error)
 
 
-def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
+def _model_log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
     """Return log-odds and weights of a calibrated model: normal in both groups, d² apart and d wide."""
     from scipy.stats import norm
 
@@ -83,7 +83,7 @@ def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
     return lp, np.concatenate([prevalence * density, (1 - prevalence) * density])
 
 
-def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
+def _sample_size_for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
     """Return the number of patients for this standard error of the calibration slope.
 
     Args:

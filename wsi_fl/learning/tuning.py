@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
-from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, quality, strata
+from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, fill_patient_names
+from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, selection_score, fold_strata
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
 """C of the logistic regression, times the number of features."""
-_USUAL = 1.0
+_DEFAULT_STRENGTH = 1.0
 """Default of the strengths, where nothing can be held out."""
-_SURE = 1e-12
+_MIN_PROBABILITY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class FittedHead:
     held_out: Probabilities | None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fit_summary(self) -> dict[str, Any]:
         """Return the record of the fit for a run."""
         return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
 
 
-def fitted_head(
+def fit_linear_head(
     x: NDArray[Any], labels: Truth, patient: NDArray[np.str_], n_classes: int, task: Task = CLASSES
 ) -> FittedHead:
     """Fit a linear head with the best regularisation on held-out patients.
@@ -65,30 +65,30 @@ def fitted_head(
         n_classes: or the number of outputs of another task.
     """
     if task.kind != "classes":
-        return _fitted_line(x, labels, patient, n_classes, task)
+        return _fit_task_head(x, labels, patient, n_classes, task)
     present = np.unique(labels)
     d = x.shape[1]
     if len(present) < 2:  # a constant prediction
         bias = np.full(n_classes, 0.0)
         bias[present] = 1.0
-        return FittedHead(np.zeros((n_classes, d)), bias, _USUAL / d, None, None)
+        return FittedHead(np.zeros((n_classes, d)), bias, _DEFAULT_STRENGTH / d, None, None)
 
-    def judged(logits: NDArray[np.float64]) -> tuple[float, Probabilities]:
-        said = softmax(logits)
-        return _balanced_loss(said, labels), said
+    def evaluate_logits(logits: NDArray[np.float64]) -> tuple[float, Probabilities]:
+        probabilities = softmax(logits)
+        return _class_balanced_loss(probabilities, labels), probabilities
 
-    head = _by_cross_validation(
-        x, labels, n_classes, _logistic, judged, list(_held_out_folds(labels, patient))
+    head = _cross_validate(
+        x, labels, n_classes, _fit_logistic, evaluate_logits, list(_split_folds(labels, patient))
     )
     if head.loss is not None and head.held_out is not None:
-        middle = _middle(head.held_out, labels)
-        moved = softmax(_logs(head.held_out) - middle)
-        if (better := _balanced_loss(moved, labels)) < head.loss:
-            return replace(head, bias=head.bias - middle, loss=better, held_out=moved)
+        middle = _class_midpoint(head.held_out, labels)
+        shifted = softmax(_log_probabilities(head.held_out) - middle)
+        if (shifted_loss := _class_balanced_loss(shifted, labels)) < head.loss:
+            return replace(head, bias=head.bias - middle, loss=shifted_loss, held_out=shifted)
     return head
 
 
-def _fitted_line(
+def _fit_task_head(
     x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task
 ) -> FittedHead:
     """Fit the head of a number by ridge regression, or of hazards by logistic regression.
@@ -98,15 +98,15 @@ def _fitted_line(
     """
     import torch
 
-    known = torch.from_numpy(truth)
+    targets = torch.from_numpy(truth)
 
-    def judged(outputs: NDArray[np.float64]) -> tuple[float, Predicted]:
-        told = torch.from_numpy(outputs)
-        return float(task.losses(told, known).mean()), task.said(told).numpy()
+    def evaluate_outputs(outputs: NDArray[np.float64]) -> tuple[float, PredictionArray]:
+        tensor = torch.from_numpy(outputs)
+        return float(task.compute_losses(tensor, targets).mean()), task.predict(tensor).numpy()
 
-    column, fit = task.columns(known).numpy(), _ridge if task.kind == "number" else _hazards
-    folds = list(_held_out_folds(column > np.median(column), patient))
-    return _by_cross_validation(x, column, n_outputs, fit, judged, folds)
+    column, fit = task.statistics_columns(targets).numpy(), _fit_ridge if task.kind == "number" else _fit_hazards
+    folds = list(_split_folds(column > np.median(column), patient))
+    return _cross_validate(x, column, n_outputs, fit, evaluate_outputs, folds)
 
 
 _Fit = Callable[
@@ -115,12 +115,12 @@ _Fit = Callable[
 """(rows, their truth, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
 
 
-def _by_cross_validation(
+def _cross_validate(
     x: NDArray[Any],
     truth: NDArray[Any],
     n_outputs: int,
     fit: _Fit,
-    judged: Callable[[NDArray[np.float64]], tuple[float, Predicted]],
+    evaluate: Callable[[NDArray[np.float64]], tuple[float, PredictionArray]],
     folds: Sequence[NDArray[np.bool_]],
 ) -> FittedHead:
     """Return the head of the strength with the least loss on held-out rows.
@@ -130,85 +130,85 @@ def _by_cross_validation(
     """
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
-    rows, found = x @ basis, []
-    for strength in (one / d for one in _STRENGTHS) if folds else ():
+    rows, candidates = x @ basis, []
+    for strength in (factor / d for factor in _STRENGTHS) if folds else ():
         outputs = np.empty((len(rows), n_outputs))
         for fold in folds:
             weight, bias = fit(rows[~fold], truth[~fold], strength, n_outputs)
             outputs[fold] = rows[fold] @ weight.T + bias
-        loss, said = judged(outputs)
-        found.append((loss, strength, said))
-    best = min(found, key=lambda one: one[0]) if found else (None, _USUAL / d, None)
+        loss, predictions = evaluate(outputs)
+        candidates.append((loss, strength, predictions))
+    best = min(candidates, key=lambda candidate: candidate[0]) if candidates else (None, _DEFAULT_STRENGTH / d, None)
     weight, bias = fit(rows, truth, best[1], n_outputs)
     return FittedHead(weight @ basis.T, bias, best[1], best[0], best[2])
 
 
-def _ridge(
+def _fit_ridge(
     rows: NDArray[np.float64], share: NDArray[np.float64], strength: float, n_outputs: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [1, d] and bias [1] of ridge regression on places in the range, from −1 to 1."""
     from sklearn.linear_model import Ridge
 
-    found = Ridge(alpha=1 / strength).fit(rows, 2 * share - 1)
-    return found.coef_[None], np.full(n_outputs, found.intercept_)
+    model = Ridge(alpha=1 / strength).fit(rows, 2 * share - 1)
+    return model.coef_[None], np.full(n_outputs, model.intercept_)
 
 
-def _hazards(
+def _fit_hazards(
     rows: NDArray[np.float64], column: Labels, strength: float, n_outputs: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [k, d], the same for all, and bias [k] of the logits of hazards in k intervals."""
     from sklearn.linear_model import LogisticRegression
 
-    seen, interval = column < n_outputs, np.arange(n_outputs)
-    reached = np.where(seen, column + 1, column - n_outputs)
-    row, at = np.nonzero(interval < reached[:, None])
-    event = seen[row] & (at == column[row])
+    observed, interval = column < n_outputs, np.arange(n_outputs)
+    n_reached = np.where(observed, column + 1, column - n_outputs)
+    row, interval_index = np.nonzero(interval < n_reached[:, None])
+    event = observed[row] & (interval_index == column[row])
     if not 0 < event.sum() < len(event):
-        return np.zeros((n_outputs, rows.shape[1])), np.full(n_outputs, -_NEVER if event.any() else _NEVER)
-    scale = _FREE * np.sqrt(rows.shape[1])
-    person_periods = np.concatenate([rows[row], scale * (at[:, None] == interval)], axis=1)
-    found = LogisticRegression(C=strength, fit_intercept=False, solver="newton-cg").fit(person_periods, event)
-    slope, bias = np.split(found.coef_[0], [rows.shape[1]])
+        return np.zeros((n_outputs, rows.shape[1])), np.full(n_outputs, -_UNSEEN_LOGIT if event.any() else _UNSEEN_LOGIT)
+    scale = _INTERVAL_SCALE * np.sqrt(rows.shape[1])
+    person_periods = np.concatenate([rows[row], scale * (interval_index[:, None] == interval)], axis=1)
+    model = LogisticRegression(C=strength, fit_intercept=False, solver="newton-cg").fit(person_periods, event)
+    slope, bias = np.split(model.coef_[0], [rows.shape[1]])
     return np.tile(slope, (n_outputs, 1)), scale * bias
 
 
-_FREE = 10.0
+_INTERVAL_SCALE = 10.0
 """Factor of the intercepts' features: the hazards of intervals are regularised less than the slope."""
 
 
-def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
+def _class_midpoint(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return log-probabilities [classes] midway between the means of the classes that occur; 0 for others."""
-    means = mean_over_classes(_logs(said), labels)
-    found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), labels), means, 0.0)
-    return found
+    means = mean_over_classes(_log_probabilities(probabilities), labels)
+    midpoint: NDArray[np.float64] = np.where(np.isin(np.arange(probabilities.shape[1]), labels), means, 0.0)
+    return midpoint
 
 
-def _logs(said: Probabilities) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.log(np.clip(said, _SURE, None))
-    return found
+def _log_probabilities(probabilities: Probabilities) -> NDArray[np.float64]:
+    logs: NDArray[np.float64] = np.log(np.clip(probabilities, _MIN_PROBABILITY, None))
+    return logs
 
 
-def _logistic(
+def _fit_logistic(
     rows: NDArray[np.float64], labels: Labels, strength: float, n_classes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [classes, d] and bias [classes] of a balanced logistic regression; absent classes get −∞."""
     from sklearn.linear_model import LogisticRegression
 
-    found = LogisticRegression(C=strength, class_weight="balanced", solver="newton-cg").fit(rows, labels)
-    weight, bias = np.zeros((n_classes, rows.shape[1])), np.full(n_classes, _NEVER)
-    if len(found.classes_) == 2:  # one row for both
-        for sign, one in zip((-0.5, 0.5), found.classes_, strict=True):
-            weight[one], bias[one] = sign * found.coef_[0], sign * found.intercept_[0]
+    model = LogisticRegression(C=strength, class_weight="balanced", solver="newton-cg").fit(rows, labels)
+    weight, bias = np.zeros((n_classes, rows.shape[1])), np.full(n_classes, _UNSEEN_LOGIT)
+    if len(model.classes_) == 2:  # one row for both
+        for sign, label in zip((-0.5, 0.5), model.classes_, strict=True):
+            weight[label], bias[label] = sign * model.coef_[0], sign * model.intercept_[0]
     else:
-        weight[found.classes_], bias[found.classes_] = found.coef_, found.intercept_
+        weight[model.classes_], bias[model.classes_] = model.coef_, model.intercept_
     return weight, bias
 
 
-_NEVER = -30.0
+_UNSEEN_LOGIT = -30.0
 """Logit of a class without examples."""
 
 
-def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
+def _split_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
     """Yield the held-out rows bool[n] of up to five folds: whole patients, stratified by class.
 
     Of a class with a single patient, single rows are held out: a threshold fitted to the patient's other rows is better
@@ -216,36 +216,36 @@ def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArr
     """
     from sklearn.model_selection import StratifiedGroupKFold
 
-    names = one_each(patient)
-    for one in np.unique(labels):
-        if len(np.unique(names[mine := labels == one])) == 1:
-            names = np.where(mine, np.char.add("row ", np.arange(len(names)).astype(str)), names)
-    patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
+    names = fill_patient_names(patient)
+    for label in np.unique(labels):
+        if len(np.unique(names[rows := labels == label])) == 1:
+            names = np.where(rows, np.char.add("row ", np.arange(len(names)).astype(str)), names)
+    patients = [len(np.unique(names[labels == label])) for label in np.unique(labels)]
     n_folds = min(_FOLDS, *patients)
     if n_folds < 2 or len(patients) < 2:
         return
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
-    for seen, held in splitter.split(np.zeros(len(labels)), labels, names):
-        if len(np.unique(labels[seen])) == len(patients):
-            yield np.isin(np.arange(len(labels)), held)
+    for train_rows, test_rows in splitter.split(np.zeros(len(labels)), labels, names):
+        if len(np.unique(labels[train_rows])) == len(patients):
+            yield np.isin(np.arange(len(labels)), test_rows)
 
 
-def _balanced_loss(said: Probabilities, labels: Labels) -> float:
+def _class_balanced_loss(probabilities: Probabilities, labels: Labels) -> float:
     """Return the log-loss of float64[n, classes], averaged within each class that occurs and then over classes."""
-    return float(mean_over_classes(log_losses(said, labels), labels))
+    return float(mean_over_classes(log_losses(probabilities, labels), labels))
 
 
-def log_losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
+def log_losses(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return float64[n], the log-loss of every row of float64[n, classes]."""
-    found: NDArray[np.float64] = -np.log(np.clip(said[np.arange(len(labels)), labels], _SURE, None))
-    return found
+    losses: NDArray[np.float64] = -np.log(np.clip(probabilities[np.arange(len(labels)), labels], _MIN_PROBABILITY, None))
+    return losses
 
 
 def softmax(logits: NDArray[np.float64]) -> Probabilities:
     """Return probabilities of logits float64[n, classes]."""
-    raised = np.exp(logits - logits.max(1, keepdims=True))
-    found: Probabilities = raised / raised.sum(1, keepdims=True)
-    return found
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities: Probabilities = exponentials / exponentials.sum(1, keepdims=True)
+    return probabilities
 
 
 @dataclass(frozen=True)
@@ -261,23 +261,23 @@ class HyperParameters:
     balance: bool
 
 
-def criterion(said: Predicted, truth: Truth, task: Task) -> float:
+def selection_loss(predictions: PredictionArray, truth: Truth, task: Task) -> float:
     """Return the loss for selection: the balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
-        return _balanced_loss(said, truth)
-    reached = quality(said, truth, task)
-    return np.inf if reached is None else -reached
+        return _class_balanced_loss(predictions, truth)
+    score = selection_score(predictions, truth, task)
+    return np.inf if score is None else -score
 
 
-def tuned(
+def tune_hyperparameters(
     labels: Truth,
     patient: NDArray[np.str_],
-    usual: HyperParameters,
-    trained: Callable[[HyperParameters, NDArray[np.bool_]], Probabilities],
+    defaults: HyperParameters,
+    train_and_predict: Callable[[HyperParameters, NDArray[np.bool_]], Probabilities],
     *,
     folds: int,
     task: Task = CLASSES,
-) -> tuple[HyperParameters, Predicted | None]:
+) -> tuple[HyperParameters, PredictionArray | None]:
     """Tune settings in turn: class balance (for classes), then weight decay, then the learning rate.
 
     Args:
@@ -290,29 +290,29 @@ def tuned(
         The settings of least loss, and their cross-validated predictions float64[n, k]; the initial settings and None
         where nothing can be held out.
     """
-    parts = list(_held_out_folds(strata(labels, task), patient))
+    parts = list(_split_folds(fold_strata(labels, task), patient))
     if not parts:
-        return usual, None
-    asked = np.concatenate([np.flatnonzero(fold) for fold in parts[:folds]])
-    tried: dict[HyperParameters, tuple[float, list[Probabilities]]] = {}
+        return defaults, None
+    tested_rows = np.concatenate([np.flatnonzero(fold) for fold in parts[:folds]])
+    results: dict[HyperParameters, tuple[float, list[Probabilities]]] = {}
 
-    def loss(way: HyperParameters) -> float:
-        if way not in tried:
-            said = [trained(way, ~fold) for fold in parts[:folds]]
-            tried[way] = criterion(np.concatenate(said), labels[asked], task), said
-        return tried[way][0]
+    def fold_loss(settings: HyperParameters) -> float:
+        if settings not in results:
+            predictions = [train_and_predict(settings, ~fold) for fold in parts[:folds]]
+            results[settings] = selection_loss(np.concatenate(predictions), labels[tested_rows], task), predictions
+        return results[settings][0]
 
     balances = (True, False) if task.kind == "classes" else (False,)
-    best = min((replace(usual, balance=one) for one in balances), key=loss)
-    best = min((replace(best, weight_decay=one) for one in (usual.weight_decay, *_DECAYS)), key=loss)
-    best = min((replace(best, lr=one * usual.lr) for one in (1.0, *_RATES)), key=loss)
+    best = min((replace(defaults, balance=balance) for balance in balances), key=fold_loss)
+    best = min((replace(best, weight_decay=decay) for decay in (defaults.weight_decay, *_WEIGHT_DECAYS)), key=fold_loss)
+    best = min((replace(best, lr=factor * defaults.lr) for factor in (1.0, *_RATE_FACTORS)), key=fold_loss)
     if not np.any(parts, axis=0).all():  # rows without a cross-validated prediction
         return best, None
-    said = tried[best][1] + [trained(best, ~fold) for fold in parts[folds:]]
-    held_out = np.empty((len(labels), said[0].shape[1]))
-    for fold, one in zip(parts, said, strict=True):
-        held_out[fold] = one
+    predictions = results[best][1] + [train_and_predict(best, ~fold) for fold in parts[folds:]]
+    held_out = np.empty((len(labels), predictions[0].shape[1]))
+    for fold, fold_predictions in zip(parts, predictions, strict=True):
+        held_out[fold] = fold_predictions
     return best, held_out
 
 
-_DECAYS, _RATES = (1e-3, 1e-2, 1e-1), (0.3,)
+_WEIGHT_DECAYS, _RATE_FACTORS = (1e-3, 1e-2, 1e-1), (0.3,)

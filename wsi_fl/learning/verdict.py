@@ -20,18 +20,18 @@ _Floats = NDArray[np.float64]
 
 _SMALLEST_DIFFERENCE = 0.01
 """Threshold of a negligible difference in a score."""
-_EQUIVALENT = 0.03
+_EQUIVALENCE_MARGIN = 0.03
 """Equivalence margin: an interval of the pooled gain that ends below it shows that there is nothing to gain."""
-_LEVEL = 0.95
+_CONFIDENCE_LEVEL = 0.95
 """Confidence level of all intervals."""
-_MORE = 4
+_SHRINKAGE_PATIENTS = 4
 """Pseudo-patients for shrinkage of a stratum's ratio towards that of all."""
 _ROUNDING = 1e-12
-_LEAST = float(np.finfo(float).tiny)
+_MIN_P = float(np.finfo(float).tiny)
 """Minimum of p-values: no test gives 0."""
 
 
-class Value(TypedDict):
+class EstimateDocument(TypedDict):
     """The JSON document of an estimate."""
 
     mean: float
@@ -59,7 +59,7 @@ class Estimate:
     noise: float | None = None
     n_patients: int | None = None
 
-    def between(self, least: float, most: float) -> Estimate:
+    def clip_interval(self, minimum: float, maximum: float) -> Estimate:
         """Return the estimate with its interval clipped to possible values.
 
         Where n patients all agree the variance is 0, but a share of up to 1 − 0.025^(1/n) of all patients may differ
@@ -69,12 +69,12 @@ class Estimate:
             return self
         low, high = self.low, self.high
         if self.patients == 0 and self.n_patients:
-            unseen = 1 - ((1 - _LEVEL) / 2) ** (1 / self.n_patients)
-            low = min(low, self.mean - unseen * (self.mean - least))
-            high = max(high, self.mean + unseen * (most - self.mean))
-        return replace(self, low=max(low, least), high=min(high, most))
+            unseen = 1 - ((1 - _CONFIDENCE_LEVEL) / 2) ** (1 / self.n_patients)
+            low = min(low, self.mean - unseen * (self.mean - minimum))
+            high = max(high, self.mean + unseen * (maximum - self.mean))
+        return replace(self, low=max(low, minimum), high=min(high, maximum))
 
-    def document(self) -> Value:
+    def build_document(self) -> EstimateDocument:
         """Return the estimate as in ``--json``: mean, low, high, the number of test patients, and the sources."""
         sources = {"patients": self.patients, "seeds": self.seeds, "noise": self.noise}
         return {
@@ -86,7 +86,7 @@ class Estimate:
         }
 
 
-def estimate(
+def estimate_mean(
     values: _Floats, weights: _Floats, patient: NDArray[np.str_], noise: _Floats | None = None
 ) -> Estimate:
     """Return the weighted mean of values, with its interval.
@@ -97,12 +97,12 @@ def estimate(
         patient: str[n].
         noise: float64[r], the standard deviation by the noise of released statistics, where known.
     """
-    return ratio(values * weights, weights, patient, noise, weights[0])
+    return estimate_ratio(values * weights, weights, patient, noise, weights[0])
 
 
-def ratio(
-    part: _Floats,
-    whole: _Floats,
+def estimate_ratio(
+    numerator: _Floats,
+    denominator: _Floats,
     patient: NDArray[np.str_],
     noise: _Floats | None = None,
     stratum: _Floats | None = None,
@@ -124,38 +124,38 @@ def ratio(
         noise: float64[r], the standard deviation of each run's ratio by the noise of released statistics, where known.
         stratum: float64[n], equal for examples whose share in the sums is fixed; None for a single stratum.
     """
-    mean = float(part.sum() / whole.sum())
-    apart = part - mean * whole
-    names, which = np.unique(patient[whole.any(0)], return_inverse=True)
+    mean = float(numerator.sum() / denominator.sum())
+    residuals = numerator - mean * denominator
+    names, patient_index = np.unique(patient[denominator.any(0)], return_inverse=True)
     if len(names) < 2:
         return Estimate(mean, None, None)
-    strata = np.zeros(whole.shape[1]) if stratum is None else stratum
-    for one in np.unique(strata):
-        mine = strata == one
-        n = len(np.unique(patient[mine]))
-        own = apart[:, mine].sum() / (whole[:, mine].sum() or 1.0)
-        apart[:, mine] -= n / (n + _MORE) * own * whole[:, mine]
-    squares = (np.bincount(which, apart.sum(0)[whole.any(0)], len(names)) / whole.sum()) ** 2
+    strata = np.zeros(denominator.shape[1]) if stratum is None else stratum
+    for label in np.unique(strata):
+        rows = strata == label
+        n = len(np.unique(patient[rows]))
+        stratum_ratio = residuals[:, rows].sum() / (denominator[:, rows].sum() or 1.0)
+        residuals[:, rows] -= n / (n + _SHRINKAGE_PATIENTS) * stratum_ratio * denominator[:, rows]
+    squares = (np.bincount(patient_index, residuals.sum(0)[denominator.any(0)], len(names)) / denominator.sum()) ** 2
     squares[squares < _ROUNDING**2] = 0
-    of_patients = len(names) / (len(names) - 1) * float(squares.sum())
-    matter = float(squares.sum()) ** 2 / max(float((squares**2).sum()), 1e-300)
-    free = min(matter, len(names) - len(np.unique(strata)))
-    sources = [(of_patients, max(1.0, free))]
-    n_runs = len(part)
-    of_seeds = float((apart.sum(1) / whole.sum(1)).var(ddof=1)) / n_runs if n_runs > 1 else None
-    of_noise = None if noise is None else float((noise**2).sum()) / n_runs**2
-    if of_noise is not None and of_noise > (of_seeds or 0):
-        sources.append((of_noise, inf))
-    elif of_seeds is not None:
-        sources.append((of_seeds, n_runs - 1))
-    half = _half(sources)
+    patient_variance = len(names) / (len(names) - 1) * float(squares.sum())
+    effective_patients = float(squares.sum()) ** 2 / max(float((squares**2).sum()), 1e-300)
+    degrees = min(effective_patients, len(names) - len(np.unique(strata)))
+    sources = [(patient_variance, max(1.0, degrees))]
+    n_runs = len(numerator)
+    seed_variance = float((residuals.sum(1) / denominator.sum(1)).var(ddof=1)) / n_runs if n_runs > 1 else None
+    noise_variance = None if noise is None else float((noise**2).sum()) / n_runs**2
+    if noise_variance is not None and noise_variance > (seed_variance or 0):
+        sources.append((noise_variance, inf))
+    elif seed_variance is not None:
+        sources.append((seed_variance, n_runs - 1))
+    half_width = _half_width(sources)
     patients, seeds, noises = (
-        None if one is None else sqrt(one) for one in (of_patients, of_seeds, of_noise)
+        None if variance is None else sqrt(variance) for variance in (patient_variance, seed_variance, noise_variance)
     )
-    return Estimate(mean, mean - half, mean + half, patients, seeds, noises, len(names))
+    return Estimate(mean, mean - half_width, mean + half_width, patients, seeds, noises, len(names))
 
 
-def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
+def estimate_from_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
     """Return the mean of n repetitions with different seeds, with the interval of Student's t.
 
     Args:
@@ -164,23 +164,23 @@ def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
     """
     if not sd:
         return Estimate(mean, None, None)
-    half = _half([(sd**2 / n, n - 1)])
-    return Estimate(mean, mean - half, mean + half, seeds=sd / sqrt(n))
+    half_width = _half_width([(sd**2 / n, n - 1)])
+    return Estimate(mean, mean - half_width, mean + half_width, seeds=sd / sqrt(n))
 
 
-def _half(sources: list[tuple[float, float]]) -> float:
+def _half_width(sources: list[tuple[float, float]]) -> float:
     """Return half the width of an interval from variances to add and the degrees of freedom of each."""
     from scipy.stats import norm, t
 
-    variance = sum(one for one, _ in sources)
+    variance = sum(variance_part for variance_part, _ in sources)
     if variance <= 0:
         return 0.0
-    unsure = sum(one**2 / free for one, free in sources)
-    tail = (1 + _LEVEL) / 2
-    return float(t.ppf(tail, variance**2 / unsure) if unsure > 0 else norm.ppf(tail)) * sqrt(variance)
+    uncertainty = sum(variance_part**2 / degrees for variance_part, degrees in sources)
+    tail = (1 + _CONFIDENCE_LEVEL) / 2
+    return float(t.ppf(tail, variance**2 / uncertainty) if uncertainty > 0 else norm.ppf(tail)) * sqrt(variance)
 
 
-def verdict(gain: Estimate | None, room: Estimate | None) -> str:
+def decide_verdict(gain: Estimate | None, pooled_gain: Estimate | None) -> str:
     """Return the verdict for a hospital: "join", "local", "nothing to gain", or "inconclusive".
 
     Args:
@@ -193,21 +193,21 @@ def verdict(gain: Estimate | None, room: Estimate | None) -> str:
         return "join"
     if gain.high < 0 and gain.mean <= -_SMALLEST_DIFFERENCE:
         return "local"
-    if room is None or room.high is None:
+    if pooled_gain is None or pooled_gain.high is None:
         return "inconclusive"
-    little = room.mean < _SMALLEST_DIFFERENCE and room.high < _EQUIVALENT
-    return "nothing to gain" if little else "inconclusive"
+    is_negligible = pooled_gain.mean < _SMALLEST_DIFFERENCE and pooled_gain.high < _EQUIVALENCE_MARGIN
+    return "nothing to gain" if is_negligible else "inconclusive"
 
 
-def shows_room(room: Estimate | None) -> bool:
+def has_pooled_gain(pooled_gain: Estimate | None) -> bool:
     """Return whether the pooled gain is significant, so that a share of it can be reported."""
-    return room is not None and room.low is not None and room.low > 0
+    return pooled_gain is not None and pooled_gain.low is not None and pooled_gain.low > 0
 
 
 # ---- methods against each other
 
 
-class Paired(TypedDict):
+class PairedTest(TypedDict):
     """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and the p-value of their test.
 
     `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or without any difference.
@@ -219,7 +219,7 @@ class Paired(TypedDict):
     p: float | None
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
+def compare_pairs(a: Sequence[float], b: Sequence[float]) -> PairedTest:
     """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
 
     Where all differences are equal, their variance is 0, and p that of a sign test: 2^(1 − n). No p is 0.
@@ -234,25 +234,25 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if n < 2:
         return {"difference": mean, "sd": None, "n": n, "p": None}
     if float(np.ptp(differences)) <= _ROUNDING:
-        sign_test = max(0.5 ** (n - 1), _LEAST) if abs(mean) > _ROUNDING else None
+        sign_test = max(0.5 ** (n - 1), _MIN_P) if abs(mean) > _ROUNDING else None
         return {"difference": mean, "sd": 0.0, "n": n, "p": sign_test}
     from scipy.stats import ttest_rel
 
     p = float(ttest_rel(a, b).pvalue)
     sd = float(differences.std(ddof=1))
-    return {"difference": mean, "sd": sd, "n": n, "p": max(p, _LEAST) if isfinite(p) else None}
+    return {"difference": mean, "sd": sd, "n": n, "p": max(p, _MIN_P) if isfinite(p) else None}
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm_adjust(p_values: Sequence[float | None]) -> list[float | None]:
     """Return the p-values of one family of tests, adjusted by Holm's method (1979).
 
     The k-th smallest of m is multiplied by m − k + 1, and the results never decrease with k. None, a missing test,
     stays None and does not count.
     """
-    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    ranked = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     highest = 0.0
-    for rank, (p, index) in enumerate(known):
-        highest = max(highest, min(1.0, (len(known) - rank) * p))
+    for rank, (p, index) in enumerate(ranked):
+        highest = max(highest, min(1.0, (len(ranked) - rank) * p))
         corrected[index] = highest
     return corrected

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import nn
 
-from wsi_fl.models.cnn import BUILDERS
+from wsi_fl.models.cnn import IMAGE_BUILDERS
 from wsi_fl.models.directions import N_RANDOM
 from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
-from wsi_fl.models.shared_head import Kind, SharedHead
+from wsi_fl.models.shared_head import HeadKind, SharedHead
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
     from wsi_fl.models.pretrained import Part
 
-_SEEN: dict[str, tuple[str, str, dict[str, Callable[[int, int], nn.Module]]]] = {
+_FEATURE_BUILDERS: dict[str, tuple[str, str, dict[str, Callable[[int, int], nn.Module]]]] = {
     "bags": ("bags of features", "mosaics", BAG_BUILDERS),
     "vectors": ("the features of a patch", "features", VECTOR_BUILDERS),
 }
@@ -38,7 +38,7 @@ HUB: Literal["hub"] = "hub"
 
 
 @dataclass(frozen=True)
-class Start:
+class StartWeights:
     """Initial weights of a network and its trained part.
 
     Attributes:
@@ -54,7 +54,7 @@ class Start:
     cache: Path | None = None
 
 
-def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | None = None) -> nn.Module:
+def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None) -> nn.Module:
     """Build a model initialised deterministically from a seed.
 
     Args:
@@ -74,53 +74,53 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if start is not None:
-            return _started(name, n_classes, shape, start)
+            return _build_pretrained(name, n_classes, shape, start)
         if not isinstance(shape, Images):
-            return _of_features(name, n_classes, shape)
+            return _build_feature_model(name, n_classes, shape)
         if name.startswith("timm:"):
-            from wsi_fl.models.pretrained import timm_model
+            from wsi_fl.models.pretrained import build_timm_model
 
-            return timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
-        for sees, data, builders in _SEEN.values():
+            return build_timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
+        for sees, data, builders in _FEATURE_BUILDERS.values():
             if name in builders:
                 raise UsageError(f"model {name!r} takes {sees}, not images; set train.data = {data!r}")
-        if name not in BUILDERS:
-            raise UsageError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}, timm:NAME")
-        return BUILDERS[name](n_classes, shape.channels, shape.size_px)
+        if name not in IMAGE_BUILDERS:
+            raise UsageError(f"unknown model {name!r}; known: {', '.join(IMAGE_BUILDERS)}, timm:NAME")
+        return IMAGE_BUILDERS[name](n_classes, shape.channels, shape.size_px)
 
 
-def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module:
+def _build_pretrained(name: str, n_classes: int, shape: Shape, start: StartWeights) -> nn.Module:
     if not isinstance(shape, Images) or not (name == "resnet18" or name.startswith("timm:")):
         raise UsageError(
             f"model {name!r} starts from no weights; those that do are resnet18 and timm:NAME, of patches"
         )
-    from wsi_fl.models.pretrained import pretrained_model
+    from wsi_fl.models.pretrained import build_pretrained_model
 
-    return pretrained_model(name.removeprefix("timm:"), n_classes, shape, start)
+    return build_pretrained_model(name.removeprefix("timm:"), n_classes, shape, start)
 
 
-def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
+def _build_feature_model(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
-    made, *how = name.split(":")
-    if made == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
-        n, asked = int(how[0]) if how else N_RANDOM, cast(Kind, how[1] if len(how) > 1 else "classes")
-        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", directions=n, kind=asked)
-    sees, _, builders = _SEEN[kind]
+    family, *options = name.split(":")
+    if family == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
+        n, head_kind = int(options[0]) if options else N_RANDOM, cast(HeadKind, options[1] if len(options) > 1 else "classes")
+        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", projection=n, kind=head_kind)
+    sees, _, builders = _FEATURE_BUILDERS[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees
         raise UsageError(f"model {name!r} does not take {sees}; those that do: {', '.join(builders)}")
     return builders[name](n_classes, shape.n_features)
 
 
-def schema(model: nn.Module) -> str:
+def schema_digest(model: nn.Module) -> str:
     """Return the digest of the trained parameters' names and shapes, which peers must share to average models.
 
     It covers the initial weights, since parameters that are not trained never leave the site.
     """
-    said: list[object] = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
-    if start := started_from(model):
-        said.append(start)
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    layout: list[object] = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
+    if start := start_digest(model):
+        layout.append(start)
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
 def parameters_digest(model: nn.Module) -> str:
@@ -129,7 +129,7 @@ def parameters_digest(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
-def started_from(model: nn.Module) -> str:
+def start_digest(model: nn.Module) -> str:
     """Return the SHA-256 of the initial weights of a model; "" for random ones."""
-    started = getattr(model, "started", None)
-    return bytes(started.tolist()).hex() if isinstance(started, torch.Tensor) else ""
+    digest = getattr(model, "started", None)
+    return bytes(digest.tolist()).hex() if isinstance(digest, torch.Tensor) else ""

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wsi_fl.models.cnn import FrozenNorm, group_norm
-from wsi_fl.models.weights import created, digest_of, fit, published_weights, read_weights
-from wsi_fl.types import Images, UsageError, one_line
+from wsi_fl.models.weights import create_timm_model, weights_digest, load_weights, download_weights, read_weights
+from wsi_fl.types import Images, UsageError, single_line
 
 if TYPE_CHECKING:
-    from wsi_fl.models import Start
+    from wsi_fl.models import StartWeights
 
 
-def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
+def build_timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
     """Build a timm architecture with random weights, ready for per-example gradients."""
-    what = f"{n_classes} classes and {in_channels} channels"
-    return _without_batch_norm(created(name, what, num_classes=n_classes, in_chans=in_channels))
+    description = f"{n_classes} classes and {in_channels} channels"
+    return _replace_batch_norm(create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels))
 
 
-def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
+def _replace_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
     """Replace every 2-d BatchNorm by GroupNorm in place, or with `frozen` every BatchNorm by its frozen form.
 
     Dropout and activation, which timm fuses with a norm, come after it.
@@ -37,10 +37,10 @@ def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
             norm = FrozenNorm(child) if frozen else group_norm(child.num_features)
-            after = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
-            setattr(model, name, nn.Sequential(norm, *after) if after else norm)
+            extras = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
+            setattr(model, name, nn.Sequential(norm, *extras) if extras else norm)
         else:
-            _without_batch_norm(child, frozen=frozen)
+            _replace_batch_norm(child, frozen=frozen)
     for module in model.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
 
 
 Part = Literal["all", "head", "last", "norm", "lora"]
-_RANK = 4
+_LORA_RANK = 4
 """Rank of adapters: low, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
 
 
@@ -73,7 +73,7 @@ class _Pretrained(nn.Module):
         return logits
 
 
-def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> _Pretrained:
+def build_pretrained_model(name: str, n_classes: int, shape: Images, start: StartWeights) -> _Pretrained:
     """Build a timm architecture with initial weights and a random classifier; its BatchNorm is frozen.
 
     Raises:
@@ -82,8 +82,8 @@ def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> 
     """
     if shape.channels != 3:
         raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
-    model = created(name, "weights without classes", num_classes=0)
-    digest = "" if start.weights is None else _load(model, name, start.weights, start.cache)
+    model = create_timm_model(name, "weights without classes", num_classes=0)
+    digest = "" if start.weights is None else _load_weights(model, name, start.weights, start.cache)
     _fit_size(model, name, shape.size_px)
     model.reset_classifier(n_classes)
     trained = _PARTS[start.train](model)
@@ -94,17 +94,17 @@ def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> 
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return _Pretrained(_without_batch_norm(model, frozen=True), digest)
+    return _Pretrained(_replace_batch_norm(model, frozen=True), digest)
 
 
-def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
+def _load_weights(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
     """Load weights into a model without classifier; return the digest of weights and normalisation."""
     if isinstance(weights, str):
-        path = published_weights(name, model.pretrained_cfg.get("hf_hub_id"))
+        path = download_weights(name, model.pretrained_cfg.get("hf_hub_id"))
     else:
         path = weights / f"{name}.safetensors" if weights.is_dir() else weights
-    fit(model, read_weights(path, cache), str(path))
-    return digest_of(_Pretrained(model, ""))
+    load_weights(model, read_weights(path, cache), str(path))
+    return weights_digest(_Pretrained(model, ""))
 
 
 def _fit_size(model: Any, name: str, size_px: int) -> None:
@@ -113,20 +113,20 @@ def _fit_size(model: Any, name: str, size_px: int) -> None:
         try:
             model.set_input_size(img_size=size_px)
         except Exception as error:  # each architecture has its own way to refuse
-            raise UsageError(f"timm makes no {name} of images of {size_px} px: {one_line(error)}") from None
+            raise UsageError(f"timm makes no {name} of images of {size_px} px: {single_line(error)}") from None
 
 
-def _classifier(model: Any) -> list[nn.Module]:
+def _classifier_layers(model: Any) -> list[nn.Module]:
     """Return the layers of the classifier; some architectures have two."""
-    found = model.get_classifier()
-    return list(found) if isinstance(found, tuple) else [found]
+    classifier = model.get_classifier()
+    return list(classifier) if isinstance(classifier, tuple) else [classifier]
 
 
-def _head(model: Any) -> list[nn.Parameter]:
-    return [parameter for layer in _classifier(model) for parameter in layer.parameters()]
+def _head_parameters(model: Any) -> list[nn.Parameter]:
+    return [parameter for layer in _classifier_layers(model) for parameter in layer.parameters()]
 
 
-def _last(model: Any) -> list[nn.Parameter]:
+def _last_parameters(model: Any) -> list[nn.Parameter]:
     """Return the parameters of the last block and after it, as timm divides its models."""
     if not hasattr(model, "group_matcher"):
         raise UsageError(
@@ -135,21 +135,21 @@ def _last(model: Any) -> list[nn.Parameter]:
     depth = group_parameters(model, model.group_matcher(), return_values=False, reverse=True)
     last = sorted(set(depth.values()))[-2:]
     named = dict(model.named_parameters())
-    return [*_head(model), *(named[name] for name, k in depth.items() if k in last)]
+    return [*_head_parameters(model), *(named[name] for name, k in depth.items() if k in last)]
 
 
-def _norm(model: Any) -> list[nn.Parameter]:
+def _norm_parameters(model: Any) -> list[nn.Parameter]:
     layers = [module for module in model.modules() if "Norm" in type(module).__name__]
-    return [*_head(model), *(p for layer in layers for p in layer.parameters(recurse=False))]
+    return [*_head_parameters(model), *(p for layer in layers for p in layer.parameters(recurse=False))]
 
 
-def _lora(model: Any) -> list[nn.Parameter]:
+def _add_lora(model: Any) -> list[nn.Parameter]:
     """Add low-rank adapters to linear layers (Hu et al., 2021), else to convolutions; return the trained parameters."""
-    kept = {id(module) for layer in _classifier(model) for module in layer.modules()}
-    layers = [module for module in model.modules() if id(module) not in kept]
-    linear = [one for one in layers if type(one) is nn.Linear]
-    convolutions = [one for one in layers if type(one) is nn.Conv2d and one.groups == 1]
-    return [*_head(model), *(p for layer in linear or convolutions for p in _adapt(layer))]
+    classifier_ids = {id(module) for layer in _classifier_layers(model) for module in layer.modules()}
+    layers = [module for module in model.modules() if id(module) not in classifier_ids]
+    linear = [layer for layer in layers if type(layer) is nn.Linear]
+    convolutions = [layer for layer in layers if type(layer) is nn.Conv2d and layer.groups == 1]
+    return [*_head_parameters(model), *(p for layer in linear or convolutions for p in _add_adapter(layer))]
 
 
 class _Adapted(nn.Module):
@@ -159,9 +159,9 @@ class _Adapted(nn.Module):
     up: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        more: Tensor = self.up(self.down(x))
-        said: Tensor = super().forward(x)
-        return said + more
+        delta: Tensor = self.up(self.down(x))
+        output: Tensor = super().forward(x)
+        return output + delta
 
 
 class _AdaptedLinear(_Adapted, nn.Linear):
@@ -172,19 +172,19 @@ class _AdaptedConv2d(_Adapted, nn.Conv2d):
     """A convolution with an adapter: a convolution of the same kernel to few channels, and one of 1 × 1."""
 
 
-_OF_KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+_KERNEL_SETTINGS = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
-def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
+def _add_adapter(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
     """Add an adapter to a layer in place, whose parameters keep their names; return the adapter's parameters."""
     if isinstance(layer, nn.Linear):
-        down: nn.Module = nn.Linear(layer.in_features, _RANK, bias=False)
-        up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)
+        down: nn.Module = nn.Linear(layer.in_features, _LORA_RANK, bias=False)
+        up: nn.Linear | nn.Conv2d = nn.Linear(_LORA_RANK, layer.out_features, bias=False)
         layer.__class__ = _AdaptedLinear
     else:
-        same: dict[str, Any] = {name: getattr(layer, name) for name in _OF_KERNEL}
-        down = nn.Conv2d(layer.in_channels, _RANK, bias=False, **same)
-        up = nn.Conv2d(_RANK, layer.out_channels, 1, bias=False)
+        kernel_settings: dict[str, Any] = {name: getattr(layer, name) for name in _KERNEL_SETTINGS}
+        down = nn.Conv2d(layer.in_channels, _LORA_RANK, bias=False, **kernel_settings)
+        up = nn.Conv2d(_LORA_RANK, layer.out_channels, 1, bias=False)
         layer.__class__ = _AdaptedConv2d
     nn.init.zeros_(up.weight)
     layer.down, layer.up = down, up
@@ -193,8 +193,8 @@ def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
 
 _PARTS: dict[Part, Callable[[Any], list[nn.Parameter]]] = {
     "all": lambda model: list(model.parameters()),
-    "head": _head,
-    "last": _last,
-    "norm": _norm,
-    "lora": _lora,
+    "head": _head_parameters,
+    "last": _last_parameters,
+    "norm": _norm_parameters,
+    "lora": _add_lora,
 }

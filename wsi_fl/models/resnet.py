@@ -27,7 +27,7 @@ class _OutOfPlaceBlock(BasicBlock):  # type: ignore[misc]
         return result
 
 
-def resnet18(n_classes: int, in_channels: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+def build_resnet18(n_classes: int, in_channels: int, norm: Callable[[int], nn.Module]) -> nn.Module:
     """Build a network with random weights; `norm` builds the normalisation layer of a number of channels."""
     net = ResNet(_OutOfPlaceBlock, [2, 2, 2, 2], num_classes=n_classes, norm_layer=norm)
     net.relu = nn.ReLU()

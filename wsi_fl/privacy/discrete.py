@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
-_MOST_SIGMA = 2.0**50
+_MAX_SIGMA = 2.0**50
 """The largest σ: a draw beyond an int64 is one of 2¹³ σ, less likely than exp(−2²⁴)."""
-_MOST = 2.0**62  # bound on the whole numbers of a sum, so that noise fits into an int64
-_NEGLIGIBLE = 1e-100
+_MAX_STEPS = 2.0**62  # bound on the whole numbers of a sum, so that noise fits into an int64
+_NEGLIGIBLE_GAP = 1e-100
 """The largest negligible distance between a sum of discrete Gaussians and one discrete Gaussian."""
 
 
-SCALE = float(1 << 24)
+STEPS_PER_UNIT = float(1 << 24)
 """Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
-A_LITTLE = 1e-6
+NOISE_MARGIN = 1e-6
 """Relative excess of the noise for round-off of sums and the difference between discrete and continuous noise, which is
 below 10⁻¹² at such scales."""
 
@@ -47,50 +47,50 @@ def discrete_gaussian(
     Raises:
         UsageError: when σ is not between 0 and 2⁵⁰.
     """
-    if not 0 < sigma <= _MOST_SIGMA:
+    if not 0 < sigma <= _MAX_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
-    bits, variance = stream or CipherStream.fresh(), Fraction(sigma) ** 2
-    return np.fromiter((_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
+    bits, variance = stream or CipherStream.from_entropy(), Fraction(sigma) ** 2
+    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
 
 
-def _happens(n: int, d: int, bits: CipherStream) -> bool:
+def _bernoulli_exp(n: int, d: int, bits: CipherStream) -> bool:
     """Return True with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
     while n > d:
-        if not _happens(1, 1, bits):
+        if not _bernoulli_exp(1, 1, bits):
             return False
         n -= d
     k = 1
-    while bits.below(d * k) < n:  # with probability (n / d) / k
+    while bits.randbelow(d * k) < n:  # with probability (n / d) / k
         k += 1
     return k % 2 == 1
 
 
-def _laplace(t: int, bits: CipherStream) -> int:
+def _sample_laplace(t: int, bits: CipherStream) -> int:
     """Draw a whole number y with probability ∝ exp(−|y| / t) (algorithm 2 with s = 1)."""
     while True:
-        u = bits.below(t)
-        if not _happens(u, t, bits):
+        u = bits.randbelow(t)
+        if not _bernoulli_exp(u, t, bits):
             continue
         v = 0
-        while _happens(1, 1, bits):
+        while _bernoulli_exp(1, 1, bits):
             v += 1
-        y, negative = u + t * v, bits.below(2)
+        y, negative = u + t * v, bits.randbelow(2)
         if negative and y == 0:  # else 0 would come twice as often
             continue
         return -y if negative else y
 
 
-def _gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
+def _sample_gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
     """Draw a whole number with probability ∝ exp(−y² / 2σ²), given σ² and t = ⌊σ⌋ + 1 (algorithm 3)."""
     a, b = variance.numerator, variance.denominator
     while True:
-        y = _laplace(t, bits)
+        y = _sample_laplace(t, bits)
         # (|y| − σ²/t)² / 2σ² with σ² = a / b
-        if _happens((abs(y) * t * b - a) ** 2, 2 * a * b * t * t, bits):
+        if _bernoulli_exp((abs(y) * t * b - a) ** 2, 2 * a * b * t * t, bits):
             return y
 
 
-def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
+def quantize(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
     """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to even numbers.
 
     The scale, whole numbers per unit, is a power of two: the product is exact, and no number moves by more than 1/2.
@@ -101,12 +101,12 @@ def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
     _check_scale(scale)
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = np.rint(np.asarray(vector, np.float64) * scale)
-    if not (np.abs(nearest) < _MOST).all():
+    if not (np.abs(nearest) < _MAX_STEPS).all():
         raise WsiFlError(f"a sum is not finite, or too large for whole numbers at {scale:g} steps per unit")
     return nearest.astype(np.int64)
 
 
-def sensitivity_of(clip: float, scale: float, n: int) -> float:
+def quantization_sensitivity(clip: float, scale: float, n: int) -> float:
     """Return clip · scale + √n, the L2 sensitivity in whole steps of a quantized sum of length n to one unit.
 
     Proof, for rounding the site's *sum*: neighbouring sums s and s + x with ‖x‖ ≤ clip are scaled exactly, and rounding
@@ -127,15 +127,15 @@ def sensitivity_of(clip: float, scale: float, n: int) -> float:
     _check_scale(scale)
     if not 0 < clip < inf or n < 1:
         raise UsageError(f"a sensitivity needs a bound above 0 and a length from 1 on: clip={clip:g}, n={n}")
-    moved = clip * scale + sqrt(n)
-    if not isfinite(moved):
+    bound = clip * scale + sqrt(n)
+    if not isfinite(bound):
         raise UsageError(f"clip {clip:g} is too large at {scale:g} steps per unit")
     return nextafter(
-        nextafter(nextafter(moved, inf), inf), inf
+        nextafter(nextafter(bound, inf), inf), inf
     )  # product, root and sum: each may be rounded down
 
 
-def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
+def share_sigma(sigma_total: float, n_sites: int, n_lacking: int) -> float:
     """Return the σ of each site's share of noise, such that the honest shares have the variance σ_total² or more.
 
     Colluding sites subtract their own shares, and the shares of sites that dropped out are not in the sum, so the other
@@ -149,17 +149,17 @@ def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
     Raises:
         UsageError: when σ_total is no positive number.
     """
-    honest = _honest(n_sites, lacking)
+    honest = _count_honest(n_sites, n_lacking)
     if not 0 < sigma_total < inf:
         raise UsageError(f"noise needs a sigma above 0, not {sigma_total:g}")
-    wanted = Fraction(sigma_total) ** 2
+    total_variance = Fraction(sigma_total) ** 2
     share = sigma_total / sqrt(honest)
-    while honest * Fraction(share) ** 2 < wanted:
+    while honest * Fraction(share) ** 2 < total_variance:
         share = nextafter(share, inf)
     return share
 
 
-def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: float, n: int) -> float:
+def noise_multiplier(share: float, n_sites: int, n_lacking: int, sensitivity: float, n: int) -> float:
     """Return the noise multiplier z for the account: √(n_sites − lacking) · σ_share / sensitivity.
 
     A sum of h discrete Gaussians is no discrete Gaussian, but its log-probabilities differ from those of one with
@@ -179,21 +179,21 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
     Raises:
         UsageError: when a share is so small that τ √n is not negligible (σ below about 5), or a number makes no sense.
     """
-    honest = _honest(n_sites, lacking)
+    honest = _count_honest(n_sites, n_lacking)
     if not (0 < share < inf and 0 < sensitivity < inf) or n < 1:
         raise UsageError(
             "a noise multiplier needs numbers above 0: "
             f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
         )
     # 1. τ √n, the distance of a sum of discrete Gaussians from a discrete Gaussian
-    apart = _gap(share, honest) * sqrt(n)
-    if apart > _NEGLIGIBLE:
+    gap = _distribution_gap(share, honest) * sqrt(n)
+    if gap > _NEGLIGIBLE_GAP:
         raise UsageError(
             f"noise shares of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
         )
     # 2. ε of concentrated DP, Δ / (√h σ) + τ √n, and z = 1 / ε
     squared = honest * Fraction(share) ** 2 / Fraction(sensitivity) ** 2
-    epsilon = 1 / sqrt(squared) + apart
+    epsilon = 1 / sqrt(squared) + gap
     # 3. rounded down, compared exactly as fractions
     z = nextafter(1 / epsilon, 0.0)
     while Fraction(z) ** 2 > squared:
@@ -201,7 +201,7 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
     return z
 
 
-def _gap(sigma: float, n_shares: int) -> float:
+def _distribution_gap(sigma: float, n_shares: int) -> float:
     """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), the distance of a sum of h shares from a discrete Gaussian.
 
     τ / 2 bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3); two
@@ -215,10 +215,10 @@ def _gap(sigma: float, n_shares: int) -> float:
     return 10 * sum(exp(-2 * (pi * sigma) ** 2 * k / (k + 1)) for k in range(1, n_shares))
 
 
-def _honest(n_sites: int, lacking: int) -> int:
-    if not 0 <= lacking < n_sites:
-        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or drop out, not {lacking}")
-    return n_sites - lacking
+def _count_honest(n_sites: int, n_lacking: int) -> int:
+    if not 0 <= n_lacking < n_sites:
+        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or drop out, not {n_lacking}")
+    return n_sites - n_lacking
 
 
 def _check_scale(scale: float) -> None:

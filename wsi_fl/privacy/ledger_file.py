@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import alone, append_line, ordinary, read_json, refuse_unavailable, write_json
+from wsi_fl.system.files import file_lock, append_line, require_regular_file, read_json, refuse_unavailable, write_json
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
@@ -39,11 +39,11 @@ SCORES = "scores"
 """Content computed from test patients and earlier releases alone: the scores of releases."""
 
 
-class _Line(BaseModel):
+class _LedgerLine(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class _Applied(_Line):
+class _AppliedMechanism(_LedgerLine):
     """The mechanism of an entry."""
 
     sigma: float = Field(ge=0)
@@ -57,7 +57,7 @@ class _Applied(_Line):
         return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
 
 
-class _Planned(_Line):
+class _RecordedPlan(_LedgerLine):
     """Further fields of the privacy plan of an entry."""
 
     n: int = Field(ge=1)
@@ -65,15 +65,15 @@ class _Planned(_Line):
     mode: Literal["strict", "paper"]
 
 
-class Entry(_Line):
+class LedgerEntry(_LedgerLine):
     """One line of a ledger."""
 
     run: str = Field(min_length=1, max_length=300)  # the run's id, after its folder's name where it has one
     site: str
     round: int = Field(ge=0)
     released: str | None = None  # kind and SHA-256 of the content that may leave by this line; None for none
-    mechanism: _Applied | None = None  # None without differential privacy
-    plan: _Planned | None = None  # further fields of the privacy plan; None without one
+    mechanism: _AppliedMechanism | None = None  # None without differential privacy
+    plan: _RecordedPlan | None = None  # further fields of the privacy plan; None without one
     delta: float | None = Field(None, gt=0, lt=1)
     unit: Literal["row", "patient"] | None = None
     guarantee: Guarantee = "none"
@@ -93,7 +93,7 @@ class Entry(_Line):
         return run_id(self.run)
 
     @property
-    def bare(self) -> bool:
+    def is_unprotected(self) -> bool:
         """Whether data of training patients may leave by this entry without differential privacy.
 
         Counts of test patients (`SCORES`) disclose no more of training patients than the scored releases.
@@ -101,14 +101,14 @@ class Entry(_Line):
         return bool(self.released and self.mechanism is None and self.released.split()[0] != SCORES)
 
 
-class _Head(_Line):
+class _LedgerHead(_LedgerLine):
     """State of a ledger when it was last written: number of lines, SHA-256 of all its bytes, and its path."""
 
     lines: int = Field(ge=1)
     sha256: str
     ledger: str = ""
 
-    def elsewhere(self, path: Path) -> str:
+    def describe_move(self, path: Path) -> str:
         """Return the text on the ledger's earlier place; "" where that is `path`."""
         if self.ledger in ("", str(path.resolve())):
             return ""
@@ -134,29 +134,29 @@ class LedgerFile:
 
     def __init__(self, path: Path, heads: Sequence[Path] = ()) -> None:
         self.path = path
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self._heads = tuple(head.resolve() for head in heads)  # the target of a link, shared by all copies
-        self._seen: set[Path] = set()
-        self._read = 0
-        self._so_far = hashlib.sha256()
+        self._known_heads: set[Path] = set()
+        self._n_bytes_read = 0
+        self._chain_hash = hashlib.sha256()
         self._digests: list[str] = []
-        self._catch_up_with_heads()
+        self._check_heads()
 
-    def _catch_up_with_heads(self) -> None:
-        if gone := [head for head in self._seen if not head.exists()]:
+    def _check_heads(self) -> None:
+        if missing := [head for head in self._known_heads if not head.exists()]:
             raise WsiFlError(
-                f"{gone[0]} is missing; put it back: it keeps copies of the ledger from spending the budget too"
+                f"{missing[0]} is missing; put it back: it keeps copies of the ledger from spending the budget too"
             )
-        known = {
+        records = {
             head: _read_head(head) for head in self._heads if head.exists()
         }  # before the file, which may grow
-        self._seen |= known.keys()
+        self._known_heads |= records.keys()
         self.catch_up()
-        for head, was in known.items():
-            if [was.sha256] != self._digests[was.lines - 1 : was.lines]:
+        for head, record in records.items():
+            if [record.sha256] != self._digests[record.lines - 1 : record.lines]:
                 raise WsiFlError(
-                    f"{self.path}: this is not the ledger that {head} records, which had {was.lines} lines or more"
-                    f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's "
+                    f"{self.path}: this is not the ledger that {head} records, which had {record.lines} lines or more"
+                    f"{record.describe_move(self.path)}; put the newest backup of the ledger back: it is the site's "
                     "budget, even where its studies were deleted"
                 )
 
@@ -166,48 +166,48 @@ class LedgerFile:
         Raises:
             WsiFlError: when a line is damaged, or does not follow the lines before it.
         """
-        for line in self._new_lines():
+        for line in self._read_new_lines():
             number = len(self._digests) + 1
-            entry = _parsed(line, f"{self.path}: line {number}")
-            if entry.prev != self._so_far.hexdigest():
+            entry = _parse_entry(line, f"{self.path}: line {number}")
+            if entry.prev != self._chain_hash.hexdigest():
                 raise WsiFlError(
                     f"{self.path}: line {number} does not fit the lines before it, so they were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"
                 )
-            self._so_far.update(line + b"\n")
-            self._digests.append(self._so_far.hexdigest())
+            self._chain_hash.update(line + b"\n")
+            self._digests.append(self._chain_hash.hexdigest())
             self.entries.append(entry)
 
     def append(self, entry: dict[str, Any]) -> None:
         """Append a line, then write the heads. The caller holds the lock and has caught up."""
-        append_line(self.path, {**entry, "prev": self._so_far.hexdigest()})
+        append_line(self.path, {**entry, "prev": self._chain_hash.hexdigest()})
         self.catch_up()
-        self.remember()
+        self.write_heads()
 
-    def remember(self) -> None:
+    def write_heads(self) -> None:
         """Write the state of the ledger into the heads. The caller holds the lock and has caught up."""
         for head in self._writable_heads():
-            now = _Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
-            write_json(head, now.model_dump())
-            self._seen.add(head)
+            record = _LedgerHead(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
+            write_json(head, record.model_dump())
+            self._known_heads.add(head)
 
     def _writable_heads(self) -> list[Path]:
         return [head for head in self._heads if os.access(head.parent, os.W_OK)]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Lock the ledger against other jobs, and catch up: no other process may read or spend the budget meanwhile.
 
         Heads are locked and read too: copies of a study have separate ledgers, but share a head in the user's folder. A
         ledger is refused when a copy of it was written since.
         """
-        with ExitStack() as held:
+        with ExitStack() as locks:
             for path in (self.path, *(head.with_suffix(".lock") for head in self._writable_heads())):
-                held.enter_context(alone(path))
-            self._catch_up_with_heads()
+                locks.enter_context(file_lock(path))
+            self._check_heads()
             yield
 
-    def _new_lines(self) -> list[bytes]:
+    def _read_new_lines(self) -> list[bytes]:
         """Return the complete lines that were not read yet.
 
         A line cut short by a crash is left out: no release has followed it.
@@ -217,14 +217,14 @@ class LedgerFile:
         """
         if not self.path.exists():
             return []
-        if self.path.stat().st_size + 1 < self._read:  # the newline of the last line may be missing
+        if self.path.stat().st_size + 1 < self._n_bytes_read:  # the newline of the last line may be missing
             raise WsiFlError(f"{self.path}: the ledger has become shorter; put its newest backup back")
-        with ordinary(self.path).open("rb") as handle:
-            handle.seek(self._read)
+        with require_regular_file(self.path).open("rb") as handle:
+            handle.seek(self._n_bytes_read)
             *lines, last = handle.read().split(b"\n")
         if last and _is_whole(last):
             lines.append(last)
-        self._read += sum(len(line) + 1 for line in lines)
+        self._n_bytes_read += sum(len(line) + 1 for line in lines)
         return lines
 
 
@@ -237,25 +237,25 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _parsed(line: bytes, place: str) -> Entry:
+def _parse_entry(line: bytes, place: str) -> LedgerEntry:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
         raise WsiFlError(f"{place} is damaged") from None
     try:
-        entry = Entry.model_validate(document)
+        entry = LedgerEntry.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise WsiFlError(f"{place} is no entry of a ledger: {where}: {first['msg']}") from None
+        field = ".".join(str(part) for part in first["loc"]) or "it"
+        raise WsiFlError(f"{place} is no entry of a ledger: {field}: {first['msg']}") from None
     if entry.mechanism and (entry.unit is None or entry.delta is None):
         raise WsiFlError(f"{place} is no entry of a ledger: it has a mechanism, but no delta or unit")
     return entry
 
 
-def _read_head(path: Path) -> _Head:
+def _read_head(path: Path) -> _LedgerHead:
     try:
-        return _Head.model_validate(read_json(path))
+        return _LedgerHead.model_validate(read_json(path))
     except (ValidationError, OSError) as error:
         refuse_unavailable(error, path)
         raise WsiFlError(
@@ -263,7 +263,7 @@ def _read_head(path: Path) -> _Head:
         ) from None
 
 
-Values = NDArray[np.float32] | NDArray[np.uint8]
+ReleaseValues = NDArray[np.float32] | NDArray[np.uint8]
 """Parameters of a model, or the bytes of a buffer of images."""
 
 SEAL = object()
@@ -284,7 +284,7 @@ class Release:
     site: str
     round: int
     schema: str
-    vector: Values
+    vector: ReleaseValues
     weight: float
     digest: str
     seal: InitVar[object]
@@ -297,7 +297,7 @@ class Release:
         object.__setattr__(self, "vector", frozen)
 
 
-def digest(vector: Values) -> str:
+def digest_values(vector: ReleaseValues) -> str:
     """Return the SHA-256 of the transmitted bytes."""
     kind = "u1" if vector.dtype == np.uint8 else "<f4"
     return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()

@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.types import UsageError, WsiFlError
 
-_PURPOSE = b"wsi-fl pairwise mask, version 1"
-_OWN_PURPOSE = b"wsi-fl own mask, version 1"
+_PAIR_PURPOSE = b"wsi-fl pairwise mask, version 1"
+_SELF_PURPOSE = b"wsi-fl own mask, version 1"
 _SEED_PURPOSE = b"wsi-fl mask key, version 1"
 _KEY_BYTES = 32
 _PRIME = 2**255 - 19
@@ -57,16 +57,16 @@ class KeyPair:
         self.public: bytes = private.public_key().public_bytes_raw()
 
     @classmethod
-    def fresh(cls) -> KeyPair:
+    def generate(cls) -> KeyPair:
         """Return a pair drawn from the entropy of the operating system."""
         return cls(X25519PrivateKey.generate())
 
     @classmethod
-    def of(cls, seed: bytes) -> KeyPair:
+    def from_seed(cls, seed: bytes) -> KeyPair:
         """Return the pair derived from a secret seed; the seed, once opened, identifies its site."""
-        return cls(X25519PrivateKey.from_private_bytes(_derived(seed, [_SEED_PURPOSE])))
+        return cls(X25519PrivateKey.from_private_bytes(_derive_key(seed, [_SEED_PURPOSE])))
 
-    def spend(self) -> X25519PrivateKey:
+    def take_private_key(self) -> X25519PrivateKey:
         """Return the private key, and delete it here.
 
         Raises:
@@ -78,8 +78,8 @@ class KeyPair:
             raise WsiFlError("these keys have masked a message; every sum needs fresh ones") from None
 
 
-def masked(
-    values: NDArray[np.int64], own: int, keys: KeyPair, publics: Sequence[bytes], context: bytes
+def mask_values(
+    values: NDArray[np.int64], place: int, keys: KeyPair, publics: Sequence[bytes], context: bytes
 ) -> NDArray[np.uint64]:
     """Return uint64[n], the values under the masks of this site and every other; uses up the keys.
 
@@ -99,27 +99,27 @@ def masked(
     """
     _check_publics(publics)
     _check_values(values, len(publics))
-    if not 0 <= own < len(publics) or publics[own] != keys.public:
-        raise WsiFlError(f"the public key of site {own} is not this site's own; were they mixed up?")
+    if not 0 <= place < len(publics) or publics[place] != keys.public:
+        raise WsiFlError(f"the public key of site {place} is not this site's own; were they mixed up?")
     if not context:
         raise UsageError("a masked sum needs a context: run, round and quantity")
-    private = keys.spend()
+    private = keys.take_private_key()
     # 1. values modulo 2⁶⁴: −1 is 2⁶⁴ − 1
     total = values.astype("<u8")
     for other in range(len(publics)):
-        if other == own:
+        if other == place:
             continue
         # 2. the secret stream of this pair of sites
-        mask = _stream(_secret(private, publics[other], other), own, other, publics, context, len(values))
+        mask = _pair_mask(_exchange_secret(private, publics[other], other), place, other, publics, context, len(values))
         # 3. added by one site of the pair and subtracted by the other, so that it cancels in the sum
-        if own < other:
+        if place < other:
             total += mask
         else:
             total -= mask
     return total.astype(np.uint64, copy=False)
 
 
-def opened(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
+def sum_messages(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     """Return int64[n], the sum of the values behind all messages; 64-bit noise when a message is missing.
 
     Messages, uint64[n] of every site among the public keys, come in any order.
@@ -140,31 +140,31 @@ def opened(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     return total.view(np.int64)
 
 
-def _own_mask(seed: bytes, context: bytes, n: int) -> NDArray[np.uint64]:
+def _self_mask(seed: bytes, context: bytes, n: int) -> NDArray[np.uint64]:
     """Return uint64[n], the mask derived from one site's seed; every sum needs a fresh seed."""
-    return _numbers(_derived(seed, [_OWN_PURPOSE, context]), n)
+    return _stream_numbers(_derive_key(seed, [_SELF_PURPOSE, context]), n)
 
 
-def _stream(
-    secret: bytes, one: int, other: int, publics: Sequence[bytes], context: bytes, n: int
+def _pair_mask(
+    secret: bytes, site: int, other: int, publics: Sequence[bytes], context: bytes, n: int
 ) -> NDArray[np.uint64]:
     """Return uint64[n], the mask of a pair, the same from both sides."""
-    low, high = min(one, other), max(one, other)
-    parts = [_PURPOSE, context, *(k.to_bytes(8, "little") for k in (len(publics), low, high))]
-    return _numbers(_derived(secret, [*parts, publics[low], publics[high]]), n)
+    low, high = min(site, other), max(site, other)
+    parts = [_PAIR_PURPOSE, context, *(k.to_bytes(8, "little") for k in (len(publics), low, high))]
+    return _stream_numbers(_derive_key(secret, [*parts, publics[low], publics[high]]), n)
 
 
-def _derived(secret: bytes, parts: Sequence[bytes]) -> bytes:
+def _derive_key(secret: bytes, parts: Sequence[bytes]) -> bytes:
     """Return the key derived from a secret for one purpose."""
     info = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return HKDF(SHA256(), _KEY_BYTES, salt=None, info=info).derive(secret)
 
 
-def _numbers(key: bytes, n: int) -> NDArray[np.uint64]:
+def _stream_numbers(key: bytes, n: int) -> NDArray[np.uint64]:
     return np.frombuffer(Cipher(ChaCha20(key, _NONCE), mode=None).encryptor().update(bytes(8 * n)), "<u8")
 
 
-def _secret(private: X25519PrivateKey, public: bytes, site: int) -> bytes:
+def _exchange_secret(private: X25519PrivateKey, public: bytes, site: int) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -176,7 +176,7 @@ def _secret(private: X25519PrivateKey, public: bytes, site: int) -> bytes:
 def _check_publics(publics: Sequence[bytes]) -> None:
     if len(publics) < 2:
         raise WsiFlError(f"a masked sum needs two sites at least, not {len(publics)}")
-    seen: dict[bytes, int] = {}
+    sites_by_key: dict[bytes, int] = {}
     for site, public in enumerate(publics):
         if not isinstance(public, bytes) or len(public) != _KEY_BYTES:
             raise WsiFlError(f"the public key of site {site} is not {_KEY_BYTES} bytes")
@@ -184,9 +184,9 @@ def _check_publics(publics: Sequence[bytes]) -> None:
             raise WsiFlError(
                 f"the public key of site {site} is degenerate: it is not written in the canonical way"
             )
-        if public in seen:
-            raise WsiFlError(f"sites {seen[public]} and {site} have the same public key")
-        seen[public] = site
+        if public in sites_by_key:
+            raise WsiFlError(f"sites {sites_by_key[public]} and {site} have the same public key")
+        sites_by_key[public] = site
 
 
 def _check_values(values: NDArray[np.int64], n_sites: int) -> None:
@@ -199,10 +199,10 @@ def _check_values(values: NDArray[np.int64], n_sites: int) -> None:
 
 
 _SEED_BYTES = 16  # Shamir's field has 2¹²⁸ elements; a share is as long as a seed
-_PARCEL = [32, 32, _SEED_BYTES, _SEED_BYTES]
-_PAIRS, _OWN = 0, 1  # a site's seeds: of its pairwise masks, and of its self mask
-_STEPS = ("takes part", "masks its values", "votes", "opens its shares", "reads the sum")
-_Pieces = tuple[bytes, ...]
+_PARCEL_LENGTHS = [32, 32, _SEED_BYTES, _SEED_BYTES]
+_PAIR_MASKS, _SELF_MASK = 0, 1  # a site's seeds: of its pairwise masks, and of its self mask
+_STEP_NAMES = ("takes part", "masks its values", "votes", "opens its shares", "reads the sum")
+_Parcel = tuple[bytes, ...]
 
 
 class _SumVoid(WsiFlError):
@@ -212,7 +212,7 @@ class _SumVoid(WsiFlError):
         super().__init__(f"the sum is void: {why}; go on with train --resume")
 
 
-def require_enough(n_sites: int, colluding: int, dropouts: int) -> None:
+def require_enough_sites(n_sites: int, colluding: int, dropouts: int) -> None:
     """Refuse a sum of too few sites to hide a part of it, or to agree on the survivors.
 
     Raises:
@@ -227,12 +227,12 @@ def require_enough(n_sites: int, colluding: int, dropouts: int) -> None:
         )
 
 
-def needed_votes(n_sites: int, colluding: int) -> int:
+def vote_threshold(n_sites: int, colluding: int) -> int:
     """Return t, the number of votes before a site opens its shares, and of shares that reconstruct a seed."""
     return (n_sites + colluding) // 2 + 1
 
 
-class Part:
+class SecureSum:
     """One site's side of a secure sum with dropout recovery. Each step is taken once, in the order of the methods.
 
     Args:
@@ -247,52 +247,52 @@ class Part:
     """
 
     def __init__(
-        self, own: int, present: Sequence[int], colluding: int, dropouts: int, context: bytes
+        self, local_site: int, sites: Sequence[int], colluding: int, dropouts: int, context: bytes
     ) -> None:
-        require_enough(len(present), colluding, dropouts)
-        self._own, self._present, self._context = own, list(present), context
-        self._fewest, self._votes = len(present) - dropouts, needed_votes(len(present), colluding)
+        require_enough_sites(len(sites), colluding, dropouts)
+        self._local_site, self._sites, self._context = local_site, list(sites), context
+        self._min_sites, self._threshold = len(sites) - dropouts, vote_threshold(len(sites), colluding)
         self._seeds = (token_bytes(_SEED_BYTES), token_bytes(_SEED_BYTES))
-        keys = [KeyPair.of(seed).public for seed in self._seeds]
-        split = [Shamir.split(self._votes, len(present), seed) for seed in self._seeds]
-        self.parcels: dict[int, _Pieces] = {
-            site: (*keys, *(shares[place][1] for shares in split)) for place, site in enumerate(present)
+        keys = [KeyPair.from_seed(seed).public for seed in self._seeds]
+        split = [Shamir.split(self._threshold, len(sites), seed) for seed in self._seeds]
+        self.parcels: dict[int, _Parcel] = {
+            site: (*keys, *(shares[place][1] for shares in split)) for place, site in enumerate(sites)
         }
-        self._held = {own: self.parcels[own]}
-        self.joined: list[int] = []
+        self._received = {local_site: self.parcels[local_site]}
+        self.participants: list[int] = []
         self.survivors: list[int] = []
         self._step = 0
 
-    def take(self, parcels: Mapping[int, _Pieces]) -> list[int]:
+    def take_parcels(self, parcels: Mapping[int, _Parcel]) -> list[int]:
         """Keep well-formed parcels of other sites; return the sites whose parcels are here."""
-        self._held |= {site: one for site, one in parcels.items() if [len(k) for k in one] == _PARCEL}
-        return sorted(self._held)
+        self._received |= {site: parcel for site, parcel in parcels.items() if [len(k) for k in parcel] == _PARCEL_LENGTHS}
+        return sorted(self._received)
 
-    def join(self, told: Iterable[Collection[int]]) -> None:
+    def join(self, reports: Iterable[Collection[int]]) -> None:
         """Agree on the masking sites, given the senders of the parcels at each other site that reports them.
 
         Raises:
             WsiFlError: when too few are left, or this site is not among them; it has sent nothing yet.
         """
         self._take_step(0)
-        self.joined = self._common(self._held, told)
-        if self._own not in self.joined:
+        self.participants = self._find_common(self._received, reports)
+        if self._local_site not in self.participants:
             raise WsiFlError(
                 "this site's keys did not reach the others in time, and they sum without it; nothing was sent"
             )
 
     @property
-    def bound(self) -> bytes:
+    def sum_context(self) -> bytes:
         """The context of masks, messages and votes: the sum, and its masking sites."""
-        return self._context + f" joined by {self.joined}".encode()
+        return self._context + f" joined by {self.participants}".encode()
 
-    def masked(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def mask_values(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return uint64[n], the values int64[n] under both masks."""
         self._take_step(1)
-        paired, own = self._paired(values, self._own, self._seeds[_PAIRS]), self._seeds[_OWN]
-        return paired + _own_mask(own, self.bound, len(values))
+        paired, self_seed = self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS]), self._seeds[_SELF_MASK]
+        return paired + _self_mask(self_seed, self.sum_context, len(values))
 
-    def vote(self, held: Collection[int], told: Iterable[Collection[int]]) -> _Pieces:
+    def vote_survivors(self, received: Collection[int], reports: Iterable[Collection[int]]) -> _Parcel:
         """Choose the survivors, and return this site's vote for all others.
 
         Args:
@@ -300,11 +300,11 @@ class Part:
             reports: senders of the messages at each other site that reports them.
         """
         self._take_step(2)
-        self.survivors = self._common(set(held) & set(self.joined), told)
-        self._vote = (hashlib.sha256(self.bound + f" survived by {self.survivors}".encode()).digest(),)
+        self.survivors = self._find_common(set(received) & set(self.participants), reports)
+        self._vote = (hashlib.sha256(self.sum_context + f" survived by {self.survivors}".encode()).digest(),)
         return self._vote
 
-    def opening(self, votes: Mapping[int, _Pieces]) -> _Pieces:
+    def open_shares(self, votes: Mapping[int, _Parcel]) -> _Parcel:
         """Return one seed of this site and its share of one seed of each masking site, given the others' votes.
 
         All other shares are deleted.
@@ -313,17 +313,17 @@ class Part:
             _SumVoid: when fewer than `vote_threshold` are for the same survivors.
         """
         self._take_step(3)
-        agree = {self._own} | {site for site in self._present if votes.get(site) == self._vote}
-        if len(agree) < self._votes:
-            raise _SumVoid(f"{len(agree)} sites agree on the messages received, and {self._votes} must")
-        seed = self._seeds[self._kind(self._own)]
-        shares = [self._held[site][2 + self._kind(site)] for site in self.joined]
-        self._held = {site: one[:2] for site, one in self._held.items()}
+        agree = {self._local_site} | {site for site in self._sites if votes.get(site) == self._vote}
+        if len(agree) < self._threshold:
+            raise _SumVoid(f"{len(agree)} sites agree on the messages received, and {self._threshold} must")
+        seed = self._seeds[self._seed_kind(self._local_site)]
+        shares = [self._received[site][2 + self._seed_kind(site)] for site in self.participants]
+        self._received = {site: parcel[:2] for site, parcel in self._received.items()}
         del self._seeds, self.parcels
         return (seed, *shares)
 
-    def total(
-        self, messages: Mapping[int, NDArray[np.uint64]], openings: Mapping[int, _Pieces]
+    def compute_total(
+        self, messages: Mapping[int, NDArray[np.uint64]], openings: Mapping[int, _Parcel]
     ) -> NDArray[np.int64]:
         """Return int64[n], the sum of the survivors' values.
 
@@ -332,49 +332,49 @@ class Part:
             openings: seed and shares opened by each site, this one included.
         """
         self._take_step(4)
-        whole = [_SEED_BYTES] * (1 + len(self.joined))
-        openings = {site: one for site, one in openings.items() if [len(k) for k in one] == whole}
-        seeds = {site: self._opened(site, openings) for site in self.joined}
+        opening_lengths = [_SEED_BYTES] * (1 + len(self.participants))
+        openings = {site: opening for site, opening in openings.items() if [len(k) for k in opening] == opening_lengths}
+        seeds = {site: self._recover_seed(site, openings) for site in self.participants}
         parts = [messages[site] for site in self.survivors]
         n = len(parts[0])
         for site, seed in seeds.items():
             # a site in the sum has added its self mask; a site that dropped out left its pairwise masks uncancelled
-            if self._kind(site) == _OWN:
-                parts.append(np.uint64(0) - _own_mask(seed, self.bound, n))
+            if self._seed_kind(site) == _SELF_MASK:
+                parts.append(np.uint64(0) - _self_mask(seed, self.sum_context, n))
             else:
-                parts.append(self._paired(np.zeros(n, np.int64), site, seed))
-        return opened(parts)
+                parts.append(self._mask_pairs(np.zeros(n, np.int64), site, seed))
+        return sum_messages(parts)
 
-    def _common(self, held: Collection[int], told: Iterable[Collection[int]]) -> list[int]:
-        common = set(held).intersection(*told)
-        if len(common) < self._fewest:
+    def _find_common(self, received: Collection[int], reports: Iterable[Collection[int]]) -> list[int]:
+        common = set(received).intersection(*reports)
+        if len(common) < self._min_sites:
             raise _SumVoid(
-                f"{len(common)} of {len(self._present)} sites are left, and privacy.dropouts needs {self._fewest}"
+                f"{len(common)} of {len(self._sites)} sites are left, and privacy.dropouts needs {self._min_sites}"
             )
-        return [site for site in self._present if site in common]
+        return [site for site in self._sites if site in common]
 
-    def _kind(self, site: int) -> int:
+    def _seed_kind(self, site: int) -> int:
         """Return the seed of a site to be opened; the other never is."""
-        return _OWN if site in self.survivors else _PAIRS
+        return _SELF_MASK if site in self.survivors else _PAIR_MASKS
 
-    def _paired(self, values: NDArray[np.int64], site: int, seed: bytes) -> NDArray[np.uint64]:
+    def _mask_pairs(self, values: NDArray[np.int64], site: int, seed: bytes) -> NDArray[np.uint64]:
         """Return uint64[n], values under the pairwise masks of a site with all other masking sites."""
-        publics = [self._held[one][_PAIRS] for one in self.joined]
-        return masked(values, self.joined.index(site), KeyPair.of(seed), publics, self.bound)
+        publics = [self._received[other][_PAIR_MASKS] for other in self.participants]
+        return mask_values(values, self.participants.index(site), KeyPair.from_seed(seed), publics, self.sum_context)
 
-    def _opened(self, site: int, openings: Mapping[int, _Pieces]) -> bytes:
-        key, place = self._held[site][self._kind(site)], 1 + self.joined.index(site)
-        if site in openings and KeyPair.of(openings[site][0]).public == key:
+    def _recover_seed(self, site: int, openings: Mapping[int, _Parcel]) -> bytes:
+        key, place = self._received[site][self._seed_kind(site)], 1 + self.participants.index(site)
+        if site in openings and KeyPair.from_seed(openings[site][0]).public == key:
             return openings[site][0]
-        shares = [(self._present.index(one) + 1, openings[one][place]) for one in sorted(openings)]
-        if len(shares) < self._votes:
-            raise _SumVoid(f"{len(shares)} sites opened their shares, and {self._votes} must")
-        seed: bytes = Shamir.combine(shares[: self._votes])
-        if KeyPair.of(seed).public != key:
+        shares = [(self._sites.index(opener) + 1, openings[opener][place]) for opener in sorted(openings)]
+        if len(shares) < self._threshold:
+            raise _SumVoid(f"{len(shares)} sites opened their shares, and {self._threshold} must")
+        seed: bytes = Shamir.combine(shares[: self._threshold])
+        if KeyPair.from_seed(seed).public != key:
             raise _SumVoid(f"the opened shares of site {site} do not fit its key")
         return seed
 
     def _take_step(self, step: int) -> None:
         if step != self._step:
-            raise WsiFlError(f"a site {_STEPS[step]} once in a sum, and in order; every sum needs fresh keys")
+            raise WsiFlError(f"a site {_STEP_NAMES[step]} once in a sum, and in order; every sum needs fresh keys")
         self._step += 1

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.privacy.gradients import ENGINES, engine_of
-from wsi_fl.privacy.independence import UNTRAINABLE, Memory, standing_of, train_without_dropout
+from wsi_fl.privacy.gradients import ENGINES, default_engine
+from wsi_fl.privacy.independence import UNTRAINABLE, ModelSnapshot, model_origin, train_without_dropout
 from wsi_fl.privacy.losses import LossOf
 from wsi_fl.types import UsageError
 
-SINGLY = "singly"
+ROW_BY_ROW = "singly"
 """The method for custom models: a backward pass for each row."""
 
 _GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
@@ -37,7 +37,7 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], 
         UsageError: when the model does not map such rows to logits, ties the rows of a batch together, draws random
             numbers, or has parameters that the loss does not use.
     """
-    standing_of(model)
+    model_origin(model)
     shape = "×".join(map(str, input_shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -52,12 +52,12 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], 
             raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
         if not torch.equal(state, torch.get_rng_state()) or not torch.equal(logits, probe(x)):
             raise UsageError(f"{UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
-        return _right_way(
+        return _measure_engine(
             model, probe, x, lambda out: functional.cross_entropy(out, y[: len(out)]), None, strict=True
         )
 
 
-def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | None = None) -> str | None:
+def select_engine(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | None = None) -> str | None:
     """Return the method for a model's clipped sums, "ghost", "hooks" or "singly", measured on real rows.
 
     None where there are no two units of finite numbers to measure it on, or no memory for them.
@@ -70,15 +70,15 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
     Raises:
         UsageError: when the model cannot take the rows, or ties those of two units together.
     """
-    standing_of(model)
+    model_origin(model)
     units = torch.arange(len(x)) if unit is None else unit.cpu()
-    pair = _pair(x, units)
+    pair = _find_pair(x, units)
     if pair is None:
         return None
-    rows = torch.cat([(units == k).nonzero().flatten()[:_ROWS] for k in pair])
-    rest = [k for k in range(len(x)) if k not in rows.tolist()]
-    rest = rest[: max(0, _NUMBERS // max(1, x[0].numel()) - len(rows))]
-    sample, neighbours, units = x[rows.to(x.device)].detach().cpu(), x[rest].detach().cpu(), units[rows]
+    rows = torch.cat([(units == k).nonzero().flatten()[:_MAX_PATIENT_ROWS] for k in pair])
+    other_rows = [k for k in range(len(x)) if k not in rows.tolist()]
+    other_rows = other_rows[: max(0, _MAX_NUMBERS // max(1, x[0].numel()) - len(rows))]
+    sample, neighbours, units = x[rows.to(x.device)].detach().cpu(), x[other_rows].detach().cpu(), units[rows]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -86,7 +86,7 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
         except Exception:  # it cannot be copied, and is measured itself
             probe, sample, neighbours = model, sample.to(x.device), neighbours.to(x.device)
         try:
-            return _right_way(
+            return _measure_engine(
                 model,
                 probe,
                 sample,
@@ -99,15 +99,15 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
             return None
 
 
-_ROWS, _UNITS, _NUMBERS = 2, 64, 1 << 24
+_MAX_PATIENT_ROWS, _MAX_UNITS, _MAX_NUMBERS = 2, 64, 1 << 24
 """Most rows of a patient, units of a batch, and numbers in a measurement."""
 
 
-def _pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
+def _find_pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
     """Return two units of finite rows, with different first rows where possible; None without two such units."""
     starts: list[tuple[int, Tensor]] = []
-    for k in list(dict.fromkeys(unit.tolist()))[:_UNITS]:
-        rows = x[(unit == k).nonzero().flatten()[:_ROWS].to(x.device)]
+    for k in list(dict.fromkeys(unit.tolist()))[:_MAX_UNITS]:
+        rows = x[(unit == k).nonzero().flatten()[:_MAX_PATIENT_ROWS].to(x.device)]
         if bool(rows.isfinite().all()):
             starts.append((k, rows[0]))
         if len(starts) > 1 and not torch.equal(starts[0][1], starts[-1][1]):
@@ -117,12 +117,12 @@ def _pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
 
 def _smooth_loss(outputs: Tensor) -> Tensor:
     """Return the mean over rows of a loss that depends on every output."""
-    each = outputs.flatten(1)
-    slope = torch.linspace(-1.0, 1.0, each.shape[1], device=each.device, dtype=each.dtype)
-    return (each * slope + each.square() / 2).mean(1).mean()
+    flat = outputs.flatten(1)
+    slope = torch.linspace(-1.0, 1.0, flat.shape[1], device=flat.device, dtype=flat.dtype)
+    return (flat * slope + flat.square() / 2).mean(1).mean()
 
 
-def _right_way(
+def _measure_engine(
     model: nn.Module,
     probe: nn.Module,
     x: Tensor,
@@ -143,37 +143,37 @@ def _right_way(
         UsageError: when the model cannot take the rows, stores them or ties them together.
         OutOfMemoryError: of PyTorch, when memory does not hold them.
     """
-    custom = standing_of(model) == "custom"
+    custom = model_origin(model) == "custom"
     shape = "×".join(map(str, x.shape[1:]))
     units = torch.arange(len(x)) if unit is None else unit
-    memory = Memory(probe, attributes=custom)
+    memory = ModelSnapshot(probe, attributes=custom)
     try:
         with torch.no_grad():
             batch = x if neighbours is None or not custom else torch.cat([x, neighbours])
-            together = _require_tensor(probe(batch))
-            if len(together) == len(batch):
-                together = together[: len(x)]
+            batch_outputs = _require_tensor(probe(batch))
+            if len(batch_outputs) == len(batch):
+                batch_outputs = batch_outputs[: len(x)]
             single = torch.cat([_require_tensor(probe(x[units == k])) for k in dict.fromkeys(units.tolist())])
-            memory.forget()
+            memory.restore()
             memory.require_unchanged(lambda: probe(x[:1]))
-        singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
+        singly = {} if unit is not None else _gradients_by_row(probe, x, loss_of)
     except (UsageError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UsageError(f"{UNTRAINABLE} on rows of {shape}: {_first_line(error)}") from None
-    if len(together) != len(x) or not same_rows(together, single):
+    if len(batch_outputs) != len(x) or not are_rows_equal(batch_outputs, single):
         raise UsageError(
             f"{UNTRAINABLE}: it ties the rows of a batch together: its outputs for a row of {shape} depend on the "
             "other rows"
         )
     if unused := [name for name, g in singly.items() if g is None and strict]:
         raise UsageError(f"{UNTRAINABLE}: the loss does not depend on {unused[0]}; freeze it")
-    if unit is not None or custom or engine == SINGLY:
-        return SINGLY
-    for way in dict.fromkeys((engine or engine_of(model), "hooks")):
-        if way in ENGINES and _fault(way, probe, x, loss_of, singly) is None:
-            return way
-    return SINGLY
+    if unit is not None or custom or engine == ROW_BY_ROW:
+        return ROW_BY_ROW
+    for candidate in dict.fromkeys((engine or default_engine(model), "hooks")):
+        if candidate in ENGINES and _find_mismatch(candidate, probe, x, loss_of, singly) is None:
+            return candidate
+    return ROW_BY_ROW
 
 
 def _require_tensor(outputs: object) -> Tensor:
@@ -182,7 +182,7 @@ def _require_tensor(outputs: object) -> Tensor:
     return outputs
 
 
-def same_rows(outputs: Tensor, expected: Tensor) -> bool:
+def are_rows_equal(outputs: Tensor, expected: Tensor) -> bool:
     """Return whether outputs [b, …] agree up to round-off, with infinities and NaN in the same places."""
     if outputs.shape != expected.shape:
         return False
@@ -209,49 +209,49 @@ def _generic_copy(model: nn.Module) -> nn.Module:
     return model
 
 
-def _gradients_singly(model: nn.Module, x: Tensor, loss_of: LossOf) -> dict[str, Tensor | None]:
+def _gradients_by_row(model: nn.Module, x: Tensor, loss_of: LossOf) -> dict[str, Tensor | None]:
     """Return per-example gradients [b, …] by parameter, from b passes of one example each; None for an unused one."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = []
     for k in range(len(x)):
         outputs = model(x[k : k + 1])
-        whole = outputs.new_zeros(len(x), *outputs.shape[1:])
-        loss = loss_of(torch.cat([whole[:k], outputs, whole[k + 1 :]])) * len(x)
+        blank = outputs.new_zeros(len(x), *outputs.shape[1:])
+        loss = loss_of(torch.cat([blank[:k], outputs, blank[k + 1 :]])) * len(x)
         rows.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
     return {
         name: None
-        if all(g is None for g in each)
-        else torch.stack([p.new_zeros(p.shape) if g is None else g for g in each])
-        for (name, p), each in zip(parameters.items(), zip(*rows, strict=True), strict=True)
+        if all(g is None for g in row_gradients)
+        else torch.stack([p.new_zeros(p.shape) if g is None else g for g in row_gradients])
+        for (name, p), row_gradients in zip(parameters.items(), zip(*rows, strict=True), strict=True)
     }
 
 
-def _fault(
+def _find_mismatch(
     engine: str, model: nn.Module, x: Tensor, loss_of: LossOf, singly: dict[str, Tensor | None]
 ) -> str | None:
     """Return the error in the sums and norms of an engine, in words; None where they are right."""
-    c, told = torch.linspace(1.0, 0.25, len(x)), []
+    c, reported_norms = torch.linspace(1.0, 0.25, len(x)), []
 
-    def weigh(norms: Tensor) -> Tensor:
-        told.append(norms)
+    def fix_weights(norms: Tensor) -> Tensor:
+        reported_norms.append(norms)
         return c
 
     try:
-        sums, _ = ENGINES[engine](copy.deepcopy(model), x, loss_of, weigh)
+        sums, _ = ENGINES[engine](copy.deepcopy(model), x, loss_of, fix_weights)
     except Exception as error:
         return _first_line(error)
     lengths = [g.reshape(len(g), -1).norm(dim=1) for g in singly.values() if g is not None]
     norms = torch.stack(lengths).norm(dim=0)
-    for (name, each), found in zip(singly.items(), sums, strict=True):
-        if each is None:
+    for (name, row_gradients), total in zip(singly.items(), sums, strict=True):
+        if row_gradients is None:
             continue
-        if found is None:
+        if total is None:
             return f"{engine} finds no per-example gradients of {name}"
-        wanted = torch.einsum("n,n...->...", c.to(each), each)
-        tolerance = _GRADIENT_RTOL * float(wanted.norm()) + _GRADIENT_ATOL * float(norms.norm())
-        if found.shape != wanted.shape or not float((found - wanted).norm()) <= tolerance:
+        expected = torch.einsum("n,n...->...", c.to(row_gradients), row_gradients)
+        tolerance = _GRADIENT_RTOL * float(expected.norm()) + _GRADIENT_ATOL * float(norms.norm())
+        if total.shape != expected.shape or not float((total - expected).norm()) <= tolerance:
             return f"{engine}: per-example gradients of {name} are wrong"
-    if not torch.allclose(told[0].double(), norms.double(), rtol=_NORM_RTOL):
+    if not torch.allclose(reported_norms[0].double(), norms.double(), rtol=_NORM_RTOL):
         return f"{engine}: norms of per-example gradients are wrong"
     return None
 

@@ -20,7 +20,7 @@ from wsi_fl.privacy.accounting import (
     Mechanism,
     epsilon,
     renyi_epsilon,
-    sigma_for,
+    find_sigma,
     steps_per_epoch,
 )
 from wsi_fl.privacy.cipher import CipherStream
@@ -28,7 +28,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from wsi_fl.privacy.dpsgd import DPTrainer
-    from wsi_fl.privacy.sums import NoisySums
+    from wsi_fl.privacy.sums import NoisyStatistics
 
 Unit = Literal["row", "patient"]
 """The privacy unit."""
@@ -97,7 +97,7 @@ class PrivacyPlan(Mechanism):
                 f"set delta below {1 / self.n:.2g}"
             )
 
-    def batches(self, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
+    def draw_batches(self, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the units int64[b] of every step, each drawn with probability `sample_rate`; b may be 0."""
         for _ in range(self.steps):
             yield poisson_rows(self.n, self.sample_rate, sampler)
@@ -134,8 +134,8 @@ def poisson_rows(n: int, sample_rate: float, sampler: CipherStream) -> NDArray[n
     return np.flatnonzero(sampler.uniform(n) < sample_rate)
 
 
-def require_planned(
-    plan: PrivacyPlan, trainer: DPTrainer | NoisySums, *, n: int, steps: int, delta: float, mode: Mode
+def require_plan(
+    plan: PrivacyPlan, trainer: DPTrainer | NoisyStatistics, *, n: int, steps: int, delta: float, mode: Mode
 ) -> None:
     """Refuse a round of training that differs from the plan to be recorded.
 
@@ -148,7 +148,7 @@ def require_planned(
     Raises:
         WsiFlError: naming all differences.
     """
-    about_to = {
+    actual = {
         "sigma": trainer.sigma,
         "clip": trainer.clip,
         "batch_size": trainer.batch_size,
@@ -159,28 +159,28 @@ def require_planned(
         "sample_rate": 1 / steps_per_epoch(n, trainer.batch_size),
         "mode": mode,
     }
-    differ = [
+    mismatches = [
         f"{key} {value} instead of {getattr(plan, key)}"
-        for key, value in about_to.items()
+        for key, value in actual.items()
         if value != getattr(plan, key)
     ]
-    if differ:
-        raise WsiFlError(f"this round differs from its privacy plan: {', '.join(differ)}")
+    if mismatches:
+        raise WsiFlError(f"this round differs from its privacy plan: {', '.join(mismatches)}")
 
 
-def differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
+def list_differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
     """Return the differences of two plans, as "sigma was 1.4 and is 0.7"."""
     pairs = [(f.name, getattr(planned, f.name), getattr(today, f.name)) for f in fields(PrivacyPlan)]
-    return [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
+    return [f"{name} was {old_value} and is {new_value}" for name, old_value, new_value in pairs if old_value != new_value]
 
 
 _STEPS_PER_EPOCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_NEAR_FLOOR = 0.6  # of a target, beyond which Rényi divergences cannot show a smaller ε
-_GIVEN_UP = 0.05  # share of the best signal to noise traded for more steps
+_MAX_FLOOR_SHARE = 0.6  # of a target, beyond which Rényi divergences cannot show a smaller ε
+_SIGNAL_TOLERANCE = 0.05  # share of the best signal to noise traded for more steps
 
 
 @dataclass(frozen=True)
-class Proposal:
+class BudgetProposal:
     """One way to spend a budget."""
 
     batch_size: int  # expected number of rows in a batch; the sample rate is 1 / ceil(n / batch_size)
@@ -189,7 +189,7 @@ class Proposal:
     signal_to_noise: float
 
 
-def proposals(
+def list_proposals(
     n: int,
     epochs: float,
     target_epsilon: float,
@@ -197,7 +197,7 @@ def proposals(
     *,
     clip: float = 1.0,
     spent: Sequence[Mechanism] = (),
-) -> list[Proposal]:
+) -> list[BudgetProposal]:
     """Return divisions of an epoch over n rows into 1 to 64 batches for a target ε, fewest steps first.
 
     A step's mean gradient carries noise of standard deviation σC / B per coordinate, and T steps add up to √T times as
@@ -212,24 +212,24 @@ def proposals(
     """
     if n < 1:
         raise UsageError(f"a site needs at least one training row, not {n}")
-    found: dict[int, Proposal] = {}
+    by_batch_size: dict[int, BudgetProposal] = {}
     floor = -log(delta) / max(WHOLE_ORDERS)
-    price = renyi_epsilon if floor <= _NEAR_FLOOR * target_epsilon else epsilon
+    price = renyi_epsilon if floor <= _MAX_FLOOR_SHARE * target_epsilon else epsilon
     for per_epoch in _STEPS_PER_EPOCH:
         batch_size = ceil(n / per_epoch)
         steps = round(epochs * ceil(n / batch_size))
-        if batch_size in found or steps < 1:
+        if batch_size in by_batch_size or steps < 1:
             continue
         rate = 1 / ceil(n / batch_size)
-        sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, orders=WHOLE_ORDERS, price=price)
+        sigma = find_sigma(target_epsilon, rate, steps, delta, spent=spent, orders=WHOLE_ORDERS, price=price)
         mechanism = Mechanism(sigma, clip, rate, steps)
-        found[batch_size] = Proposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
-    if not found:
+        by_batch_size[batch_size] = BudgetProposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
+    if not by_batch_size:
         raise UsageError(f"{epochs:g} epochs make less than one step; ask for more rounds")
-    return list(found.values())
+    return list(by_batch_size.values())
 
 
-def planned(
+def propose_plan(
     n: int,
     epochs: float,
     target_epsilon: float,
@@ -237,17 +237,17 @@ def planned(
     *,
     clip: float = 1.0,
     spent: Sequence[Mechanism] = (),
-) -> Proposal:
+) -> BudgetProposal:
     """Return the proposal with the most steps among those with nearly the best signal-to-noise ratio.
 
     Signal to noise alone favours full batches, with too few steps for an optimizer; beyond some number of steps noise
     no longer falls as fast as batches shrink.
     """
-    ways = proposals(n, epochs, target_epsilon, delta, clip=clip, spent=spent)
-    best = max(way.signal_to_noise for way in ways)
-    good = [way for way in ways if way.signal_to_noise >= (1 - _GIVEN_UP) * best]
-    way = max(good, key=lambda way: way.mechanism.steps)
-    plain = way.mechanism
-    rate, steps = plain.sample_rate, plain.steps
-    sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, near=plain.sigma)
-    return replace(way, mechanism=replace(plain, sigma=sigma))
+    candidates = list_proposals(n, epochs, target_epsilon, delta, clip=clip, spent=spent)
+    best = max(proposal.signal_to_noise for proposal in candidates)
+    good = [proposal for proposal in candidates if proposal.signal_to_noise >= (1 - _SIGNAL_TOLERANCE) * best]
+    proposal = max(good, key=lambda proposal: proposal.mechanism.steps)
+    mechanism = proposal.mechanism
+    rate, steps = mechanism.sample_rate, mechanism.steps
+    sigma = find_sigma(target_epsilon, rate, steps, delta, spent=spent, near=mechanism.sigma)
+    return replace(proposal, mechanism=replace(mechanism, sigma=sigma))

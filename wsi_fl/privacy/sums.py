@@ -15,21 +15,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wsi_fl.models.shared_head import COUNT, SharedHead
+from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
-    A_LITTLE,
-    SCALE,
+    NOISE_MARGIN,
+    STEPS_PER_UNIT,
     discrete_gaussian,
-    quantised,
-    sensitivity_of,
+    quantize,
+    quantization_sensitivity,
 )
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
 
 @dataclass(frozen=True)
-class NoisySums:
+class NoisyStatistics:
     """The Gaussian mechanism for class statistics."""
 
     sigma: float  # noise multiplier; the noise's standard deviation is sigma * clip
@@ -38,7 +38,7 @@ class NoisySums:
     unit: str = "row"  # privacy unit, "row" or "patient"
 
     @classmethod
-    def of(cls, plan: PrivacyPlan) -> NoisySums:
+    def from_plan(cls, plan: PrivacyPlan) -> NoisyStatistics:
         """Return the mechanism of a plan for statistics of all its units."""
         return cls(plan.sigma, plan.clip, plan.batch_size, plan.unit)
 
@@ -52,12 +52,12 @@ class NoisySums:
             x, y: all rows of the site, float32[n, d] or bags float32[n, m, d + 1], and the columns in which they count.
             patient: int64[n], the patient of each row, where the unit is a patient.
         """
-        z = head.embedded(x)
-        exact = self.clipped(head, z, y, patient)
-        noisy = self.noisy(exact, stream) if self.sigma else exact
-        head.hold(exact, *head.weighed(noisy, (self.sigma * self.clip) ** 2))
+        z = head.embed_rows(x)
+        exact = self.clip_statistics(head, z, y, patient)
+        noisy = self.add_noise(exact, stream) if self.sigma else exact
+        head.set_noisy_statistics(exact, *head.weight_by_precision(noisy, (self.sigma * self.clip) ** 2))
 
-    def clipped(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
+    def clip_statistics(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
         """Return the class statistics float64[k] of n rows, each unit clipped to `clip`.
 
         A patient counts with the mean of its rows of each class, or of all where they share columns, jointly clipped.
@@ -69,44 +69,44 @@ class NoisySums:
         Raises:
             WsiFlError: where the unit is a patient and patients are missing.
         """
-        most = min(1.0, self.clip)
+        bound = min(1.0, self.clip)
         if self.unit == "row":
-            return head.packed(z, y) * most
+            return head.pack_statistics(z, y) * bound
         if patient is None:
             raise WsiFlError("class statistics with patients as privacy units need the patient of each row")
-        found = head.packed(z[:0], y[:0])
-        for one in sorted(set(patient.tolist())):
-            mine = patient == one
-            part = head.packed_means(z[mine], y[mine])
-            found += part * float((most * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))
-        return found
+        total = head.pack_statistics(z[:0], y[:0])
+        for patient_id in sorted(set(patient.tolist())):
+            rows = patient == patient_id
+            part = head.pack_patient_means(z[rows], y[rows])
+            total += part * float((bound * (1 - _CLIP_ROUND_OFF) / part.norm()).clamp(max=1.0))
+        return total
 
-    def noisy(self, sums: Tensor, stream: CipherStream) -> Tensor:
+    def add_noise(self, statistics: Tensor, stream: CipherStream) -> Tensor:
         """Return float64[k] with discrete Gaussian noise of the stream, in steps of 1 / `SCALE`."""
-        values = quantised(sums.cpu().numpy(), SCALE)
-        steps = self.sigma * sensitivity_of(self.clip, SCALE, len(values)) * (1 + A_LITTLE)
-        drawn = discrete_gaussian(steps, len(values), stream)
-        return torch.from_numpy((values + drawn) / SCALE).to(sums.device)
+        values = quantize(statistics.cpu().numpy(), STEPS_PER_UNIT)
+        steps = self.sigma * quantization_sensitivity(self.clip, STEPS_PER_UNIT, len(values)) * (1 + NOISE_MARGIN)
+        noise = discrete_gaussian(steps, len(values), stream)
+        return torch.from_numpy((values + noise) / STEPS_PER_UNIT).to(statistics.device)
 
 
-_ROUND_OFF = 1e-9  # of the bound: more than the error of sums in float64
+_CLIP_ROUND_OFF = 1e-9  # of the bound: more than the error of sums in float64
 
 
-FALSE_ALARMS = 1e-6
+FALSE_ALARM_RATE = 1e-6
 """The largest probability that honest statistics are refused."""
-_LETTER_ROUND_OFF = 1e-4  # of float32 and of clipping, relative to the length of the statistics
-_COUNTED = COUNT / (1 + COUNT**2) ** 0.5  # a row's addition to the count of its class
+_STATISTICS_ROUND_OFF = 1e-4  # of float32 and of clipping, relative to the length of the statistics
+_COUNT_PER_ROW = COUNT_WEIGHT / (1 + COUNT_WEIGHT**2) ** 0.5  # a row's addition to the count of its class
 
 
 @torch.no_grad()
-def impossible(
+def explain_invalid_statistics(
     head: SharedHead,
-    letter: Tensor,
+    statistics: Tensor,
     n: int | None = None,
     sigma: float | None = None,
     *,
     rows: bool = True,
-    rate: float = FALSE_ALARMS,
+    rate: float = FALSE_ALARM_RATE,
 ) -> str:
     """Return the reason why noisy class statistics cannot be of n units; "" for none.
 
@@ -120,53 +120,53 @@ def impossible(
         rows: whether units are rows, each of one class; patients may be of several.
         rate: false alarm rate.
     """
-    return next(_problems(head, letter.double(), n, sigma, rows, rate / 10), "")
+    return next(_find_problems(head, statistics.double(), n, sigma, rows, rate / 10), "")
 
 
-def _problems(
-    head: SharedHead, letter: Tensor, n: int | None, sigma: float | None, rows: bool, each: float
+def _find_problems(
+    head: SharedHead, statistics: Tensor, n: int | None, sigma: float | None, rows: bool, test_rate: float
 ) -> Iterator[str]:
     from scipy.stats import chi2, norm
 
     classes, wide = head.shape
-    variances = letter[-classes:]
+    variances = statistics[-classes:]
     noise = float(variances.max().clamp(min=0)) ** 0.5
-    if sigma is not None and abs(noise - sigma) > _LETTER_ROUND_OFF * sigma:
+    if sigma is not None and abs(noise - sigma) > _STATISTICS_ROUND_OFF * sigma:
         yield f"its stated noise has a deviation of {noise:.3g}, where {sigma:.3g} was announced"
     weights = (variances / noise**2).sqrt() if noise else torch.ones_like(variances)
     if not bool((weights > 0).all()):
         yield "some of its numbers are stated to have no noise, and others have"
-    sums = letter[:-classes].view(classes, wide) / weights[:, None]
+    sums = statistics[:-classes].view(classes, wide) / weights[:, None]
     length, counts = float(sums.norm()), sums[:, -1]
-    off = _LETTER_ROUND_OFF * length
+    round_off = _STATISTICS_ROUND_OFF * length
     # 1. no class's sum is longer than its count: its distance from that cone is at most the length of the noise
     along = sums[:, :-1].norm(dim=1)
-    outside = (along - counts / COUNT).clamp(min=0) / (1 + COUNT**-2) ** 0.5
-    beyond = torch.where(counts < -COUNT * along, sums.norm(dim=1), outside)
-    if float(beyond.max()) > noise * chi2.isf(each / classes, wide) ** 0.5 + off:
+    distance = (along - counts / COUNT_WEIGHT).clamp(min=0) / (1 + COUNT_WEIGHT**-2) ** 0.5
+    excess = torch.where(counts < -COUNT_WEIGHT * along, sums.norm(dim=1), distance)
+    if float(excess.max()) > noise * chi2.isf(test_rate / classes, wide) ** 0.5 + round_off:
         yield "the sum of a class is longer than its count and noise allow"
     if n is None:
         return
     # 2. the statistics are not longer than n units and their noise
-    most = n + noise * chi2.isf(each, sums.numel()) ** 0.5 + off
-    if length > most:
-        yield f"it is {length:.3g} long, where {n} units and their noise make at most {most:.3g}"
+    max_length = n + noise * chi2.isf(test_rate, sums.numel()) ** 0.5 + round_off
+    if length > max_length:
+        yield f"it is {length:.3g} long, where {n} units and their noise make at most {max_length:.3g}"
     # 3. the counts add up to n rows at most, and noise; fewer where validation rows or a fold are held out of n
-    told, apart = float(counts.sum()) / _COUNTED, noise * classes**0.5 * norm.isf(8 * each) / _COUNTED
-    if rows and told - n > apart + off / _COUNTED:
-        yield f"it counts {told:.3g} rows, where {n} were announced and noise makes at most {apart:.3g}"
+    n_counted, tolerance = float(counts.sum()) / _COUNT_PER_ROW, noise * classes**0.5 * norm.isf(8 * test_rate) / _COUNT_PER_ROW
+    if rows and n_counted - n > tolerance + round_off / _COUNT_PER_ROW:
+        yield f"it counts {n_counted:.3g} rows, where {n} were announced and noise makes at most {tolerance:.3g}"
 
 
 @torch.no_grad()
-def without(head: SharedHead, letter: Tensor) -> SharedHead:
+def head_excluding_site(head: SharedHead, statistics: Tensor) -> SharedHead:
     """Return the head from the statistics of all other sites, which is public to the federation.
 
     Args:
         head: a head with the mean of the statistics of two sites or more.
         statistics: float64[k + classes], the statistics of one site.
     """
-    left, n = copy.deepcopy(head), int(head.n_sites)
-    left.forget()
-    left.sums.copy_((head.sums.double() * n - letter.to(head.sums.device)) / (n - 1))
-    left.n_sites.fill_(n - 1)
-    return left
+    remaining_head, n = copy.deepcopy(head), int(head.n_sites)
+    remaining_head.clear_local_statistics()
+    remaining_head.sums.copy_((head.sums.double() * n - statistics.to(head.sums.device)) / (n - 1))
+    remaining_head.n_sites.fill_(n - 1)
+    return remaining_head

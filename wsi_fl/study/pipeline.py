@@ -12,32 +12,32 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from wsi_fl.plugins import entries
+from wsi_fl.plugins import load_entries
 from wsi_fl.study.toml import (
-    LEAST_SIGMA,
-    MOST_SEED,
+    MIN_SIGMA,
+    MAX_SEED,
     EncoderName,
     ModelName,
     Section,
     SiteName,
     TableText,
-    key,
-    refuse_twice,
+    settings_key,
+    refuse_duplicates,
 )
 
 _S = TypeVar("_S", bound=Section)
-_Fault = Literal["pen", "black", "fold", "bubble", "blur"]
-_USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
+_Artifact = Literal["pen", "black", "fold", "bubble", "blur"]
+_DEFAULT_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
 """Default of the largest share of a patch that an artifact may cover, by artifact; measured in docs/quality.md."""
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
-_OWN_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
-_OF_CLASSES = dict.fromkeys(
+_METHOD_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
+_NEEDS_CLASSES = dict.fromkeys(
     ("train.balance", "audit.canaries", "predict.model = ensemble", "train.init_from = oneshot"),
     "it works with classes alone",
 )
 
 
-class _Slides(Section):
+class _SlideSettings(Section):
     """How slides are read."""
 
     without_effect = ("",)
@@ -48,7 +48,7 @@ class _Slides(Section):
     """Share of patients that `tile`, `mosaic` and `import` hold out for testing, where the site prescribes no split."""
 
 
-class _Tile(Section):
+class _TileSettings(Section):
     """How `tile` cuts slides into labelled patches."""
 
     without_effect = ("",)
@@ -69,7 +69,7 @@ class _Tile(Section):
     privacy guarantee that must cover tiling needs `false`."""
     max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
     """Largest number of patches of one slide, drawn at random. By default there is no limit."""
-    qc: dict[_Fault, Annotated[float, Field(ge=0, le=1)]] = Field({})
+    qc: dict[_Artifact, Annotated[float, Field(ge=0, le=1)]] = Field({})
     """Artifacts for which patches are excluded, with the largest share of a patch that each may cover: marker ink
     (pen), regions that were not scanned (black), folds, air bubbles, and blur. A list, ["pen", "blur"], takes the
     default shares: 0.05 of pen and black, 0.25 of folds and bubbles, 0.4 of blur. By default no artifact is
@@ -80,14 +80,14 @@ class _Tile(Section):
 
     @field_validator("qc", mode="before")
     @classmethod
-    def _with_usual_shares(cls, asked: object) -> object:
+    def _expand_artifact_list(cls, value: object) -> object:
         """Return the default shares of a list of artifacts."""
-        if not isinstance(asked, list):
-            return asked
-        return {str(fault): _USUAL_SHARES.get(fault, 1.0) for fault in asked}
+        if not isinstance(value, list):
+            return value
+        return {str(artifact): _DEFAULT_SHARES.get(artifact, 1.0) for artifact in value}
 
 
-class _Tissue(Section):
+class _TissueSettings(Section):
     """How `tile`, `mosaic` and `predict` separate tissue from background."""
 
     without_effect = ("",)
@@ -100,7 +100,7 @@ class _Tissue(Section):
 
     @field_validator("method")
     @classmethod
-    def _known_or_folder(cls, method: str) -> str:
+    def _check_method(cls, method: str) -> str:
         if method not in get_args(_TissueMethod) and "/" not in method:
             raise ValueError(
                 f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'"
@@ -108,12 +108,12 @@ class _Tissue(Section):
         return method
 
     @property
-    def masks(self) -> str | None:
+    def mask_folder(self) -> str | None:
         """The folder of tissue masks; None where tissue is detected."""
         return self.method if self.method not in get_args(_TissueMethod) else None
 
 
-class _Store(Section):
+class _StoreSettings(Section):
     """How a patch store holds pixels."""
 
     without_effect = ("",)
@@ -123,7 +123,7 @@ class _Store(Section):
     positions only and reads pixels from the slide when they are needed."""
 
 
-class Mosaic(Section):
+class MosaicSettings(Section):
     """How `mosaic` represents a slide by the features of a few patches (Yottixel, 2020)."""
 
     without_effect = ("",)
@@ -148,7 +148,7 @@ class Mosaic(Section):
     has a fixed input size."""
 
 
-class _Features(Section):
+class _FeatureSettings(Section):
     """How `features` encodes every patch of a patch store. The default of each key is that of [mosaic]."""
 
     without_effect = ("",)
@@ -161,7 +161,7 @@ class _Features(Section):
     the same."""
 
 
-class Train(Section):
+class TrainSettings(Section):
     """How models are trained."""
 
     without_effect = ("seed", "eval_every", "fold", "left_out", "min_sites", "deadline")
@@ -203,7 +203,7 @@ class Train(Section):
     colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they are not reduced."""
-    data: Literal["patches", "features", "mosaics"] = key(
+    data: Literal["patches", "features", "mosaics"] = settings_key(
         "patches", excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}
     )
     """Training data: patches, the features of all patches, or the features of mosaics."""
@@ -216,7 +216,7 @@ class Train(Section):
     any_patch_size: bool = False
     """Whether sites may have features of patches of different sizes or resolutions. Features depend on both, so by
     default sites that differ are refused."""
-    folds: int | None = key(
+    folds: int | None = settings_key(
         None,
         ge=2,
         le=1000,
@@ -228,18 +228,18 @@ class Train(Section):
     )
     """Number of folds of a cross-validation. The patients of every site are divided into folds by `train.seed`, in
     place of the store's split. `wsi-fl train --folds N` trains a run for each fold."""
-    stratify: bool = key(
+    stratify: bool = settings_key(
         False, excludes={"privacy.enabled": "who is in a fold would depend on all other patients"}
     )
     """Whether folds are stratified by class and equal in size. A patient's fold then depends on the other patients,
     which ε does not cover, so it is refused with differential privacy. By default a patient's fold is a hash of the
     name, and at a real site of a secret of the hospital too."""
-    fold: int | None = key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
+    fold: int | None = settings_key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
     """Index of the test fold among `train.folds`, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
     """Name of a site without part in training, whose slides are the test set of all models. `wsi-fl train
     --leave-site-out` trains a run for each site."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of all randomness in training except the privacy noise and the sampling of private batches."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """Whether Adam's moments are kept or reset when the parameters are exchanged."""
@@ -247,7 +247,7 @@ class Train(Section):
     """Whether `oneshot` computes its heads from the class statistics that `wsi-fl statistics` wrote into `statistics/`,
     instead of releasing and exchanging statistics itself. Sites without a store here take part by their file only;
     between hospitals each site sends its file to sites that lack it."""
-    min_sites: int | None = key(
+    min_sites: int | None = settings_key(
         None,
         ge=1,
         le=10_000,
@@ -268,20 +268,20 @@ class Train(Section):
 
     @field_validator("deadline", mode="before")
     @classmethod
-    def _day(cls, until: object) -> object:
+    def _parse_day(cls, value: object) -> object:
         try:
-            return None if until is None else date.fromisoformat(str(until)).isoformat()
+            return None if value is None else date.fromisoformat(str(value)).isoformat()
         except ValueError:
             raise ValueError("write a day as YYYY-MM-DD") from None
 
     @model_validator(mode="after")
-    def _one_of_the_folds(self) -> Self:
+    def _check_fold(self) -> Self:
         if self.fold and self.folds and self.fold > self.folds:
             raise ValueError(f"train.fold = {self.fold}: there are train.folds = {self.folds} folds")
         return self
 
 
-class Target(Section):
+class TargetSettings(Section):
     """The prediction target of slides or patients: a column of a table, as classes or a number, or the time of an
     event.
 
@@ -294,16 +294,16 @@ class Target(Section):
     """Values of the column that are the classes, in order; the same at all sites."""
     ignore: list[TableText] = Field([])
     """Values of the column whose slides are excluded, as are slides without a value."""
-    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = key(
-        None, min_length=2, max_length=2, excludes=_OF_CLASSES
+    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = settings_key(
+        None, min_length=2, max_length=2, excludes=_NEEDS_CLASSES
     )
     """Smallest and largest number of the column. With it models predict a number within this range."""
     time: TableText | None = None
     """Name of the column that holds the time until the event, or until the patient was last seen without it."""
     event: TableText | None = None
     """Name of the column of observed events: 1 or 0, yes or no, dead or alive."""
-    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = key(
-        None, min_length=1, max_length=1000, excludes=_OF_CLASSES
+    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = settings_key(
+        None, min_length=1, max_length=1000, excludes=_NEEDS_CLASSES
     )
     """Ends of the time intervals of the hazard model, ascending, in the unit of `time`. Later times are censored at the
     last end. Ten or fewer are usual."""
@@ -311,22 +311,22 @@ class Target(Section):
     """Level of an example: a slide, or all slides of a patient as one bag. Survival is always per patient."""
 
     @property
-    def of(self) -> str:
+    def example_level(self) -> str:
         """Return the level of an example; with survival always "patient"."""
         return "patient" if self.intervals else self.per
 
     @property
-    def kind(self) -> Literal["classes", "number", "survival"]:
+    def target_kind(self) -> Literal["classes", "number", "survival"]:
         """Return the kind of task."""
         return "survival" if self.intervals else "number" if self.range else "classes"
 
     @property
-    def asked(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether the target differs from the stores' labels."""
         return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))
 
 
-class _Model(Section):
+class _ModelSettings(Section):
     """Which architectures are trained."""
 
     private: ModelName = "resnet18"
@@ -336,12 +336,12 @@ class _Model(Section):
     `mean_head`."""
     proxy: ModelName = "resnet18"
     """Architecture of the proxies, which are exchanged. The names are those of `model.private`."""
-    weights: str = key("", needs={"train.data = patches": "heads on features and bags start at random"})
+    weights: str = settings_key("", needs={"train.data = patches": "heads on features and bags start at random"})
     """Pretrained weights of networks of patches, `timm:NAME` and `resnet18`: a file, a folder with a file
     `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier starts at random.
     By default all weights do. All sites need the same weights, which must be public: ε does not cover their training
     data."""
-    train: Literal["all", "head", "last", "norm", "lora"] = key(
+    train: Literal["all", "head", "last", "norm", "lora"] = settings_key(
         "all", needs={"model.weights": "the rest of a network stays as its weights are"}
     )
     """Trained part of a network with `model.weights`: everything, the classifier (`head`), the last block and the
@@ -352,18 +352,18 @@ class _Model(Section):
     public reference slides, or a number of random dimensions, which lose more. All sites need the same projection."""
 
 
-class _Topology(Section):
+class _TopologySettings(Section):
     """Who sends to whom."""
 
-    graph: str | None = key(None, excludes=_OWN_GRAPH)
+    graph: str | None = settings_key(None, excludes=_METHOD_GRAPH)
     """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random`, or the path of a JSON file
     of edges. By default it is the method's own."""
-    self_weight: float = key(0.0, ge=0, lt=1, excludes=_OWN_GRAPH)
+    self_weight: float = settings_key(0.0, ge=0, lt=1, excludes=_METHOD_GRAPH)
     """Weight of a site's local model in its mixing step. With 0 a model is replaced by the received one; with 0.5 the
     two are averaged."""
 
 
-class Gpu(Section):
+class GpuSettings(Section):
     """How GPUs compute."""
 
     without_effect = ("",)
@@ -377,7 +377,7 @@ class Gpu(Section):
     transformers. It needs a C compiler."""
 
 
-class _Communication(Section):
+class _CommunicationSettings(Section):
     """How sites wait for each other."""
 
     without_effect = ("",)
@@ -385,7 +385,7 @@ class _Communication(Section):
     """Time, in seconds, without a sign of life after which a site has timed out."""
 
 
-class Privacy(Section):
+class PrivacySettings(Section):
     """Differential privacy of what leaves a site."""
 
     without_effect = ("enabled", "insecure_seed")
@@ -410,7 +410,7 @@ class Privacy(Section):
     papers."""
     max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in a step, drawn in each step; for `privacy.unit = "patient"`."""
-    noise: Literal["own", "shared"] = key(
+    noise: Literal["own", "shared"] = settings_key(
         "own", needs={"a method of sums": "only what is released once is added up; use oneshot"}
     )
     """Noise of the class statistics of `oneshot`. With `own` each site adds all of it, and trusts nobody. `shared` is
@@ -423,26 +423,26 @@ class Privacy(Section):
     """With `noise = "shared"`: number of sites that may drop out during secure aggregation; the result is then the sum
     of the others, at no second charge. It needs `colluding` + 2 `dropouts` + 1 sites, and each site adds the noise for
     `dropouts` fewer sites. With 0 a dropout makes the sum unreadable, and the next attempt is charged again."""
-    insecure_seed: int | None = Field(None, ge=0, le=MOST_SEED)
+    insecure_seed: int | None = Field(None, ge=0, le=MAX_SEED)
     """Seed of fixed noise, for tests only. The ledger records it, and no guarantee is given."""
 
     @field_validator("sigma")
     @classmethod
-    def _none_or_some(cls, sigma: float) -> float:
-        if 0 < sigma < LEAST_SIGMA:
-            raise ValueError(f"use 0 for no noise, or at least {LEAST_SIGMA:g}")
+    def _check_sigma(cls, sigma: float) -> float:
+        if 0 < sigma < MIN_SIGMA:
+            raise ValueError(f"use 0 for no noise, or at least {MIN_SIGMA:g}")
         return sigma
 
     @property
-    def noisy(self) -> bool:
+    def has_noise(self) -> bool:
         """Return whether any noise is added."""
         return self.enabled and (self.sigma > 0 or self.target_epsilon is not None)
 
 
-class Audit(Section):
+class AuditSettings(Section):
     """Canaries in training, which `audit` attacks."""
 
-    canaries: int = key(
+    canaries: int = settings_key(
         0,
         ge=0,
         le=1_000_000,
@@ -455,7 +455,7 @@ class Audit(Section):
     `audit` guesses which were included; its accuracy gives a lower bound on ε."""
 
 
-class _Evaluate(Section):
+class _EvaluateSettings(Section):
     """How `evaluate` measures models."""
 
     without_effect = ("",)
@@ -464,10 +464,10 @@ class _Evaluate(Section):
     external: list[SiteName] = Field([])
     """Names of sites without part in training; every model is also evaluated on all of their patches."""
 
-    _external_once = field_validator("external")(refuse_twice)
+    _external_once = field_validator("external")(refuse_duplicates)
 
 
-class _Predict(Section):
+class _PredictSettings(Section):
     """Which model predicts."""
 
     model: Literal["auto", "private", "proxy", "shared", "mean", "local", "ensemble"] = "auto"
@@ -483,59 +483,59 @@ class Pipeline(Section):
 
     sites: list[SiteName] | None = Field(None, min_length=1, max_length=10_000)
     """Names of the sites that take part, in order. By default every site of the study."""
-    slides: _Slides = _Slides()
-    tile: _Tile = _Tile()
-    tissue: _Tissue = _Tissue()
-    store: _Store = _Store()
+    slides: _SlideSettings = _SlideSettings()
+    tile: _TileSettings = _TileSettings()
+    tissue: _TissueSettings = _TissueSettings()
+    store: _StoreSettings = _StoreSettings()
     subtypes: dict[TableText, list[TableText]] = Field({})
     """Possible diagnoses of each tumour type, for studies of whole slides. With it the classes are diagnoses, without
     it healthy and tumour."""
-    mosaic: Mosaic = Mosaic()
-    features: _Features = _Features()
-    train: Train = Train()
-    target: Target = Target()
-    model: _Model = _Model()
-    gpu: Gpu = Gpu()
-    topology: _Topology = _Topology()
-    comm: _Communication = _Communication()
-    privacy: Privacy = Privacy()
-    audit: Audit = Audit()
-    evaluate: _Evaluate = _Evaluate()
-    predict: _Predict = _Predict()
+    mosaic: MosaicSettings = MosaicSettings()
+    features: _FeatureSettings = _FeatureSettings()
+    train: TrainSettings = TrainSettings()
+    target: TargetSettings = TargetSettings()
+    model: _ModelSettings = _ModelSettings()
+    gpu: GpuSettings = GpuSettings()
+    topology: _TopologySettings = _TopologySettings()
+    comm: _CommunicationSettings = _CommunicationSettings()
+    privacy: PrivacySettings = PrivacySettings()
+    audit: AuditSettings = AuditSettings()
+    evaluate: _EvaluateSettings = _EvaluateSettings()
+    predict: _PredictSettings = _PredictSettings()
 
-    _sites_once = field_validator("sites")(refuse_twice)
+    _sites_once = field_validator("sites")(refuse_duplicates)
 
     @model_validator(mode="before")
     @classmethod
-    def _patients_are_units(cls, said: Any) -> Any:
+    def _default_unit(cls, values: Any) -> Any:
         """Set the privacy unit to patients where examples are slides or patients and the pipeline sets none."""
-        if not isinstance(said, dict):
-            return said
-        train, target, privacy = (said.get(name) or {} for name in ("train", "target", "privacy"))
+        if not isinstance(values, dict):
+            return values
+        train, target, privacy = (values.get(name) or {} for name in ("train", "target", "privacy"))
         if not all(isinstance(section, dict) for section in (train, target, privacy)):
-            return said
+            return values
         of_patients = target or train.get("example") in ("slide", "patient") or train.get("data") == "mosaics"
-        return said | {"privacy": {"unit": "patient"} | privacy} if of_patients else said
+        return values | {"privacy": {"unit": "patient"} | privacy} if of_patients else values
 
     @property
-    def example(self) -> Literal["patch", "slide", "patient"]:
+    def example_level(self) -> Literal["patch", "slide", "patient"]:
         """The level of an example: `train.example`, else slides of mosaics and patches of all other data."""
         return self.train.example or ("slide" if self.train.data == "mosaics" else "patch")
 
     @property
-    def encoding(self) -> Mosaic:
+    def encoder_settings(self) -> MosaicSettings:
         """The encoder of patches: [features] over [mosaic], whose weights and size apply to the same encoder only."""
-        own = self.features.model_dump(exclude_none=True)
-        if "encoder" in own and own["encoder"] != self.mosaic.encoder:
-            own = {"weights": None, "input_px": None} | own
-        return self.mosaic.model_copy(update=own)
+        overrides = self.features.model_dump(exclude_none=True)
+        if "encoder" in overrides and overrides["encoder"] != self.mosaic.encoder:
+            overrides = {"weights": None, "input_px": None} | overrides
+        return self.mosaic.model_copy(update=overrides)
 
-    def changed(self, **sections: dict[str, Any]) -> Self:
+    def replace_keys(self, **sections: dict[str, Any]) -> Self:
         """Return the pipeline with other values of some keys, without validation."""
-        found = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
-        return self.model_copy(update=found)
+        changed_sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=changed_sections)
 
-    def section(self, kind: type[_S]) -> _S:
+    def find_section(self, kind: type[_S]) -> _S:
         """Return the section of a plug-in; its defaults where this pipeline was made without it."""
         return next((value for _, value in self if isinstance(value, kind)), kind())
 
@@ -543,8 +543,8 @@ class Pipeline(Section):
 @cache
 def pipeline_model() -> type[Pipeline]:
     """Return the model of a pipeline with the core's sections, then those of plug-ins by name."""
-    joined = sorted(entries("wsi_fl.settings").items())
-    if twice := [name for name, _ in joined if name in Pipeline.model_fields]:
-        raise ValueError(f"[{twice[0]}] is a section of every pipeline")
-    fields: Any = {name: (section, section()) for name, section in joined}
+    added_sections = sorted(load_entries("wsi_fl.settings").items())
+    if duplicates := [name for name, _ in added_sections if name in Pipeline.model_fields]:
+        raise ValueError(f"[{duplicates[0]}] is a section of every pipeline")
+    fields: Any = {name: (section, section()) for name, section in added_sections}
     return create_model("Pipeline", __base__=Pipeline, __doc__=Pipeline.__doc__, **fields)

@@ -71,37 +71,37 @@ class SiteFile(Section):
     site's private model, which may have memorised patients."""
 
     @property
-    def receives(self) -> bool:
+    def is_receiver(self) -> bool:
         """Return whether the site is inference-only; its labels are never read."""
         return self.role == "receiver"
 
-    def allows(self, what: _Allowed) -> bool:
+    def allows(self, permission: _Allowed) -> bool:
         """Return whether something may leave without differential privacy; a simulated site allows everything."""
-        return not self.real or what in self.allow
+        return not self.real or permission in self.allow
 
     @property
-    def allowed(self) -> tuple[str, ...]:
+    def permissions(self) -> tuple[str, ...]:
         """The permissions to release without differential privacy; all of a simulated site."""
         return tuple(self.allow) if self.real else get_args(_Allowed)
 
 
-def as_agreed(began: SiteFile, today: SiteFile) -> SiteFile:
+def merge_site_snapshot(snapshot: SiteFile, current: SiteFile) -> SiteFile:
     """Return the current site file with the settings snapshot of a run; allowed is only what both files allow.
 
     Paths (slides, tables, the ledger) are the current ones; role, budget and architecture are the run's.
     """
-    limits = [limit for limit in (began.max_epsilon, today.max_epsilon) if limit is not None]
-    return today.model_copy(
+    limits = [limit for limit in (snapshot.max_epsilon, current.max_epsilon) if limit is not None]
+    return current.model_copy(
         update={
-            "real": began.real or today.real,
-            "allow": [what for what in get_args(_Allowed) if began.allows(what) and today.allows(what)],
+            "real": snapshot.real or current.real,
+            "allow": [permission for permission in get_args(_Allowed) if snapshot.allows(permission) and current.allows(permission)],
             "max_epsilon": min(limits, default=None),
-            "delta": began.delta,
-            "private_model": began.private_model,
-            "role": began.role,
+            "delta": snapshot.delta,
+            "private_model": snapshot.private_model,
+            "role": snapshot.role,
         }
     )
 
 
-PROMISES = ("real", "role", "allow", "max_epsilon", "delta", "private_model")
+SNAPSHOT_KEYS = ("real", "role", "allow", "max_epsilon", "delta", "private_model")
 """The keys of a site file in the settings snapshot of a run."""

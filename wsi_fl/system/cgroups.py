@@ -18,11 +18,11 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 def cores_allowed() -> int | None:
     """Return the number of processor cores available to this process, rounded up; None without a limit."""
     shares = []
-    for group in _groups("cpu"):
-        quota, period = (*_numbers(group / "cpu.max"), None, None)[:2]
+    for group in _list_groups("cpu"):
+        quota, period = (*_read_numbers(group / "cpu.max"), None, None)[:2]
         if quota is None and not (group / "cpu.max").exists():
-            quota = (*_numbers(group / "cpu.cfs_quota_us"), None)[0]
-            period = (*_numbers(group / "cpu.cfs_period_us"), None)[0]
+            quota = (*_read_numbers(group / "cpu.cfs_quota_us"), None)[0]
+            period = (*_read_numbers(group / "cpu.cfs_period_us"), None)[0]
         if quota is not None and period and quota > 0:
             shares.append(max(1, ceil(quota / period)))
     return min(shares, default=None)
@@ -33,23 +33,23 @@ def bytes_allowed() -> int | None:
 
     The inactive part of the page cache is released first, and counts as free.
     """
-    room = []
-    for group in _groups("memory"):
-        for most, used, kept in (
+    free_bytes = []
+    for group in _list_groups("memory"):
+        for limit_name, usage_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, usage = (*_numbers(group / most), None)[0], (*_numbers(group / used), None)[0]
-            if limit is not None and usage is not None and limit < _UNLIMITED:
-                room.append(max(0, limit - usage + _statistic(group / "memory.stat", kept)))
-    return min(room, default=None)
+            limit, usage = (*_read_numbers(group / limit_name), None)[0], (*_read_numbers(group / usage_name), None)[0]
+            if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
+                free_bytes.append(max(0, limit - usage + _read_statistic(group / "memory.stat", cache_name)))
+    return min(free_bytes, default=None)
 
 
-_UNLIMITED = 1 << 60
+_UNLIMITED_BYTES = 1 << 60
 """Bytes: version 1 writes the most that 63 bits hold, in whole pages, where there is no limit."""
 
 
-def _groups(controller: str) -> Iterator[Path]:
+def _list_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of the group of this process and of those above it.
 
     A container's own group may be the root, or have a path that is not visible: then the root is its group.
@@ -73,7 +73,7 @@ def _groups(controller: str) -> Iterator[Path]:
         yield from (above for above in group.parents if above == root or root in above.parents)
 
 
-def _numbers(file: Path) -> list[int | None]:
+def _read_numbers(file: Path) -> list[int | None]:
     """Return the whole numbers in a file; None for a word such as "max"; [] where there is no such file."""
     try:
         words = file.read_text().split()
@@ -82,7 +82,7 @@ def _numbers(file: Path) -> list[int | None]:
     return [int(word) if word.lstrip("-").isdecimal() else None for word in words]
 
 
-def _statistic(file: Path, name: str) -> int:
+def _read_statistic(file: Path, name: str) -> int:
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
 
-from wsi_fl.system.machine import allocate
+from wsi_fl.system.machine import allocate_file
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
-_OF_SAFETENSORS = ".tmp??????"
+_SAFETENSORS_TEMPORARY = ".tmp??????"
 """Temporary names of that library."""
-_DIGEST = "digest"
+_DIGEST_KEY = "digest"
 _RETRY_S = 0.05
 _PIECE_BYTES, _PIECES = 1 << 14, 64
 _UNAVAILABLE = {
@@ -49,12 +49,12 @@ class FileUnavailable(WsiFlError):
     """A file that cannot be read now for an external reason: nothing needs to be made again."""
 
 
-def why_unavailable(error: BaseException) -> str:
+def explain_unavailable(error: BaseException) -> str:
     """Return the reason why a file cannot be read now, and what to do; "" where the file itself is at fault."""
     if not isinstance(error, OSError):
         return ""
-    found = _ERRNO.search(str(error))  # HDF5 has it in its message
-    return _UNAVAILABLE.get(error.errno or (int(found[1]) if found else 0), "")
+    match = _ERRNO.search(str(error))  # HDF5 has it in its message
+    return _UNAVAILABLE.get(error.errno or (int(match[1]) if match else 0), "")
 
 
 def refuse_unavailable(error: BaseException, path: object) -> None:
@@ -63,11 +63,11 @@ def refuse_unavailable(error: BaseException, path: object) -> None:
     Raises:
         FileUnavailable: for such an error.
     """
-    if reason := why_unavailable(error):
+    if reason := explain_unavailable(error):
         raise FileUnavailable(f"{path}: {reason}") from None
 
 
-def ordinary(path: Path) -> Path:
+def require_regular_file(path: Path) -> Path:
     """Return a path to be read; WsiFlError for a pipe or device, which may never end."""
     try:
         mode = path.stat().st_mode
@@ -79,13 +79,13 @@ def ordinary(path: Path) -> Path:
     return path
 
 
-def sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file of any size."""
-    with ordinary(path).open("rb") as file:
+    with require_regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
+def duplicate_marks(paths: Iterable[Path]) -> dict[Path, str]:
     """Return a digest of each regular file with the size of another of these files, equal for equal files.
 
     Of large files spread pieces are read. Folders and unreadable files have no digest.
@@ -95,20 +95,20 @@ def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
         with suppress(OSError):
             if path.is_file():
                 sizes.setdefault(path.stat().st_size, []).append(path)
-    found: dict[Path, str] = {}
-    for size, some in sizes.items():
-        for path in some if len(some) > 1 and size else ():
+    marks: dict[Path, str] = {}
+    for size, same_size in sizes.items():
+        for path in same_size if len(same_size) > 1 and size else ():
             with suppress(OSError), path.open("rb") as file:
                 digest = hashlib.sha256(str(size).encode())
                 for start in range(0, size, max(_PIECE_BYTES, size // _PIECES)):
                     file.seek(start)
                     digest.update(file.read(_PIECE_BYTES))
-                found[path] = f"file {digest.hexdigest()}"
-    return found
+                marks[path] = f"file {digest.hexdigest()}"
+    return marks
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to `path` when the block succeeds, and deleted else.
 
     The content is on disk before the rename, so a reader sees the old file or the whole new one.
@@ -137,10 +137,10 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def reserve(path: Path, n_bytes: int) -> None:
+def reserve_space(path: Path, n_bytes: int) -> None:
     """Fail now if the disk cannot hold `n_bytes`: a full disk in HDF5 may crash the process."""
     with path.open("wb+") as handle:
-        allocate(handle.fileno(), n_bytes)
+        allocate_file(handle.fileno(), n_bytes)
 
 
 def raise_if_full(error: BaseException, path: Path) -> None:
@@ -158,43 +158,43 @@ def raise_if_full(error: BaseException, path: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete leftovers of a killed writer in a folder and its subfolders. Requires the folder's lock."""
-    for pattern in (f".*{_TEMPORARY}*", _OF_SAFETENSORS):
+    for pattern in (f".*{_TEMPORARY}*", _SAFETENSORS_TEMPORARY):
         for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
             path.unlink(missing_ok=True)
 
 
 def remove_abandoned(path: Path) -> None:
     """Delete leftovers of killed writers beside a file, except those still locked by HDF5."""
-    for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
-        with suppress(OSError, WsiFlError), ordinary(left).open("rb") as handle:
+    for leftover in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
+        with suppress(OSError, WsiFlError), require_regular_file(leftover).open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            left.unlink()
+            leftover.unlink()
 
 
-def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
+def remove_strays(folders: Iterable[Path], slides: Collection[str]) -> None:
     """Delete misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
     for folder in folders:
         for path in folder.glob("*"):
-            if path.suffix in {".h5", ".png", ".npz"} and path.stem not in kept:
+            if path.suffix in {".h5", ".png", ".npz"} and path.stem not in slides:
                 path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
     """Write text atomically."""
-    with atomic(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write bytes atomically."""
-    with atomic(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(data)
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     """Write a table atomically, row by row; the first row has the headings."""
-    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        csv.sealer(file, lineterminator="\n").writerows(rows)
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -204,13 +204,13 @@ def write_json(path: Path, document: Any) -> None:
 
 def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
     """Write one JSON object atomically, with a digest of the rest of it in `digest`."""
-    write_json(path, {**document, _DIGEST: _digest(document)})
+    write_json(path, {**document, _DIGEST_KEY: _document_digest(document)})
 
 
 def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     """Return a sealed JSON object without its digest; WsiFlError, with advice, where it is damaged."""
     document = read_object(path, advice, keys)
-    if document.pop(_DIGEST, None) != _digest(document):
+    if document.pop(_DIGEST_KEY, None) != _document_digest(document):
         raise WsiFlError(f"{path}: damaged; {advice}")
     return document
 
@@ -226,22 +226,22 @@ def read_object(path: Path, advice: str, keys: Iterable[str] = ()) -> dict[str, 
     return document
 
 
-def read_where_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
+def read_maybe_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     """Return a sealed JSON object, or one of an older version without a digest."""
     document = read_object(path, advice, keys)
-    return read_sealed(path, keys, advice) if _DIGEST in document else document
+    return read_sealed(path, keys, advice) if _DIGEST_KEY in document else document
 
 
-def _digest(document: Mapping[str, Any]) -> str:
+def _document_digest(document: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a document as JSON without its digest."""
-    rest = {key: value for key, value in document.items() if key != _DIGEST}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    content = {key: value for key, value in document.items() if key != _DIGEST_KEY}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def read_json(path: Path) -> Any:
     """Return the JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
     try:
-        return json.loads(ordinary(path).read_text(encoding="utf-8"))
+        return json.loads(require_regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WsiFlError(f"{path}: no such file") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -255,7 +255,7 @@ def append_line(path: Path, document: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        with ordinary(path).open("ab+") as handle:
+        with require_regular_file(path).open("ab+") as handle:
             _mend_tail(handle)
             handle.write(line.encode())
             handle.flush()
@@ -289,7 +289,7 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
     """
     if not path.exists():
         return []
-    lines = ordinary(path).read_bytes().split(b"\n")  # a cut may lie within a character
+    lines = require_regular_file(path).read_bytes().split(b"\n")  # a cut may lie within a character
     documents: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line:
@@ -300,15 +300,15 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
             if number == len(lines):  # no newline after it: never finished
                 break
             document = None
-        wanted = (needs or {}).items()
-        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in wanted):
+        requirements = (needs or {}).items()
+        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in requirements):
             raise WsiFlError(f"{path}: line {number} is damaged")
         documents.append(document)
     return documents
 
 
 @contextmanager
-def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
+def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the lock on a file, which is created if missing and not changed otherwise.
 
     Args:
@@ -317,7 +317,7 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with ordinary(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
+    with require_regular_file(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
@@ -335,12 +335,12 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
 
 
 @contextmanager
-def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock on a site's folder, and remove leftovers of a killed command in it.
 
     With `wait` another command is waited for, else it is a WsiFlError.
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-    with alone(folder / ".lock", None if wait else busy):
+    with file_lock(folder / ".lock", None if wait else busy):
         remove_leftovers(folder)
         yield

@@ -10,7 +10,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.types import WsiFlError, single_line
 
 _SOI = b"\xff\xd8"
 _APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
@@ -25,30 +25,30 @@ def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.u
     try:
         picture: NDArray[np.uint8] = simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True)
     except ValueError as error:
-        raise _unusable(error) from None
+        raise _stream_error(error) from None
     if out is not None and picture.shape != out.shape:
-        raise WsiFlError(f"JPEG of {_pixels(picture)} where {_pixels(out)} were expected")
+        raise WsiFlError(f"JPEG of {_format_size(picture)} where {_format_size(out)} were expected")
     return picture
 
 
-def check(stream: Stream) -> None:
+def check_stream(stream: Stream) -> None:
     """Read the stream to its end without computing its pixels, for half the cost; fails where `decode` would."""
     try:
         simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
-        raise _unusable(error) from None
+        raise _stream_error(error) from None
 
 
-def size(stream: Stream) -> tuple[int, int]:
+def read_size(stream: Stream) -> tuple[int, int]:
     """Return (height, width) in pixels from the header; WsiFlError without one."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(stream, strict=True)
     except ValueError as error:
-        raise _unusable(error) from None
+        raise _stream_error(error) from None
     return int(height), int(width)
 
 
-def complete(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Stream:
+def complete_stream(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Stream:
     """Return a self-contained stream from an abbreviated one and its tables, as in TIFF (TIFF Technical Note 2).
 
     Args:
@@ -61,25 +61,25 @@ def complete(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Strea
     head = tables[2:-2]
     if not rgb:
         return b"".join((_SOI, head, stream[2:])) if head else stream
-    return b"".join((_SOI, _ADOBE_RGB, _without_colour(head), _without_colour(stream[2:])))
+    return b"".join((_SOI, _ADOBE_RGB, _drop_color_markers(head), _drop_color_markers(stream[2:])))
 
 
-def _without_colour(segments: Stream) -> bytes:
+def _drop_color_markers(segments: Stream) -> bytes:
     """Return segments without the markers (JFIF, Adobe) that define the components."""
-    kept, place = [], 0
+    parts, place = [], 0
     while place + 4 <= len(segments) and segments[place] == 0xFF and segments[place + 1] != _SOS:
         end = place + 2 + int.from_bytes(segments[place + 2 : place + 4])
         if segments[place + 1] not in {_APP0, _APP14}:
-            kept.append(segments[place:end])
+            parts.append(segments[place:end])
         place = end
-    return b"".join((*kept, segments[place:]))
+    return b"".join((*parts, segments[place:]))
 
 
-def _unusable(error: ValueError) -> WsiFlError:
-    return WsiFlError(f"unusable JPEG stream: {one_line(error)}")
+def _stream_error(error: ValueError) -> WsiFlError:
+    return WsiFlError(f"unusable JPEG stream: {single_line(error)}")
 
 
-def _pixels(picture: NDArray[np.uint8]) -> str:
+def _format_size(picture: NDArray[np.uint8]) -> str:
     return f"{picture.shape[1]} × {picture.shape[0]} pixels"
 
 

@@ -18,30 +18,30 @@ from wsi_fl.system.cgroups import bytes_allowed, cores_allowed
 
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of `posix_fallocate` on a file system, or C library, without it."""
-_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Environment variables of a rank: number of ranks, its number, number of ranks on its machine."""
 _MANAGERS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_", "FLUX_", "LOADL_", "PALS_")
 """Prefixes of variables of resource managers, from which mpiexec reads the machines of a job."""
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables for the number of threads of a process."""
 _BOX = re.compile(r"-{20,}")
-_LONGEST = 200
+_MAX_REASON = 200
 """Most characters quoted of a launcher's reason."""
 
 
-def cores() -> list[int]:
+def list_cores() -> list[int]:
     """Return the processor cores available to this process, within the limit of its container or job."""
-    most = cores_allowed()
+    limit = cores_allowed()
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))[:most]
-    return list(range(os.cpu_count() or 1))[:most]
+        return sorted(os.sched_getaffinity(0))[:limit]
+    return list(range(os.cpu_count() or 1))[:limit]
 
 
 def n_cores() -> int:
     """Return the number of processor cores available to this process."""
-    return len(cores())
+    return len(list_cores())
 
 
 def free_bytes() -> int:
@@ -50,10 +50,10 @@ def free_bytes() -> int:
     The total memory where free memory is unknown; 2⁶³ − 1 where both are.
     """
     allowed = bytes_allowed()
-    return _free_of_system() if allowed is None else min(allowed, _free_of_system())
+    return _system_free_bytes() if allowed is None else min(allowed, _system_free_bytes())
 
 
-def _free_of_system() -> int:
+def _system_free_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -69,13 +69,13 @@ def peak_bytes() -> int:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
-def most_open_files() -> int:
+def max_open_files() -> int:
     """Return the most files that this process may have open at once."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if allowed < 0 else allowed
 
 
-def allocate(descriptor: int, n_bytes: int) -> None:
+def allocate_file(descriptor: int, n_bytes: int) -> None:
     """Make a file at least `n_bytes` long and allocate it on disk, where the file system can do that.
 
     The descriptor is readable too: glibc reads the file where the file system (NFS) cannot allocate.
@@ -89,18 +89,18 @@ def allocate(descriptor: int, n_bytes: int) -> None:
             raise
 
 
-def launched_ranks() -> int | None:
+def count_ranks() -> int | None:
     """Return the number of ranks started by mpiexec or srun; None without them.
 
     A batch script of Slurm is no rank, though Slurm numbers it as one; nor is a terminal of `srun --pty`.
     """
-    size = _said(_SIZE[:-1] if "SLURM_PTY_PORT" in os.environ else _SIZE)
+    size = _read_variable(_SIZE_VARIABLES[:-1] if "SLURM_PTY_PORT" in os.environ else _SIZE_VARIABLES)
     return size if size is not None and (size > 1 or "OMPI_COMM_WORLD_SIZE" in os.environ) else None
 
 
-def is_first() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process prints for all ranks: the first rank, or a process without ranks."""
-    return launched_ranks() is None or not _said(_RANK)
+    return count_ranks() is None or not _read_variable(_RANK_VARIABLES)
 
 
 def local_environment() -> dict[str, str]:
@@ -111,26 +111,26 @@ def local_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_MANAGERS)}
 
 
-def launcher_reason(said: str) -> str:
+def launcher_reason(output: str) -> str:
     """Return mpiexec's reason for starting nothing: its last line before the first box, else the box's text."""
-    before, *boxes = (part.strip() for part in _BOX.split(said))
-    reason = before.splitlines()[-1] if before else " ".join("".join(boxes[:1]).split())
-    return reason[:_LONGEST] or "it printed nothing"
+    preamble, *boxes = (part.strip() for part in _BOX.split(output))
+    reason = preamble.splitlines()[-1] if preamble else " ".join("".join(boxes[:1]).split())
+    return reason[:_MAX_REASON] or "it printed nothing"
 
 
-def threads_wanted() -> int | None:
+def read_thread_setting() -> int | None:
     """Return the number of threads set by a variable such as OMP_NUM_THREADS; None where unset."""
     # numbers after a comma are for nested teams
-    asked = (os.environ.get(name, "").partition(",")[0] for name in _THREADS)
-    return next((int(number) for number in asked if number.isdecimal() and int(number)), None)
+    settings = (os.environ.get(name, "").partition(",")[0] for name in _THREAD_VARIABLES)
+    return next((int(number) for number in settings if number.isdecimal() and int(number)), None)
 
 
-def share_of_threads() -> int:
+def threads_per_rank() -> int:
     """Return the number of threads for this rank, such that all ranks on this machine share its cores."""
-    everybody = min(os.cpu_count() or 1, cores_allowed() or sys.maxsize)
-    return max(1, min(n_cores(), everybody // (_said(_HERE) or 1)))
+    machine_cores = min(os.cpu_count() or 1, cores_allowed() or sys.maxsize)
+    return max(1, min(n_cores(), machine_cores // (_read_variable(_LOCAL_SIZE_VARIABLES) or 1)))
 
 
-def _said(names: Iterable[str]) -> int | None:
+def _read_variable(names: Iterable[str]) -> int | None:
     """Return the first number in these variables; None without one."""
     return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)

@@ -31,7 +31,7 @@ _SUFFIXES = re.compile(
     r"(\.(ome|tiff?|svs|ndpi|mrxs|scn|bif|czi|dcm|zarr|isyntax|vms|vmu|svslide|png|jpe?g|h5|hdf5|h5ad|pt))+$",
     re.IGNORECASE,
 )
-_SHOWN = 3
+_MAX_NAMES_SHOWN = 3
 
 
 def compose_text(text: str) -> str:
@@ -126,22 +126,22 @@ _LIKENESSES: Mapping[str, Callable[[str], str]] = {
 """Difference of two names → function that removes it."""
 
 
-def describe_mismatch(wanted: Collection[str], there: Collection[str]) -> str:
+def describe_mismatch(table_names: Collection[str], site_names: Collection[str]) -> str:
     """Return the message on names of a table without files: some of each, and their difference where it is single.
 
     Example:
         >>> describe_mismatch(["s1", "s2"], ["S1", "S2", "S3"])
         'the table has s1, s2, the site S1, S2, S3; s1 and S1 differ in upper and lower case'
     """
-    text = f"the table has {_some(wanted)}, the site {_some(there)}"
-    for what, plain in _LIKENESSES.items():
-        by_form = {plain(name): name for name in sorted(there, reverse=True)}
-        for name in sorted(wanted):
+    text = f"the table has {_shorten_list(table_names)}, the site {_shorten_list(site_names)}"
+    for difference, plain in _LIKENESSES.items():
+        by_form = {plain(name): name for name in sorted(site_names, reverse=True)}
+        for name in sorted(table_names):
             if (other := by_form.get(plain(name))) is not None and other != name:
-                return f"{text}; {name} and {other} differ in {what}"
+                return f"{text}; {name} and {other} differ in {difference}"
     return text
 
 
-def _some(names: Collection[str]) -> str:
-    shown = sorted(names)[:_SHOWN]
-    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def _shorten_list(names: Collection[str]) -> str:
+    first_names = sorted(names)[:_MAX_NAMES_SHOWN]
+    return ", ".join(first_names) + (f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else "")

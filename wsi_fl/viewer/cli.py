@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
+from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print_document
 from wsi_fl.types import UsageError
 
 
-@announced
+@announce_start
 def view(
     of_run: Annotated[str | None, typer.Argument(metavar="RUN", help="The same as --run.")] = None,
     site: Annotated[
@@ -34,10 +34,10 @@ def view(
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
-    from wsi_fl.viewer.server import ViewServer, address_lines, describe, serve
-    from wsi_fl.viewer.viewing import gallery
+    from wsi_fl.viewer.server import ViewServer, address_lines, describe_server, serve_gallery
+    from wsi_fl.viewer.viewing import build_gallery
 
-    shown = gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
-    with ViewServer(shown, port) as server:
-        show(describe(server), as_json, address_lines)
-        serve(server, open_browser=open_browser)
+    gallery = build_gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
+    with ViewServer(gallery, port) as server:
+        print_document(describe_server(server), as_json, address_lines)
+        serve_gallery(server, open_browser=open_browser)

@@ -27,8 +27,8 @@ from threading import Thread, Timer
 from typing import Any
 
 from wsi_fl.stages.work.console import Lines
-from wsi_fl.types import UsageError, WsiFlError, one_line
-from wsi_fl.viewer.gallery import Gallery, encoded
+from wsi_fl.types import UsageError, WsiFlError, single_line
+from wsi_fl.viewer.gallery import Gallery, encode_json
 from wsi_fl.viewer.tiles import NotAwaited
 
 _FILES = {
@@ -47,7 +47,7 @@ _HttpResponse = tuple[HTTPStatus, str, bytes]
 """Status, content type and content."""
 
 
-class _Refused(Exception):
+class _RefusedRequest(Exception):
     """A refused request with its status and a reason of one line."""
 
     def __init__(self, status: HTTPStatus, why: str = "") -> None:
@@ -55,26 +55,26 @@ class _Refused(Exception):
         self.status = status
 
 
-def _answer(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpResponse:
+def _find_content(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpResponse:
     """Return the response for a path after the token; refused without such a slide, layer or tile."""
     if path in _FILES:
         name, kind = _FILES[path]
         return HTTPStatus.OK, kind, (files("wsi_fl.viewer") / "page" / name).read_bytes()
     for pattern, kind, route in _ROUTES:
-        if (found := pattern.fullmatch(path)) is not None:
-            content = route(gallery, awaited, *map(int, found.groups()))
+        if (match := pattern.fullmatch(path)) is not None:
+            content = route(gallery, awaited, *map(int, match.groups()))
             if content is not None:
                 return HTTPStatus.OK, kind, content
-    raise _Refused(HTTPStatus.NOT_FOUND)
+    raise _RefusedRequest(HTTPStatus.NOT_FOUND)
 
 
 _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = (
-    (re.compile(r"slides\.json"), _JSON, lambda gallery, _: gallery.catalogue()),
-    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, lambda gallery, _, number: gallery.describe(number)),
+    (re.compile(r"slides\.json"), _JSON, lambda gallery, _: gallery.list_slides()),
+    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, lambda gallery, _, number: gallery.describe_slide(number)),
     (
         re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
         _JSON,
-        lambda gallery, _, number, which: gallery.layer(number, which),
+        lambda gallery, _, number, layer_index: gallery.layer(number, layer_index),
     ),
     (
         re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"),
@@ -85,12 +85,12 @@ _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = 
 
 
 ADDRESS = "127.0.0.1"
-_USUAL_PORT = 8642
+_DEFAULT_PORT = 8642
 _IDLE_S = 120
 """Seconds after which a connection without a request ends."""
 _HEAD_S = 10
 """Timeout of a request's head in seconds."""
-_MOST_CONNECTIONS = 64
+_MAX_CONNECTIONS = 64
 """A browser opens six."""
 _TOKEN_BYTES = 32
 _EMPTY = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
@@ -119,7 +119,7 @@ class ViewServer(ThreadingHTTPServer):
 
     timeout = 0.2  # seconds after which `handle_request` returns without one
     daemon_threads = False  # Python may hang if it exits during a running thread
-    request_queue_size = _MOST_CONNECTIONS
+    request_queue_size = _MAX_CONNECTIONS
 
     def __init__(self, gallery: Gallery, port: int | None = None) -> None:
         self.gallery = gallery
@@ -127,11 +127,11 @@ class ViewServer(ThreadingHTTPServer):
         self._first = Thread(target=gallery.open_first)
         self.token = secrets.token_urlsafe(_TOKEN_BYTES)
         try:
-            super().__init__((ADDRESS, _USUAL_PORT if port is None else port), _Handler)
+            super().__init__((ADDRESS, _DEFAULT_PORT if port is None else port), _Handler)
         except OSError as error:
             if port is not None:
                 raise UsageError(
-                    f"port {port} cannot be used ({one_line(error)}); choose another with --port, or leave it out"
+                    f"port {port} cannot be used ({single_line(error)}); choose another with --port, or leave it out"
                 ) from None
             super().__init__((ADDRESS, 0), _Handler)
         self.port: int = self.server_address[1]
@@ -155,7 +155,7 @@ class ViewServer(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Return whether the number of connections allows another; else it is closed."""
-        return len(self._connections) <= _MOST_CONNECTIONS
+        return len(self._connections) <= _MAX_CONNECTIONS
 
     def shutdown_request(self, request: Any) -> None:
         """Forget a connection that has ended."""
@@ -206,9 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # a body is not read
         try:
-            self._say(*self._asked())
-        except _Refused as refused:
-            self._say(refused.status, _TEXT, str(refused).encode())
+            self._send_content(*self._handle_path())
+        except _RefusedRequest as refused:
+            self._send_content(refused.status, _TEXT, str(refused).encode())
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
 
@@ -216,9 +216,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Send errors of malformed requests with the same headers as all responses."""
         self.close_connection, self.request_version = True, self.protocol_version
         status = HTTPStatus(code)
-        self._say(status, _TEXT, status.phrase.encode())
+        self._send_content(status, _TEXT, status.phrase.encode())
 
-    def _say(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+    def _send_content(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
@@ -233,32 +233,32 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _asked(self) -> _HttpResponse:
+    def _handle_path(self) -> _HttpResponse:
         if self.command not in ("GET", "HEAD"):
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+            raise _RefusedRequest(HTTPStatus.METHOD_NOT_ALLOWED)
         if self.headers.get("Host", "") not in self.server.hosts:
             hosts = f"{ADDRESS}:{self.server.port} or localhost:{self.server.port}"
-            said = f"open this page as {hosts}; a tunnel needs that port on both sides"
-            raise _Refused(HTTPStatus.FORBIDDEN, said)
-        before, _, path = self.path.partition("/")
-        given, slash, path = path.partition("/")
-        if before or not hmac.compare_digest(given.encode(), self.server.token.encode()):
-            raise _Refused(HTTPStatus.FORBIDDEN)
+            message = f"open this page as {hosts}; a tunnel needs that port on both sides"
+            raise _RefusedRequest(HTTPStatus.FORBIDDEN, message)
+        leading, _, path = self.path.partition("/")
+        token, slash, path = path.partition("/")
+        if leading or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            raise _RefusedRequest(HTTPStatus.FORBIDDEN)
         if not slash:  # relative addresses of the page need it
-            raise _Refused(HTTPStatus.NOT_FOUND)
+            raise _RefusedRequest(HTTPStatus.NOT_FOUND)
         try:
-            return _answer(self.server.gallery, path, self._is_awaited)
-        except (_Refused, NotAwaited):
+            return _find_content(self.server.gallery, path, self._is_awaited)
+        except (_RefusedRequest, NotAwaited):
             raise
         except Exception as error:  # an error of a library must not affect other slides
-            said = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
-            return HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encoded({"error": said + one_line(error)})
+            message = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
+            return HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encode_json({"error": message + single_line(error)})
 
     def _is_awaited(self) -> bool:
         """Return whether the client has not hung up, as a browser does on a change of slide."""
         try:
-            said = select([self.connection], [], [], 0)[0]
-            return not said or bool(self.connection.recv(1, MSG_PEEK))
+            readable = select([self.connection], [], [], 0)[0]
+            return not readable or bool(self.connection.recv(1, MSG_PEEK))
         except OSError:
             return False
 
@@ -271,7 +271,7 @@ def _hang_up(connection: socket) -> None:
         connection.shutdown(SHUT_RD)
 
 
-def describe(server: ViewServer) -> dict[str, Any]:
+def describe_server(server: ViewServer) -> dict[str, Any]:
     """Return the `--json` document: the page's address, and the command of a tunnel."""
     port, slides = server.port, server.gallery.exhibits
     return {
@@ -279,8 +279,8 @@ def describe(server: ViewServer) -> dict[str, Any]:
         "port": port,
         "tunnel": f"ssh -N -L {port}:{ADDRESS}:{port} {getpass.getuser()}@{platform.node()}",
         "title": server.gallery.title,
-        "slides": sum(one.path is not None for one in slides),
-        "not_shown": [{"slide": one.name, "reason": one.note} for one in slides if one.path is None],
+        "slides": sum(exhibit.path is not None for exhibit in slides),
+        "not_shown": [{"slide": exhibit.name, "reason": exhibit.note} for exhibit in slides if exhibit.path is None],
     }
 
 
@@ -288,23 +288,23 @@ def address_lines(document: dict[str, Any]) -> Lines:
     """Yield the page's address and the command of a tunnel."""
     n = document["slides"]
     yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"
-    for one in document["not_shown"]:
-        yield f"  not shown: {one['slide']}: {one['reason']}"
+    for slide in document["not_shown"]:
+        yield f"  not shown: {slide['slide']}: {slide['reason']}"
     yield f"\n  {document['url']}\n"
     yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
 
 
-def serve(server: ViewServer, *, open_browser: bool) -> None:
+def serve_gallery(server: ViewServer, *, open_browser: bool) -> None:
     """Serve until Ctrl-C.
 
     The signal sets a flag: an exception during the start of a thread would make Python hang.
     """
-    asked_to_end: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: asked_to_end.append(number))
+    interrupts: list[int] = []
+    previous_handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         if open_browser:
             webbrowser.open(server.url)
-        while not asked_to_end:
+        while not interrupts:
             server.handle_request()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 from wsi_fl.hospitals.trust.certificates import Role
-from wsi_fl.hospitals.trust.kit import bracketed
+from wsi_fl.hospitals.trust.kit import bracket_ipv6
 from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 
-_HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
-_TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
-PROCESSES = "wsi_fl.hospitals.flare.processes"
+_EXECUTOR_PATH = "wsi_fl.hospitals.flare.roles.HospitalExecutor"
+_CONTROLLER_PATH = "wsi_fl.hospitals.flare.roles.JobController"
+PROCESS_MODULE = "wsi_fl.hospitals.flare.processes"
 """The module of every FLARE process."""
-STARTED_BY = "WSI_FL_STARTED_BY"
+PARENT_VARIABLE = "WSI_FL_STARTED_BY"
 """Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
-STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
+STUDY_VARIABLE, KIT_VARIABLE = "WSI_FL_STUDY", "WSI_FL_KIT"
 """Environment variables of a hospital's processes with the paths of its study and its kit."""
 HEARTBEAT_S = 30
 """A hospital without a sign of life for so long has dropped out."""
 SERVER, COORDINATOR = "server", "coordinator"
 """Their names in certificates."""
-SAID = "said.json"
+REPLIES_FILE = "said.json"
 """Each hospital's reply to a job, in the job's folder on the server."""
 
 
-def need_flare() -> None:
+def require_flare() -> None:
     """Require NVIDIA FLARE.
 
     Raises:
@@ -45,28 +45,28 @@ def need_flare() -> None:
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
     startup, local = kit / "startup", kit / "local"
-    listens = "0.0.0.0" if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
-    host = bracketed(host)
+    bind_host = "0.0.0.0" if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
+    host = bracket_ipv6(host)
     if role == "coordinator":
-        write_json(startup / "fed_admin.json", _admin(federation, name, host, port))
+        write_json(startup / "fed_admin.json", _admin_document(federation, name, host, port))
         write_json(local / "resources.json", {"format_version": 1, "admin": {"idle_timeout": 900.0}})
         return
     if role == "server":
-        own = {"admin_server": SERVER, "admin_port": port} | _secured("server")
-        server = _reached(federation, f"{listens}:{port}") | own
+        admin_settings = {"admin_server": SERVER, "admin_port": port} | _tls_entry("server")
+        server = _service_entry(federation, f"{bind_host}:{port}") | admin_settings
         write_json(startup / "fed_server.json", {"format_version": 2, "servers": [server]})
         write_json(local / "resources.json", _server_resources(kit.resolve() / "storage"))
     else:
-        server = _reached(federation, f"{host}:{port}") | {"identity": SERVER}
-        client = _secured("client") | {"fqsn": name, "is_leaf": True}
+        server = _service_entry(federation, f"{host}:{port}") | {"identity": SERVER}
+        client = _tls_entry("client") | {"fqsn": name, "is_leaf": True}
         write_json(startup / "fed_client.json", {"format_version": 2, "servers": [server], "client": client})
         write_json(local / "resources.json", _hospital_resources())
     write_json(local / "authorization.json", _RIGHTS)
-    write_json(local / "log_config.json", _LOGGING)
+    write_json(local / "log_config.json", _LOG_CONFIG)
     (kit / "transfer").mkdir(exist_ok=True)
 
 
-class Job(TypedDict):
+class JobRequest(TypedDict):
     """A plan's job for hospitals: "work", or "check", which only meets every peer."""
 
     what: Literal["work", "check"]
@@ -77,7 +77,7 @@ class Job(TypedDict):
     withdrawn: NotRequired[str]
 
 
-def job_files(folder: Path, sites: list[str], job: Job) -> None:
+def write_job_files(folder: Path, sites: list[str], job: JobRequest) -> None:
     """Write a job: JSON that names the two classes, and no code.
 
     Args:
@@ -88,22 +88,22 @@ def job_files(folder: Path, sites: list[str], job: Job) -> None:
     config.mkdir(parents=True)
     meta = {"name": f"wsi-fl {job['what']}", "resource_spec": {}, "deploy_map": {"app": [SERVER, *sites]}}
     write_json(folder / "meta.json", meta | {"min_clients": len(sites), "mandatory_clients": sites})
-    together = {"id": "together", "path": _TOGETHER, "args": {"sites": sites, "job": job}}
-    write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [together]})
-    hospital = {"tasks": ["ready", "work"], "executor": {"path": _HOSPITAL, "args": {}}}
+    controller = {"id": "together", "path": _CONTROLLER_PATH, "args": {"sites": sites, "job": job}}
+    write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [controller]})
+    hospital = {"tasks": ["ready", "work"], "executor": {"path": _EXECUTOR_PATH, "args": {}}}
     write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
 
 
-def _reached(federation: str, address: str) -> dict[str, object]:
+def _service_entry(federation: str, address: str) -> dict[str, object]:
     return {"name": federation, "service": {"target": address, "scheme": "http"}}
 
 
-def _secured(stem: str) -> dict[str, str]:
+def _tls_entry(stem: str) -> dict[str, str]:
     files = {"ssl_private_key": f"{stem}.key", "ssl_cert": f"{stem}.crt", "ssl_root_cert": "rootCA.pem"}
     return files | {"connection_security": "mtls"}
 
 
-def _admin(federation: str, name: str, host: str, port: int) -> dict[str, object]:
+def _admin_document(federation: str, name: str, host: str, port: int) -> dict[str, object]:
     return {
         "format_version": 1,
         "admin": {
@@ -125,20 +125,20 @@ def _admin(federation: str, name: str, host: str, port: int) -> dict[str, object
     }
 
 
-_COORDINATORS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
-_NOBODYS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
-_RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATORS | _NOBODYS}}
+_COORDINATOR_RIGHTS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
+_DENIED_RIGHTS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
+_RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATOR_RIGHTS | _DENIED_RIGHTS}}
 """The coordinator's rights here. Other roles have none; `shell_commands` (which read files) are denied to all, and
 `byoc` (bring your own code) is refused."""
 
 
-def _resources(allowed: str, *components: tuple[str, str, Mapping[str, object]]) -> dict[str, object]:
+def _resource_document(allowed: str, *components: tuple[str, str, Mapping[str, object]]) -> dict[str, object]:
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
         "class_allow_list": [allowed],
         "allow_log_streaming": False,
-        "components": [{"id": name, "path": path, "args": given} for name, path, given in components],
+        "components": [{"id": name, "path": path, "args": arguments} for name, path, arguments in components],
     }
 
 
@@ -147,11 +147,11 @@ def _hospital_resources() -> dict[str, object]:
     manager = f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager"
     consumer = f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
     gpus = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
-    return _resources(
-        _HOSPITAL,
+    return _resource_document(
+        _EXECUTOR_PATH,
         ("resource_manager", manager, gpus),
         ("resource_consumer", consumer, {}),
-        ("process_launcher", f"{PROCESSES}.Launcher", {}),
+        ("process_launcher", f"{PROCESS_MODULE}.Launcher", {}),
     ) | {"client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"}}
 
 
@@ -161,8 +161,8 @@ def _server_resources(storage: Path) -> dict[str, object]:
     scheduler = f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler"
     manager = "nvflare.apis.impl.job_def_manager.SimpleJobDefManager"
     launcher = f"{common}.job_launcher.server_process_launcher.ServerProcessJobLauncher"
-    return _resources(
-        _TOGETHER,
+    return _resource_document(
+        _CONTROLLER_PATH,
         ("job_scheduler", scheduler, {"max_jobs": 1}),
         ("job_manager", manager, {"uri_root": str(storage / "jobs"), "job_store_id": "job_store"}),
         ("job_store", files, {}),
@@ -187,7 +187,7 @@ def _server_resources(storage: Path) -> dict[str, object]:
     }
 
 
-_LOGGING = {
+_LOG_CONFIG = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {

@@ -20,21 +20,21 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Digest, Name, NotAgreed, Words, decoded, encoded
-from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verified
+from wsi_fl.federation.documents import Digest, SiteName, ProtocolError, PrintableText, decode_document, encode_document
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verify_certificate
 
 _MAGIC = b"wsi-fl letter 1\n"
 _PREFIX = struct.Struct(f"<{len(_MAGIC)}sII")
 """magic, bytes of the header, bytes of the signature; header, signature and body follow."""
-_MOST_HEAD, _MOST_SIGNATURE = 8192, 1024
+_MAX_HEADER_BYTES, _MAX_SIGNATURE_BYTES = 8192, 1024
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
-HELLO = "hello"
+HANDSHAKE = "hello"
 """The sequence id of each process's first message, signed and not sealed, with its certificate and key."""
-EVERYBODY = "everybody"
+ALL_RECEIVERS = "everybody"
 Buffer = bytes | bytearray | memoryview
 
 
-class Head(TypedDict):
+class MessageHeader(TypedDict):
     """The public header of a message.
 
     Attributes:
@@ -45,14 +45,14 @@ class Head(TypedDict):
         digest: SHA-256 of the body as it travels.
     """
 
-    sender: Name
-    to: Name
+    sender: SiteName
+    to: SiteName
     session: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
     place: Annotated[str, Field(pattern=r"^(hello|end|withdrawn|g\d{1,9}|x\d{1,9}\.\d)$")]
     digest: Digest
 
 
-class Hello(TypedDict):
+class Handshake(TypedDict):
     """A site's first message, to all.
 
     Attributes:
@@ -67,52 +67,52 @@ class Hello(TypedDict):
     certificate: Annotated[str, Field(max_length=4000)]
     public: Digest
     time: Annotated[float, Field(ge=0, le=1e11)]
-    version: Words
+    version: PrintableText
     code: Digest
-    gone: dict[Name, Annotated[float, Field(ge=0, le=1e11)]]
+    gone: dict[SiteName, Annotated[float, Field(ge=0, le=1e11)]]
 
 
 @dataclass(frozen=True)
-class Letter:
+class SealedMessage:
     """A message that arrived, not yet verified."""
 
-    head: Head
-    signed: bytes
+    header: MessageHeader
+    header_bytes: bytes
     signature: bytes
     body: memoryview
 
     @staticmethod
-    def read(data: Buffer) -> Letter:
+    def read(data: Buffer) -> SealedMessage:
         """Parse a message; NotAgreed if it is none."""
         view = memoryview(data)
         if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
-            raise NotAgreed("something arrived that is no message of wsi-fl")
-        _, n_head, n_signature = _PREFIX.unpack_from(view)
-        if n_head > _MOST_HEAD or n_signature > _MOST_SIGNATURE:
-            raise NotAgreed("a message with too long a header arrived")
+            raise ProtocolError("something arrived that is no message of wsi-fl")
+        _, n_header, n_signature = _PREFIX.unpack_from(view)
+        if n_header > _MAX_HEADER_BYTES or n_signature > _MAX_SIGNATURE_BYTES:
+            raise ProtocolError("a message with too long a header arrived")
         start = _PREFIX.size
-        signed, signature = bytes(view[start : start + n_head]), bytes(view[start + n_head :][:n_signature])
-        head = decoded(signed, Head, "of a message")
-        return Letter(head, signed, signature, view[start + n_head + n_signature :])
+        header_bytes, signature = bytes(view[start : start + n_header]), bytes(view[start + n_header :][:n_signature])
+        header = decode_document(header_bytes, MessageHeader, "of a message")
+        return SealedMessage(header, header_bytes, signature, view[start + n_header + n_signature :])
 
-    def check(self, sender: Holder) -> None:
+    def verify_sender(self, sender: Holder) -> None:
         """Refuse (NotTrusted) a message whose name, signature or body is not its sender's."""
-        if self.head["sender"] != sender.name:
-            raise NotTrusted(f"{sender.name} signed a message in the name of {self.head['sender']}")
-        sender.check(self.signature, _MAGIC + self.signed)
-        if hashlib.sha256(self.body).hexdigest() != self.head["digest"]:
+        if self.header["sender"] != sender.name:
+            raise NotTrusted(f"{sender.name} signed a message in the name of {self.header['sender']}")
+        sender.verify_signature(self.signature, _MAGIC + self.header_bytes)
+        if hashlib.sha256(self.body).hexdigest() != self.header["digest"]:
             raise NotTrusted(f"a message of {sender.name} was altered on its way")
 
-    def hello(self, root: str) -> tuple[Hello, Holder]:
+    def read_handshake(self, root: str) -> tuple[Handshake, Holder]:
         """Return a handshake and its signer; NotAgreed or NotTrusted if it is none of this federation."""
-        said = decoded(bytes(self.body), Hello, self.head["sender"])
-        holder = verified(said["certificate"], root)
-        self.check(holder)
-        return said, holder
+        handshake = decode_document(bytes(self.body), Handshake, self.header["sender"])
+        holder = verify_certificate(handshake["certificate"], root)
+        self.verify_sender(holder)
+        return handshake, holder
 
 
 @dataclass(frozen=True)
-class Writer:
+class MessageSealer:
     """Seals and opens the messages of one site in one process, which began at a time in seconds since 1970.
 
     It holds the time of the newest handshake of each site that the process has met; older ones are of processes that
@@ -120,59 +120,59 @@ class Writer:
     """
 
     identity: Identity
-    since: float = field(default_factory=time.time)
-    heard: dict[str, float] = field(default_factory=dict, compare=False)
-    _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
+    started_at: float = field(default_factory=time.time)
+    latest_handshakes: dict[str, float] = field(default_factory=dict, compare=False)
+    _private_key: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
 
-    def anew(self, after: float) -> Writer:
+    def renew_handshake(self, earliest: float) -> MessageSealer:
         """Return a sealer with a new handshake, later than now and than a time, that keeps those of others."""
-        return Writer(self.identity, max(time.time(), after + 0.001), self.heard)
+        return MessageSealer(self.identity, max(time.time(), earliest + 0.001), self.latest_handshakes)
 
     @property
     def public(self) -> str:
         """The X25519 key for messages to this process, in hexadecimal digits."""
-        return self._private.public_key().public_bytes_raw().hex()
+        return self._private_key.public_key().public_bytes_raw().hex()
 
-    def hello(self, said: Hello, plan: str) -> bytes:
+    def write_handshake(self, handshake: Handshake, plan: str) -> bytes:
         """Return the message that introduces this process to all, under a signed plan."""
-        return self._signed(EVERYBODY, plan, HELLO, encoded(said, Hello, self.identity.name))
+        return self._sign_message(ALL_RECEIVERS, plan, HANDSHAKE, encode_document(handshake, Handshake, self.identity.name))
 
-    def letter(self, to: str, public: str, session: str, place: str, content: Sequence[Buffer]) -> bytes:
+    def seal_message(self, receiver: str, receiver_key: str, session: str, sequence_id: str, content: Sequence[Buffer]) -> bytes:
         """Return a message, of parts joined in order, sealed with the receiver's public key."""
-        info = _bound(self.identity.name, to, session, place)
-        key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
-        return self._signed(to, session, place, _SUITE.encrypt(b"".join(content), key, info))
+        info = _binding_context(self.identity.name, receiver, session, sequence_id)
+        recipient_key = X25519PublicKey.from_public_bytes(bytes.fromhex(receiver_key))
+        return self._sign_message(receiver, session, sequence_id, _SUITE.encrypt(b"".join(content), recipient_key, info))
 
-    def open(self, letter: Letter) -> memoryview:
+    def open(self, message: SealedMessage) -> memoryview:
         """Return the content of a verified message; NotTrusted if it was not sealed for this process."""
-        head = letter.head
-        info = _bound(head["sender"], self.identity.name, head["session"], head["place"])
+        header = message.header
+        info = _binding_context(header["sender"], self.identity.name, header["session"], header["place"])
         try:
-            return memoryview(_SUITE.decrypt(bytes(letter.body), self._private, info))
+            return memoryview(_SUITE.decrypt(bytes(message.body), self._private_key, info))
         except (InvalidTag, ValueError):
-            raise NotTrusted(f"a message of {head['sender']} was not sealed for this process") from None
+            raise NotTrusted(f"a message of {header['sender']} was not sealed for this process") from None
 
-    def _signed(self, to: str, session: str, place: str, body: bytes) -> bytes:
-        head: Head = {
+    def _sign_message(self, receiver: str, session: str, sequence_id: str, body: bytes) -> bytes:
+        header: MessageHeader = {
             "sender": self.identity.name,
-            "to": to,
+            "to": receiver,
             "session": session,
-            "place": place,
+            "place": sequence_id,
             "digest": hashlib.sha256(body).hexdigest(),
         }
-        text = encoded(head, Head, self.identity.name)
+        text = encode_document(header, MessageHeader, self.identity.name)
         signature = self.identity.sign(_MAGIC + text)
         return b"".join([_PREFIX.pack(_MAGIC, len(text), len(signature)), text, signature, body])
 
 
-def session_of(hellos: Sequence[tuple[str, str]], plan: str) -> str:
+def derive_session(handshakes: Sequence[tuple[str, str]], plan: str) -> str:
     """Return the session of all sites' handshakes, (site, public key) in any order, and the plan's SHA-256 (or "").
 
     So messages of an earlier process cannot pass for messages of this one.
     """
-    said = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(hellos))])
-    return hashlib.sha256(said.encode()).hexdigest()
+    transcript = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(handshakes))])
+    return hashlib.sha256(transcript.encode()).hexdigest()
 
 
-def _bound(sender: str, to: str, session: str, place: str) -> bytes:
-    return f"wsi-fl {session} {sender} {to} {place}".encode()
+def _binding_context(sender: str, receiver: str, session: str, sequence_id: str) -> bytes:
+    return f"wsi-fl {session} {sender} {receiver} {sequence_id}".encode()

@@ -25,18 +25,18 @@ _OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumo
 _PLURAL = {"annotations": "annotation"}
 
 
-def separator_of(text: str) -> str:
+def read_separator(text: str) -> str:
     """Return the separator declared for Excel in the first line of a table; "" for none.
 
     Example:
         >>> read_separator("sep=;"), read_separator("slide,patient")
         (';', '')
     """
-    found = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
-    return found[1] if found else ""
+    match = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
+    return match[1] if match else ""
 
 
-def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
+def find_header(text: str, needed: Collection[str]) -> tuple[int, str, str]:
     """Return (number of lines before the header, the header, its separator if the first line declares one).
 
     Empty lines and remarks (`#`, as in tables of cBioPortal) may precede the header. A line with `#` is the header
@@ -51,31 +51,31 @@ def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
         (1, 'PATIENT_ID,SEX', '')
     """
     separator, lines = "", io.StringIO(text, newline=None)
-    headed: tuple[int, str] | None = None
+    header_line: tuple[int, str] | None = None
     number = -1
     for number, line in enumerate(lines):
-        if number == 0 and (separator := separator_of(line)):
+        if number == 0 and (separator := read_separator(line)):
             continue
         if not line.strip():
             continue
         if not line.lstrip('"').startswith("#"):
-            if headed is None or _has_columns(line, needed):
-                headed = number, line.rstrip("\n")
+            if header_line is None or _has_columns(line, needed):
+                header_line = number, line.rstrip("\n")
             break
-        if headed is None and _has_columns(line, needed):
-            headed = number, line.rstrip("\n")
-    before, header = headed or (number + 1, "")
-    return before, header, separator
+        if header_line is None and _has_columns(line, needed):
+            header_line = number, line.rstrip("\n")
+    n_skipped, header = header_line or (number + 1, "")
+    return n_skipped, header, separator
 
 
 def _has_columns(line: str, needed: Collection[str]) -> bool:
     """Return whether a line has the needed columns, or, if none are needed, two known ones."""
-    names = {_folded(text_of(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
-    wanted = {_folded(name) for name in needed}
-    return wanted <= names if wanted else len(names & (NAMING | _OPTIONAL)) > 1
+    names = {_normalize_name(read_text(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
+    needed_names = {_normalize_name(name) for name in needed}
+    return needed_names <= names if needed_names else len(names & (NAMING | _OPTIONAL)) > 1
 
 
-def text_of(value: str) -> str:
+def read_text(value: str) -> str:
     """Return a field as typed: stripped, without a formula around leading zeros.
 
     Example:
@@ -83,18 +83,18 @@ def text_of(value: str) -> str:
         ('007', '=A1')
     """
     plain = value.strip().strip(_WIDTHLESS).strip()
-    found = _FORMULA.fullmatch(plain)
-    return found[1].strip() if found else plain
+    match = _FORMULA.fullmatch(plain)
+    return match[1].strip() if match else plain
 
 
-def number_of(text: str) -> float:
+def parse_cell_number(text: str) -> float:
     """Return the number of a text; ValueError for other texts, and for Python's 1_000, a name."""
     if "_" in text:
         raise ValueError(f"{text!r} is no number")
     return float(text)
 
 
-def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
+def normalize_columns(header: Sequence[str], needed: Collection[str]) -> list[str]:
     """Return the header's names, those of known columns normalised.
 
     Case, spaces and hyphens are ignored, so that a `Split` is not lost in silence. A needed column keeps its spelling,
@@ -107,15 +107,15 @@ def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
         >>> normalize_columns(["Slide", "Patient ID", "Age"], ()), normalize_columns(["Split", "split"], ())
         (['slide', 'patient_id', 'Age'], ['Split', 'split'])
     """
-    known = NAMING | _OPTIONAL
-    spelling = {_folded(name): name for name in (*(known - {"site"}), *needed)}
-    names = [name if name in needed else spelling.get(_folded(name), name) for name in header]
+    known_names = NAMING | _OPTIONAL
+    spelling = {_normalize_name(name): name for name in (*(known_names - {"site"}), *needed)}
+    names = [name if name in needed else spelling.get(_normalize_name(name), name) for name in header]
     return [
         old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)
     ]
 
 
-def _folded(name: str) -> str:
+def _normalize_name(name: str) -> str:
     plain = re.sub(r"[\s_-]+", "_", name.strip().lower())
     return _PLURAL.get(plain, plain)
 

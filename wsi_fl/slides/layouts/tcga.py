@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, rows_of, sites_of, slide_files
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, apply_splits, read_rows, group_sites, list_files
 from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
-from wsi_fl.types import SetAside, SlideRecord, UsageError
+from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
-_BUILT_IN = {
+_INSTITUTION_CODES = {
     "University of Pittsburgh": "34 50 61 AZ B0 B1 BD BG BH BI BJ BT CI CN EJ ER FZ IC IN K1 LK N6 P8",
     "Indivumed": "05 66 A8 AA AG C4 CG CH",
     "Asterand": "85 86 BR E7 E8 E9 EA EB EC ED F4 F5 F6 F7 F9 FA FB FC IG UE",
@@ -57,7 +57,7 @@ _SPELLINGS = (
 """(pattern of an institution's lower-case names, name of its site)."""
 
 
-def site_of(institution: str) -> str:
+def name_site(institution: str) -> str:
     """Return the site of an institution, whatever its spelling.
 
     Example:
@@ -73,7 +73,7 @@ def site_of(institution: str) -> str:
     return "tcga-" + re.sub(r"[^a-z0-9]+", "-", name.replace("'", "")).strip("-")
 
 
-def _manifest_of(sources: Sources) -> dict[str, str]:
+def _read_manifests(sources: Sources) -> dict[str, str]:
     """Return file name → size in the manifests, for the slides of the site.
 
     `gdc-client` compares MD5 digests itself; sizes detect files cut later.
@@ -85,10 +85,10 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
         if not paths:
             raise UsageError(f"{sources.label}: manifest: no such file ({pattern})")
         for path in paths:
-            for row in rows_of(path, ("id", "filename", "size")):
+            for row in read_rows(path, ("id", "filename", "size")):
                 name = file_name_of(row["filename"])
-                known = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
-                if known and expected.setdefault(name, row["size"]) != row["size"]:
+                is_own = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+                if is_own and expected.setdefault(name, row["size"]) != row["size"]:
                     raise UsageError(f"{row.where}: {name} has another size than in a line above")
     return expected
 
@@ -132,7 +132,7 @@ def parse_barcode(name: str) -> _Barcode | None:
     return _Barcode(**match.groupdict()) if match else None
 
 
-def slides_of(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
+def list_slides(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
     """Yield the slides named by barcodes below a folder, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
     for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
@@ -149,22 +149,22 @@ def describe_tcga(
 
     The tables of source sites and diagnoses are by default the archive's own.
     """
-    known = {code: name for name, some in _BUILT_IN.items() for code in some.split()}
-    if table := codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"):
-        rows = rows_of(table, ("TSS Code", "Source Site"))
-        known |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
-    found: list[tuple[str, str]] = []
+    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
+    if table := codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"):
+        rows = read_rows(table, ("TSS Code", "Source Site"))
+        institutions |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+    pairs: list[tuple[str, str]] = []
     unknown: dict[str, set[str]] = {}
-    for path, barcode in slides_of(archive):
+    for path, barcode in list_slides(archive):
         if barcode.kind not in _DIAGNOSTIC:
             continue
-        institution = known.get(barcode.tss) if group_by == "institution" else None
-        name = site_of(institution) if institution else f"tcga-{barcode.tss.lower()}"
-        found.append((name, f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}"))
+        institution = institutions.get(barcode.tss) if group_by == "institution" else None
+        name = name_site(institution) if institution else f"tcga-{barcode.tss.lower()}"
+        pairs.append((name, f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}"))
         if group_by == "institution" and institution is None:
             unknown.setdefault(name, set()).add(barcode.tss)
-    table = clinical or (_one_of(archive, "clinical*.tsv", "--clinical") if found else None)
-    if found and table is None:
+    table = clinical or (_find_only(archive, "clinical*.tsv", "--clinical") if pairs else None)
+    if pairs and table is None:
         raise UsageError(
             f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE"
         )
@@ -173,63 +173,63 @@ def describe_tcga(
         for path in sorted(archive.glob("*.txt"))
         if "manifest" in path.name.lower() and path.is_file() and not is_companion(path)
     )
-    sites = sites_of(found, None, str(table.resolve()) if table else None)
+    sites = group_sites(pairs, None, str(table.resolve()) if table else None)
     return [
         replace(site, manifests=manifests, unknown_codes=tuple(sorted(unknown.get(site.name, ()))))
         for site in sites
     ]
 
 
-def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
+def _find_only(archive: Path, pattern: str, option: str) -> Path | None:
     """Return the archive's only file of this pattern, at its top or else one folder below."""
     for depth in ("", "*/"):
-        found = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
-        if len(found) > 1:
-            names = " and ".join(path.relative_to(archive).as_posix() for path in found[:2])
+        paths = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
+        if len(paths) > 1:
+            names = " and ".join(path.relative_to(archive).as_posix() for path in paths[:2])
             raise UsageError(f"{archive}: has {names}; choose with {option} FILE")
-        if found:
-            return found[0]
+        if paths:
+            return paths[0]
     return None
 
 
-def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at the clinical table")
-    clinical = _Clinical(sources.labels, sources.columns)
-    expected = _manifest_of(sources)
-    files = sorted(slide_files(sources), key=lambda path: path.name)
+    clinical = _ClinicalTable(sources.labels, sources.columns)
+    expected = _read_manifests(sources)
+    files = sorted(list_files(sources), key=lambda path: path.name)
     patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
-    sources.account(sources.labels, clinical.rows, sum(one in patients for one in clinical.patients))
-    found: list[SlideRecord | SetAside] = []
+    sources.report_rows(sources.labels, clinical.rows, sum(patient in patients for patient in clinical.patients))
+    results: list[SlideRecord | ExcludedSlide] = []
     for path in files:
         barcode = parse_barcode(path.name)
         if barcode is None:
-            found.append(SetAside(path.stem, "not named by a TCGA barcode"))
+            results.append(ExcludedSlide(path.stem, "not named by a TCGA barcode"))
         elif barcode.kind in sources.slide_types:
-            found.append(_judged(path, barcode, clinical, sources, expected.get(path.name)))
+            results.append(_read_slide(path, barcode, clinical, sources, expected.get(path.name)))
     for name in expected.keys() - {path.name for path in files}:
         barcode = parse_barcode(name)
         if barcode is not None and barcode.kind in sources.slide_types:
-            found.append(SetAside(Path(name).stem, "in the manifest but not in the archive"))
-    if not found:
+            results.append(ExcludedSlide(Path(name).stem, "in the manifest but not in the archive"))
+    if not results:
         kinds = ", ".join(sources.slide_types)
         raise UsageError(f"{sources.label}: none of its {len(files)} slides is of slide_types {kinds}")
-    records, aside = divided(found, sources)
-    return records, sorted(aside, key=lambda one: one.slide)
+    records, excluded = apply_splits(results, sources)
+    return records, sorted(excluded, key=lambda slide: slide.slide)
 
 
-def _judged(
-    path: Path, barcode: _Barcode, clinical: _Clinical, sources: Sources, expected: str | None
-) -> SlideRecord | SetAside:
+def _read_slide(
+    path: Path, barcode: _Barcode, clinical: _ClinicalTable, sources: Sources, expected: str | None
+) -> SlideRecord | ExcludedSlide:
     """Return the record of a slide, or the slide as excluded; its size must be that of the manifest."""
     if int(barcode.sample) in _NORMAL:
-        return SetAside(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
-    labels = clinical.labels(barcode.patient)
+        return ExcludedSlide(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
+    labels = clinical.find_labels(barcode.patient)
     if isinstance(labels, str):
-        return SetAside(path.stem, labels)
+        return ExcludedSlide(path.stem, labels)
     if expected is not None and expected != str(n_bytes := path.stat().st_size):
-        said = f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
-        return SetAside(path.stem, said)
+        reason = f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
+        return ExcludedSlide(path.stem, reason)
     return SlideRecord(
         path,
         path.stem,
@@ -243,18 +243,18 @@ def _judged(
     )
 
 
-_NAMES = {
+_COLUMN_NAMES = {
     "patient": ("bcr_patient_barcode", "case_submitter_id", "cases.submitter_id"),
     "diagnosis": ("primary_diagnosis", "diagnoses.primary_diagnosis"),
     "tumor_type": ("tumor_type",),
     "project": ("project", "project_id", "project.project_id"),
 }
 """Names of columns by default."""
-_NEEDED = ("patient", "diagnosis")
+_NEEDED_COLUMNS = ("patient", "diagnosis")
 _PATIENT_CHARS = len("TCGA-BH-A0B3")
 
 
-class _Clinical:
+class _ClinicalTable:
     """The patients of a clinical table; several rows of a patient must agree.
 
     `columns` gives unusual names of columns (patient, diagnosis, tumor_type, project). `patients` holds the patient of
@@ -262,44 +262,44 @@ class _Clinical:
     """
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        self.path, self.rows = path, rows_of(path, columns.values())
+        self.path, self.rows = path, read_rows(path, columns.values())
         if not self.rows:
             raise UsageError(f"{path}: has no patient")
-        named = {key: _named(path, key, self.rows[0], columns) for key in _NAMES}
+        column_names = {key: _find_column(path, key, self.rows[0], columns) for key in _COLUMN_NAMES}
         self.patients: list[str] = []
         self._cases: dict[str, tuple[list[str], list[str]]] = {}
         for row in self.rows:
-            value = {key: row.value(name) for key, name in named.items()}
+            value = {key: row.read_value(name) for key, name in column_names.items()}
             patient = value["patient"].upper()[:_PATIENT_CHARS]
             self.patients.append(patient)
-            said = value["diagnosis"], value["tumor_type"] or value["project"]
-            for known, one in zip(self._cases.setdefault(patient, ([], [])), said, strict=True):
-                if one and one not in known:
-                    known.append(one)
+            case_values = value["diagnosis"], value["tumor_type"] or value["project"]
+            for values, case_value in zip(self._cases.setdefault(patient, ([], [])), case_values, strict=True):
+                if case_value and case_value not in values:
+                    values.append(case_value)
 
-    def labels(self, patient: str) -> tuple[str, str] | str:
+    def find_labels(self, patient: str) -> tuple[str, str] | str:
         """Return (diagnosis, tumour type or "") of a patient; or why the patient's slides have no label."""
         if patient not in self._cases:
             return f"patient {patient} is not in {self.path.name}"
         diagnoses, tumor_types = self._cases[patient]
         if not diagnoses:
             return f"patient {patient} has no diagnosis in {self.path.name}"
-        for found in (diagnoses, tumor_types):
-            if len(found) > 1:
+        for values in (diagnoses, tumor_types):
+            if len(values) > 1:
                 raise UsageError(
                     f"{self.path.name}: rows of patient {patient} contradict each other "
-                    f"({found[0]!r} and {found[1]!r}); keep the right one"
+                    f"({values[0]!r} and {values[1]!r}); keep the right one"
                 )
         return diagnoses[0], tumor_types[0] if tumor_types else ""
 
 
-def _named(path: Path, key: str, there: Collection[str], columns: Mapping[str, str]) -> str:
+def _find_column(path: Path, key: str, header: Collection[str], columns: Mapping[str, str]) -> str:
     """Return the column of a key; "" where an optional one is missing."""
-    names = (columns[key],) if key in columns else _NAMES[key]
-    found = next((name for name in names if name in there), "")
-    if not found and key in _NEEDED:
+    names = (columns[key],) if key in columns else _COLUMN_NAMES[key]
+    column = next((name for name in names if name in header), "")
+    if not column and key in _NEEDED_COLUMNS:
         raise UsageError(
-            f"{path}: column {names[0]!r} is missing; has {', '.join(there)}; "
+            f"{path}: column {names[0]!r} is missing; has {', '.join(header)}; "
             f"name another with --column {key}=NAME, or {key} in the site file's [columns]"
         )
-    return found
+    return column

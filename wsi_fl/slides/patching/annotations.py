@@ -13,15 +13,15 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.outline_files import outlines_of, polygons_of, shorten
-from wsi_fl.slides.patching.placing import Ground, Origin, place, transform
+from wsi_fl.slides.patching.outline_files import read_outlines, list_polygons, shorten_text
+from wsi_fl.slides.patching.placing import SlideGeometry, Origin, place_outlines, transform_area
 from wsi_fl.types import WsiFlError
 
-Outlined: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
+OutlineRole: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
 """The meaning of a group of outlines."""
 _Geometry: TypeAlias = Any
 
-_KNOWN: dict[str, Outlined] = {
+_KNOWN_GROUPS: dict[str, OutlineRole] = {
     **dict.fromkeys(("metastases", "metastasis", "tumor", "tumour", "_0", "_1"), "tumor"),
     **dict.fromkeys(("normal", "exclusion", "_2"), "hole"),
     **dict.fromkeys(("none", "unsure", "ignore*"), "unsure"),
@@ -30,10 +30,10 @@ _KNOWN: dict[str, Outlined] = {
 """Groups of Camelyon16, Camelyon17, ASAP and QuPath, in lower case."""
 _MAX_VERTICES = 128
 _MAX_DEPTH = 40
-_NO_GROUP = ("", "none")
-_NAMED = 5
+_UNGROUPED = ("", "none")
+_MAX_NAMED_GROUPS = 5
 """Unknown groups that a message names; others are counted."""
-_NAME_CHARS = 40
+_MAX_NAME_CHARS = 40
 """Length of a file's names in messages."""
 
 
@@ -52,8 +52,8 @@ class Annotations:
 
 def read_annotations(
     path: Path,
-    named: Mapping[str, Outlined] = MappingProxyType({}),
-    ground: Ground | None = None,
+    group_roles: Mapping[str, OutlineRole] = MappingProxyType({}),
+    slide_geometry: SlideGeometry | None = None,
     origin: Origin = None,
 ) -> Annotations:
     """Return the outlines of an ASAP XML or GeoJSON file.
@@ -73,46 +73,46 @@ def read_annotations(
         WsiFlError: when the file is missing or malformed, in another unit than level-0 pixels of the slide, or has an
             unknown group.
     """
-    outlines = outlines_of(path)
+    outlines = read_outlines(path)
     groups = Counter(group for group, _ in outlines.areas)
-    meaning = _meaning_of(path, groups, named)
+    roles = _assign_roles(path, groups, group_roles)
 
-    def area(role: Outlined) -> _Geometry:
-        return shapely.union_all([geometry for group, geometry in outlines.areas if meaning[group] == role])
+    def unite_role(role: OutlineRole) -> _Geometry:
+        return shapely.union_all([geometry for group, geometry in outlines.areas if roles[group] == role])
 
     corner, notes = (0, 0), [outlines.remark] if outlines.remark else []
-    tumor, holes = area("tumor"), area("hole")
-    if ground is not None:
-        corner, remarks = place(outlines, ground, origin, tumor)
+    tumor, holes = unite_role("tumor"), unite_role("hole")
+    if slide_geometry is not None:
+        corner, remarks = place_outlines(outlines, slide_geometry, origin, tumor)
         notes += remarks
     tumor, unsure = (
-        transform(shapely.union_all(polygons_of(shapely.difference(each, holes))), corner)
-        for each in (tumor, area("unsure"))
+        transform_area(shapely.union_all(list_polygons(shapely.difference(area, holes))), corner)
+        for area in (tumor, unite_role("unsure"))
     )
     lines = tuple(f"{path.name}: {note}" for note in notes)
     return Annotations(tumor, unsure, dict(groups), {k: n for k, n in outlines.omissions.items() if n}, lines)
 
 
-def _meaning_of(path: Path, groups: Mapping[str, int], named: Mapping[str, Outlined]) -> dict[str, Outlined]:
+def _assign_roles(path: Path, groups: Mapping[str, int], group_roles: Mapping[str, OutlineRole]) -> dict[str, OutlineRole]:
     """Return the meaning of each group of a file."""
-    roles = _KNOWN | {_key(group): role for group, role in named.items()}
-    if all(_key(group) in _NO_GROUP for group in groups):
-        roles |= dict.fromkeys(_NO_GROUP, "tumor")
+    roles = _KNOWN_GROUPS | {_group_key(group): role for group, role in group_roles.items()}
+    if all(_group_key(group) in _UNGROUPED for group in groups):
+        roles |= dict.fromkeys(_UNGROUPED, "tumor")
     roles.setdefault("", roles.get("none", "unsure"))
-    keys = {group: _key(group) for group in groups}
+    keys = {group: _group_key(group) for group in groups}
     keys = {group: key if key in roles else key.partition(":")[0].strip() for group, key in keys.items()}
     if unknown := sorted(group for group, key in keys.items() if key not in roles):
-        names = [shorten(name, _NAME_CHARS) for name in unknown]
-        more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
+        names = [shorten_text(name, _MAX_NAME_CHARS) for name in unknown]
+        more = [f"and {len(names) - _MAX_NAMED_GROUPS} more"] if len(names) > _MAX_NAMED_GROUPS else []
         raise WsiFlError(
-            f"{path}: unknown annotation groups {', '.join([*names[:_NAMED], *more])}; "
+            f"{path}: unknown annotation groups {', '.join([*names[:_MAX_NAMED_GROUPS], *more])}; "
             f"known are {', '.join(roles)}; "
             f'set in tile.groups what each outlines: {{"{names[0]}" = "tumor"}}, or "hole", "unsure", "ignored"'
         )
     return {group: roles[key] for group, key in keys.items()}
 
 
-def _key(group: str) -> str:
+def _group_key(group: str) -> str:
     return group.strip().casefold()
 
 
@@ -121,9 +121,9 @@ def share_inside(area: Any, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray
 
     Corners [n, 2] and side of the squares, and the area, are in level-0 pixels.
     """
-    tree = shapely.STRtree(_pieces(area))
-    left, top = xy_l0[:, 0].astype(np.float64), xy_l0[:, 1].astype(np.float64)
-    squares = shapely.box(left, top, left + size_l0, top + size_l0)
+    tree = shapely.STRtree(_split_geometry(area))
+    x_min, y_min = xy_l0[:, 0].astype(np.float64), xy_l0[:, 1].astype(np.float64)
+    squares = shapely.box(x_min, y_min, x_min + size_l0, y_min + size_l0)
     square, piece = tree.query(squares)
     areas = shapely.area(shapely.intersection(squares[square], tree.geometries[piece]))
     share = np.bincount(square, weights=areas, minlength=len(squares)) / size_l0**2
@@ -132,22 +132,22 @@ def share_inside(area: Any, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray
     return share.astype(np.float32)
 
 
-def _pieces(geometry: _Geometry) -> list[_Geometry]:
+def _split_geometry(geometry: _Geometry) -> list[_Geometry]:
     """Split a geometry into polygons of at most _MAX_VERTICES vertices, by halves."""
-    done: list[_Geometry] = []
-    waiting = [(part, 0) for part in polygons_of(geometry)]
-    while waiting:
-        part, depth = waiting.pop()
+    small_parts: list[_Geometry] = []
+    queue = [(part, 0) for part in list_polygons(geometry)]
+    while queue:
+        part, depth = queue.pop()
         if shapely.get_num_coordinates(part) <= _MAX_VERTICES or depth == _MAX_DEPTH:
-            done.append(part)
+            small_parts.append(part)
             continue
-        left, top, right, bottom = part.bounds
-        if right - left > bottom - top:
-            middle = (left + right) / 2
-            halves = shapely.box([left, middle], top, [middle, right], bottom)
+        x_min, y_min, x_max, y_max = part.bounds
+        if x_max - x_min > y_max - y_min:
+            middle = (x_min + x_max) / 2
+            halves = shapely.box([x_min, middle], y_min, [middle, x_max], y_max)
         else:
-            middle = (top + bottom) / 2
-            halves = shapely.box(left, [top, middle], right, [middle, bottom])
+            middle = (y_min + y_max) / 2
+            halves = shapely.box(x_min, [y_min, middle], x_max, [middle, y_max])
         for half in shapely.intersection(part, halves):
-            waiting += [(piece, depth + 1) for piece in polygons_of(half)]
-    return done
+            queue += [(piece, depth + 1) for piece in list_polygons(half)]
+    return small_parts

@@ -13,7 +13,7 @@ _TOLERANCE_PX = 1e-6
 _SNAP_PX = 0.01
 
 
-def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
+def patch_side_l0(spec: GridSpec, slide_mpp: float) -> float:
     """Return the side of a patch in level-0 pixels.
 
     Files store rounded µm per pixel: a side within a hundredth of a pixel of a whole number is that number, so that
@@ -38,7 +38,7 @@ def grid_positions(size_l0: tuple[int, int], spec: GridSpec, slide_mpp: float) -
         >>> grid_positions((250, 100), GridSpec(size_px=100, mpp=0.5, stride_px=100), slide_mpp=0.5).tolist()
         [[0, 0], [100, 0], [200, 0]]
     """
-    size = size_in_l0(spec, slide_mpp)
+    size = patch_side_l0(spec, slide_mpp)
     step = spec.stride_px * spec.mpp / slide_mpp
     columns, rows = (
         np.round(np.arange(max(0, ceil((extent - size - _TOLERANCE_PX) / step)) + 1) * step).astype(np.int64)

@@ -8,40 +8,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
+def dilate_mask(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
     """Return the dilation of a mask bool[h, w] with a disc.
 
     By runs of pixels, many times faster than by distances.
     """
     reach, (height, width) = int(radius_px), mask.shape
-    room = np.pad(mask, reach)
-    run = room[:, reach : reach + width].copy()  # k pixels to each side
+    padded = np.pad(mask, reach)
+    run = padded[:, reach : reach + width].copy()  # k pixels to each side
     out = np.zeros_like(mask)
     for k in range(reach + 1):
         if k:
-            run |= room[:, reach - k : reach - k + width]
-            run |= room[:, reach + k : reach + k + width]
+            run |= padded[:, reach - k : reach - k + width]
+            run |= padded[:, reach + k : reach + k + width]
         for row in range(-reach, reach + 1):
             if int(sqrt(radius_px**2 - row**2)) == k:
                 out |= run[reach + row : reach + row + height]
     return out
 
 
-def without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
+def drop_small_objects(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
     """Return a mask bool[h, w] without connected objects of fewer than min_px pixels."""
     if not mask.any():
         return mask
     from skimage.measure import label
 
     objects = label(mask, connectivity=1)
-    large = np.bincount(objects.ravel()) >= min_px
-    large[0] = False
-    return np.asarray(np.take(large, objects), bool)
+    is_large = np.bincount(objects.ravel()) >= min_px
+    is_large[0] = False
+    return np.asarray(np.take(is_large, objects), bool)
 
 
-def closed(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
+def close_mask(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
     """Return the closing of a mask bool[h, w] with a disc: gaps below its diameter are bridged."""
-    return ~dilated(~dilated(mask, radius_px), radius_px)
+    return ~dilate_mask(~dilate_mask(mask, radius_px), radius_px)
 
 
 def area_mean(
@@ -54,10 +54,10 @@ def area_mean(
     """
     height, width = image.shape
     integral = np.zeros((width + 1, height + 1), np.uint32)  # by column and row: sums along memory are fast
-    across = np.cumsum(image, axis=1, dtype=np.uint32)
-    np.cumsum(np.ascontiguousarray(across.T), axis=1, out=integral[1:, 1:])
+    row_sums = np.cumsum(image, axis=1, dtype=np.uint32)
+    np.cumsum(np.ascontiguousarray(row_sums.T), axis=1, out=integral[1:, 1:])
 
-    def below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    def sum_below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the sum above and left of each point."""
         x, y = np.clip(x, 0, width), np.clip(y, 0, height)
         column = np.minimum(x.astype(np.int64), width - 1)
@@ -68,8 +68,8 @@ def area_mean(
         total: NDArray[np.float64] = upper * (1 - v) + lower * v
         return total
 
-    left, top = corner[:, 0], corner[:, 1]
-    right, bottom = left + side, top + side
-    total = below(right, bottom) - below(left, bottom) - below(right, top) + below(left, top)
-    mean: NDArray[np.float64] = total / side**2
+    x_min, y_min = corner[:, 0], corner[:, 1]
+    x_max, y_max = x_min + side, y_min + side
+    sums = sum_below(x_max, y_max) - sum_below(x_min, y_max) - sum_below(x_max, y_min) + sum_below(x_min, y_min)
+    mean: NDArray[np.float64] = sums / side**2
     return mean

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.copies import persons_of
+from wsi_fl.slides.patching.copies import find_persons
 from wsi_fl.types import SlideRecord, UsageError
 
 SEED = 0
@@ -48,22 +48,22 @@ def assign_splits(
                     f"site {record.site}: patient {record.patient} has no split, others have one"
                 )
         return [replace(record, split=prescribed[record.patient]) for record in records]
-    person = persons_of(records, marks or {})
-    positive = {person[r.patient]: False for r in records}
-    positive |= {person[r.patient]: True for r in records if r.positive}
-    test = _held_out(positive, test_fraction, np.random.default_rng(seed))
-    return [replace(r, split="test" if person[r.patient] in test else "train") for r in records]
+    person = find_persons(records, marks or {})
+    is_positive = {person[r.patient]: False for r in records}
+    is_positive |= {person[r.patient]: True for r in records if r.positive}
+    test_patients = _choose_test_patients(is_positive, test_fraction, np.random.default_rng(seed))
+    return [replace(r, split="test" if person[r.patient] in test_patients else "train") for r in records]
 
 
-def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
+def _choose_test_patients(is_positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
     """Choose the patients of the test split: each stratum's share, with rounding carried on to the next."""
-    n_test = min(max(round(fraction * len(positive)), 1), len(positive) - 1) if fraction > 0 else 0
+    n_test = min(max(round(fraction * len(is_positive)), 1), len(is_positive) - 1) if fraction > 0 else 0
     chosen: set[str] = set()
-    passed = 0
+    n_passed = 0
     for stratum in (True, False):
-        patients = sorted(patient for patient, value in positive.items() if value is stratum)
-        passed += len(patients)
-        share = round(n_test * passed / len(positive)) - len(chosen) if patients else 0
+        patients = sorted(patient for patient, value in is_positive.items() if value is stratum)
+        n_passed += len(patients)
+        share = round(n_test * n_passed / len(is_positive)) - len(chosen) if patients else 0
         chosen |= {patients[k] for k in rng.permutation(len(patients))[:share]}
     return chosen
 
@@ -92,9 +92,9 @@ def sample_rows(
         order = np.argsort(slide, kind="stable")
         for rows in np.split(order, np.searchsorted(slide[order], np.arange(1, len(names)))):
             if len(rows) > max_per_slide:
-                said = f"{seed} {names[slide[rows[0]]]}".encode()
-                own = np.random.default_rng(int.from_bytes(hashlib.sha256(said).digest(), "big"))
-                keep[rows[own.permutation(len(rows))[max_per_slide:]]] = False
+                seed_text = f"{seed} {names[slide[rows[0]]]}".encode()
+                slide_rng = np.random.default_rng(int.from_bytes(hashlib.sha256(seed_text).digest(), "big"))
+                keep[rows[slide_rng.permutation(len(rows))[max_per_slide:]]] = False
     counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
         rng = np.random.default_rng(seed)

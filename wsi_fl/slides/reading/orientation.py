@@ -6,14 +6,14 @@ from pathlib import Path
 
 from PIL.TiffImagePlugin import TiffImageFile
 
-_TAG = 274
+_ORIENTATION_TAG = 274
 
 
-def orientation_of(path: Path) -> int:
+def read_orientation(path: Path) -> int:
     """Return the orientation of a TIFF's first picture, 1 to 8 (TIFF 6.0, tag 274); 1 for other files."""
     try:
         with TiffImageFile(path) as picture:
-            orientation = picture.tag_v2.get(_TAG, 1)
+            orientation = picture.tag_v2.get(_ORIENTATION_TAG, 1)
     except (
         OSError,
         SyntaxError,

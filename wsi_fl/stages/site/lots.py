@@ -12,41 +12,41 @@ import re
 import secrets
 from pathlib import Path
 
-from wsi_fl.learning.validation import OPEN_LOTS, Lots
+from wsi_fl.learning.validation import PUBLIC_DRAW, HoldoutDraw
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import alone, atomic, ordinary
+from wsi_fl.system.files import file_lock, atomic_path, require_regular_file
 from wsi_fl.types import WsiFlError
 
-_BYTES = 32
+_SECRET_BYTES = 32
 
 
-def lots_path(study: Study, site: str) -> Path:
+def secret_path(study: Study, site: str) -> Path:
     """Return the path of a real hospital's secret, which may not exist."""
-    ledger = study.ledger(site)
+    ledger = study.ledger_path(site)
     return ledger.with_name(f"{ledger.name.removesuffix('.jsonl')}.lots")
 
 
-def lots_of(study: Study, site: str) -> Lots:
+def load_holdout_draw(study: Study, site: str) -> HoldoutDraw:
     """Return the draw of a site's folds and validation patients; a real site's secret is made if missing.
 
     WsiFlError where the file is damaged, as another secret would hold out other patients.
     """
-    if not study.site(site).real:
-        return OPEN_LOTS
-    path = lots_path(study, site)
+    if not study.load_site(site).real:
+        return PUBLIC_DRAW
+    path = secret_path(study, site)
     if not path.exists():
-        with alone(path.with_name(f".{path.name}.lock")):  # ranks of one job may all be first
+        with file_lock(path.with_name(f".{path.name}.lock")):  # ranks of one job may all be first
             if not path.exists():
                 _make_secret(path)
-    text = ordinary(path).read_text(encoding="ascii", errors="replace").strip()
-    if not re.fullmatch(f"[0-9a-f]{{{2 * _BYTES}}}", text):
+    text = require_regular_file(path).read_text(encoding="ascii", errors="replace").strip()
+    if not re.fullmatch(f"[0-9a-f]{{{2 * _SECRET_BYTES}}}", text):
         raise WsiFlError(
-            f"{study.relative(path)}: damaged; put its backup back: it draws the held-out patients"
+            f"{study.relative_path(path)}: damaged; put its backup back: it draws the held-out patients"
         )
-    return Lots(bytes.fromhex(text))
+    return HoldoutDraw(bytes.fromhex(text))
 
 
 def _make_secret(path: Path) -> None:
-    with atomic(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.touch(mode=0o600)
-        temporary.write_text(f"{secrets.token_hex(_BYTES)}\n", encoding="ascii")
+        temporary.write_text(f"{secrets.token_hex(_SECRET_BYTES)}\n", encoding="ascii")

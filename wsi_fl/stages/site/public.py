@@ -9,14 +9,14 @@ from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.reading.formats import is_slide_folder
-from wsi_fl.slides.reading.formats.dicom import place_of
-from wsi_fl.stages.site.data import slides_of
-from wsi_fl.stages.site.party import method_for
+from wsi_fl.slides.reading.formats.dicom import resolve_slide_path
+from wsi_fl.stages.site.data import list_slides
+from wsi_fl.stages.site.party import find_method
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
-_WAY_OUT = "results from it leave without any ε: give public reference slides, or --public if it is public"
+_PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
 def require_public(study: Study, source: Path) -> None:
@@ -29,12 +29,12 @@ def require_public(study: Study, source: Path) -> None:
     Raises:
         UsageError: in one line that names the reason.
     """
-    if (site := _site_by_place(source)) is not None:
-        raise UsageError(f"{source}: lies in the stores of real site {site}; {_WAY_OUT}")
+    if (site := _find_site_by_place(source)) is not None:
+        raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
     if source.suffix == ".h5":
         _require_public_store(study, source)
-    elif (site := _site_by_slides(study, source)) is not None:
-        raise UsageError(f"{source}: is a slide of real site {site}; {_WAY_OUT}")
+    elif (site := _find_site_by_slides(study, source)) is not None:
+        raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
 
 
 def require_published(weights: Path, key: str) -> None:
@@ -45,7 +45,7 @@ def require_published(weights: Path, key: str) -> None:
     Raises:
         UsageError: naming the key of the pipeline.
     """
-    if (site := _site_by_place(weights)) is not None:
+    if (site := _find_site_by_place(weights)) is not None:
         raise UsageError(
             f"{key}: {weights} is of the patients of real site {site}, and no ε covers what starts from it; name "
             "published weights, or set privacy.enabled = false"
@@ -54,18 +54,18 @@ def require_published(weights: Path, key: str) -> None:
 
 def _is_simulated(study: Study, site: str) -> bool:
     try:
-        return not study.site(site).real
+        return not study.load_site(site).real
     except WsiFlError:
         return False
 
 
-def _site_by_place(source: Path) -> str | None:
+def _find_site_by_place(source: Path) -> str | None:
     """Return the real site of any study in whose store's folder, or among whose private models, a file is."""
     for path in {source.absolute(), source.resolve()}:
         for folder in path.parents:
             root, site = folder.parent.parent, folder.name
             if folder.parent.name == "sites" and root.parent.name == "runs":
-                if _travelled_with_dp(RunFolder(root), path.stem):
+                if _is_dp_release(RunFolder(root), path.stem):
                     return None
                 root = root.parent.parent
             elif folder.parent.name != "stores":
@@ -75,10 +75,10 @@ def _site_by_place(source: Path) -> str | None:
     return None
 
 
-def _travelled_with_dp(run: RunFolder, role: str) -> bool:
+def _is_dp_release(run: RunFolder, role: str) -> bool:
     try:
-        pipeline = load_pipeline(run.path / "config.toml")
-        travels = method_for(str(run.manifest["method"]), pipeline).travels
+        pipeline = load_run_pipeline(run.path / "config.toml")
+        travels = find_method(str(run.manifest["method"]), pipeline).mixing_role
     except (WsiFlError, OSError, KeyError, TypeError):
         return False
     return pipeline.privacy.enabled and travels == role
@@ -86,30 +86,30 @@ def _travelled_with_dp(run: RunFolder, role: str) -> bool:
 
 def _require_public_store(study: Study, source: Path) -> None:
     with BagStore(source) as store:
-        site, table = store.meta.site, store.patches
+        site, table = store.meta.site, store.patch_table
         if site in study.site_names():
             if not _is_simulated(study, site):
-                raise UsageError(f"{source}: features of real site {site}; {_WAY_OUT}")
+                raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
             return
         if ((table.patient != "") & (table.patient != table.slide)).any():
-            raise UsageError(f"{source}: a feature store that names patients; {_WAY_OUT}")
+            raise UsageError(f"{source}: a feature store that names patients; {_PUBLIC_HINT}")
 
 
-def _site_by_slides(study: Study, source: Path) -> str | None:
+def _find_site_by_slides(study: Study, source: Path) -> str | None:
     """Return the real site of the study that has a file or folder among its slides, by any name or link."""
     if not source.exists():
         return None
     for name in study.site_names():
         if _is_simulated(study, name):
             continue
-        paths = slides_of(study, study.site(name))
+        paths = list_slides(study, study.load_site(name))
         slides = (path for path in paths if path.is_file() or is_slide_folder(path))
-        if any(_are_one_slide(slide, source) for slide in slides):
+        if any(_is_same_slide(slide, source) for slide in slides):
             return name
     return None
 
 
-def _are_one_slide(slide: Path, source: Path) -> bool:
+def _is_same_slide(slide: Path, source: Path) -> bool:
     """Return whether two paths are the same file, or a folder and a file in it; a DICOM file stands for its folder."""
-    a, b = place_of(slide), place_of(source)
+    a, b = resolve_slide_path(slide), resolve_slide_path(source)
     return slide.samefile(source) or a.is_relative_to(b) or b.is_relative_to(a)
