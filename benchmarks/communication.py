@@ -31,7 +31,7 @@ from wsi_fl.federation.topology import Matrix, Topology, exponential, list_recei
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.report.figures import load_palette, build_png_style
+from wsi_fl.report.figures import build_png_style, load_palette
 
 GRAPHS: dict[str, Topology] = {"star": star, "exponential": exponential}
 SCHEMA = "00" * 32
@@ -61,10 +61,14 @@ class Link:
 def hop_of(sites: list[Site], comm: LocalComm, matrix: Matrix, round_: int, hop: int) -> float:
     """Sends P·(x, w) and adds up what arrives; returns the seconds of both, ledgers left out."""
     releases = {
-        k: _release(site, round_, hop) for k, site in enumerate(sites) if hop == 0 or list_receivers(matrix, k)
+        k: _release(site, round_, hop)
+        for k, site in enumerate(sites)
+        if hop == 0 or list_receivers(matrix, k)
     }
     outgoing = [
-        Outgoing(k, to, float(matrix[to, k]), r) for k, r in releases.items() for to in list_receivers(matrix, k)
+        Outgoing(k, to, float(matrix[to, k]), r)
+        for k, r in releases.items()
+        for to in list_receivers(matrix, k)
     ]
     expected = [(sender, k) for k in range(len(sites)) for sender in list_senders(matrix, k)]
     began = time.perf_counter()
@@ -99,7 +103,10 @@ def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Lin
         sites = [
             Site(
                 PrivacyLedger(
-                    Path(folder) / f"{k}.jsonl", site=str(k), run="r", terms=PrivacyTerms(1e-5, allow=("model",))
+                    Path(folder) / f"{k}.jsonl",
+                    site=str(k),
+                    run="r",
+                    terms=PrivacyTerms(1e-5, allow=("model",)),
                 ),
                 PushSum(rng.normal(size=n_parameters).astype(np.float32), 1.0),
             )

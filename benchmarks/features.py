@@ -21,7 +21,7 @@ from big_slide import write_big_slide
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from wsi_fl.demo.phantom import simulate_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.reading.reader import Reader, Slide

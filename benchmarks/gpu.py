@@ -26,7 +26,7 @@ from torch.nn import functional
 from wsi_fl.learning.examples import Examples, load_batches
 from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_supervised_step
 from wsi_fl.models import create_model
-from wsi_fl.models.encoder import Encoder, encode_batches, build_preset_model
+from wsi_fl.models.encoder import Encoder, build_preset_model, encode_batches
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import Images

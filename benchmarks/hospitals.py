@@ -42,7 +42,7 @@ from wsi_fl.hospitals.lines.folder_line import FolderTransport
 from wsi_fl.hospitals.lines.relayed import SecureComm
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import SealedMessage, MessageSealer
+from wsi_fl.hospitals.trust.letters import MessageSealer, SealedMessage
 from wsi_fl.hospitals.trust.making import provision_federation
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -117,7 +117,9 @@ def letters(identities: Sequence[Identity], megabytes: float, repeats: int) -> d
     """Seconds of making and of opening a letter, and the bytes that it has beside its content."""
     sender, receiver = MessageSealer(identities[0]), MessageSealer(identities[1])
     content = np.random.default_rng(0).bytes(int(megabytes * 1e6))
-    holder = SealedMessage.read(sender.write_handshake(_hello(sender), "")).read_handshake(identities[1].root)[1]
+    holder = SealedMessage.read(sender.write_handshake(_hello(sender), "")).read_handshake(
+        identities[1].root
+    )[1]
     make: list[float] = []
     open_: list[float] = []
     for _ in range(repeats):
@@ -213,7 +215,9 @@ def runs(root: Path, rounds: int) -> dict[str, Any]:
         crew.run(first, "federation", "plan", *common, "--out", plan)
         for name, place in places.items():
             crew.run(place, "federation", "approve", plan, "--kit", kits[name], "--yes")
-        crew.start_server(DemoMachine("server", kits["server"], kits["server"]), "federation", "start", kits["server"])
+        crew.start_server(
+            DemoMachine("server", kits["server"], kits["server"]), "federation", "start", kits["server"]
+        )
         for name, place in places.items():
             crew.start_server(place, "federation", "start", kits[name])
         said = crew.run(bench, "federation", "submit", "--kit", kits["coordinator"], "--plan", plan)

@@ -30,7 +30,7 @@ from scipy.stats import t as student
 from wsi_fl.learning.stacking import is_worse_than_local, single_local_ensemble, weight_by_sample_size
 from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task, selection_score
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.directions import normalize_rows, fit_projection
+from wsi_fl.models.directions import fit_projection, normalize_rows
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 
@@ -122,11 +122,16 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
         heads = []
         for index, (part, answer) in enumerate(parts):
             head = SharedHead(k, D, projection=along, kind=task.kind)
-            z, columns = head.embed_rows(torch.from_numpy(part)), task.statistics_columns(torch.from_numpy(answer))
+            z, columns = (
+                head.embed_rows(torch.from_numpy(part)),
+                task.statistics_columns(torch.from_numpy(answer)),
+            )
             head.set_local_statistics(z, columns)
             exact = head.pack_statistics(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))
-            head.set_noisy_statistics(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
+            head.set_noisy_statistics(
+                exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2
+            )
             heads.append(head)
         directions = [said(head(torch.from_numpy(test)).detach().numpy()) for head in heads[:ASKED]]
         SharedHead.combine(heads)

@@ -194,7 +194,8 @@ def measured(scores: NDArray[np.float64], truth: NDArray[Any]) -> float:
     """AUROC, or concordance where the truth is (time, event); mean over the sites' models."""
     survives = truth.ndim == 2
     found = [
-        concordance(one, truth) if survives else compute_auroc(np.stack([1 - one, one], 1), truth) for one in scores
+        concordance(one, truth) if survives else compute_auroc(np.stack([1 - one, one], 1), truth)
+        for one in scores
     ]
     return float(np.mean([value for value in found if value is not None]))
 

@@ -21,7 +21,7 @@ from statistics import median
 import h5py
 from big_slide import write_big_slide
 
-from wsi_fl.demo.phantom import simulate_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.stages.prepare.init import init_study
 
 MPP, _BLOCK_PX = 0.25, 2048

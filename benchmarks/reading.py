@@ -16,7 +16,7 @@ import torch
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import simulate_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.learning.examples import load_batches
 from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.stages.prepare.tile import tile_slides

@@ -30,7 +30,7 @@ import openslide
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import simulate_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
 from wsi_fl.slides.reading.native import read_tiled_images
@@ -104,7 +104,7 @@ def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
     """A study of one site whose slides are one file under several names."""
     (folder / "archive" / "slides").mkdir(parents=True)
     with (folder / "archive" / "slides.csv").open("w", newline="") as file:
-        table = csv.sealer(file)
+        table = csv.writer(file)
         table.writerow(("slide", "patient", "site", "label"))
         for k in range(n_slides):
             (folder / "archive" / "slides" / f"slide_{k}.tif").hardlink_to(slide)

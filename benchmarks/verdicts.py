@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.stacking import Ensemble, single_federated_ensemble, build_ensemble
+from wsi_fl.learning.stacking import Ensemble, build_ensemble, single_federated_ensemble
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
-from wsi_fl.learning.verdict import Estimate, estimate_mean, decide_verdict
+from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_mean
 from wsi_fl.models.directions import normalize_rows
 from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.plan import BudgetProposal, propose_plan, list_proposals
+from wsi_fl.privacy.plan import BudgetProposal, list_proposals, propose_plan
 
 Floats = NDArray[np.float64]
 FEATURES, TEST_PATIENTS, ROWS_EACH, POOL, RUNS, REDRAWS = 32, 60, 4, 10_000, 3, 32
@@ -111,7 +111,10 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
     """Return each hospital's model after training together; shared noise is a part of it from each."""
     row, plan = METHODS[method], plan_of(method, len(parts[0].y), epsilon)
     found = federate(
-        {f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        {
+            f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist())
+            for k, part in enumerate(parts)
+        },
         row,
         private=lambda: build_linear_head(2, FEATURES),
         rounds=ROUNDS,
@@ -135,7 +138,9 @@ def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) 
     return build_ensemble(lone.held_out, said(model, part), part.y, part.patient, worth)
 
 
-def gains(models: Sequence[Any], stacks: Sequence[Ensemble], lone: Sequence[FittedHead], rows: Rows) -> Floats:
+def gains(
+    models: Sequence[Any], stacks: Sequence[Ensemble], lone: Sequence[FittedHead], rows: Rows
+) -> Floats:
     """Return how much more often joined answers are right than lone ones, float64[n], the mean over hospitals."""
     found = []
     for model, stack, head in zip(models, stacks, lone, strict=True):
@@ -203,7 +208,7 @@ def moved(
         own, z = said_alone(head, rows), model.embed_rows(torch.from_numpy(rows.x))
         means = []
         for _ in range(REDRAWS):
-            weights, bias = model.redraw_noise(rng).head()
+            weights, bias = model.redraw_noise(rng).solve_head()
             answers = stack(own, softmax((z @ weights + bias).numpy())).argmax(1)
             means.append(np.average(answers == rows.y, weights=w))
         spreads.append(np.std(means, ddof=1))

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from big_slide import write_big_slide
 
-from wsi_fl.demo.phantom import simulate_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.study.folder import Study

@@ -245,7 +245,9 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
     run = RunFolder(study.find_run(summary["run"]))
-    answers = [read_example_scores(run.site_folder(site["site"]), "merged") or {} for site in document["sites"]]
+    answers = [
+        read_example_scores(run.site_folder(site["site"]), "merged") or {} for site in document["sites"]
+    ]
     right = [[value for value, _ in one.values()] for one in answers]
     merged, shared = (
         document["merged"] or {},

@@ -44,9 +44,9 @@ from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.plan import plan_of_round, propose_plan, list_proposals
+from wsi_fl.privacy.plan import list_proposals, plan_of_round, propose_plan
 from wsi_fl.report.words import format_signed
-from wsi_fl.stages.bench import SamplingCell, FeatureTable, parse_cells, sample_sites, read_table
+from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, sample_sites
 
 Floats = NDArray[np.float64]
 Answers = Callable[[FeatureTable], Floats]

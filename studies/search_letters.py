@@ -32,9 +32,14 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from worth import SETTINGS, Setting, drawn
 
-from wsi_fl.learning.stacking import is_worse_than_local, single_local_ensemble, single_federated_ensemble, weight_by_sample_size
+from wsi_fl.learning.stacking import (
+    is_worse_than_local,
+    single_federated_ensemble,
+    single_local_ensemble,
+    weight_by_sample_size,
+)
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.directions import Projection, normalize_rows, fit_projection
+from wsi_fl.models.directions import Projection, fit_projection, normalize_rows
 from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.types import WsiFlError
@@ -193,7 +198,11 @@ def by_class(z: Array, y: Rows) -> Array:
 
 
 def letters(
-    draw: Draw, z: Sequence[Array], share: float = 1.0, count: float = COUNT_WEIGHT, salt: tuple[int, ...] = ()
+    draw: Draw,
+    z: Sequence[Array],
+    share: float = 1.0,
+    count: float = COUNT_WEIGHT,
+    salt: tuple[int, ...] = (),
 ) -> Letters:
     """One letter of each hospital's rows z[n, d] of length ≤ 1; a row's (z, count · 1) is scaled to length ≤ 1."""
     exact = np.stack([by_class(*pair) for pair in zip(z, draw.labels, strict=True)])
@@ -298,20 +307,24 @@ def linear(own: Array, test: Array, weights: Array, bias: Array, worth: tuple[fl
 def shipped(draw: Draw) -> list[Said]:
     """The head of the package itself."""
     table, heads = draw.table, []
-    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n_components + 1))) * np.sqrt(draw.variance())
+    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n_components + 1))) * np.sqrt(
+        draw.variance()
+    )
     for part, y, one in zip(draw.parts, draw.labels, noise, strict=True):
         head = SharedHead(2, table.raw.shape[1], projection=table.directions)
         z, label = head.embed_rows(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
         head.set_local_statistics(z, label)
         exact = head.pack_statistics(z, label)
         noisy, variance = exact + torch.from_numpy(one), draw.variance()
-        head.set_noisy_statistics(exact, *((noisy, variance) if draw.shared else head.weight_by_precision(noisy, variance)))
+        head.set_noisy_statistics(
+            exact, *((noisy, variance) if draw.shared else head.weight_by_precision(noisy, variance))
+        )
         heads.append(head)
     SharedHead.combine(heads)
     test = torch.from_numpy(table.raw[draw.test])
     own = (torch.from_numpy(table.raw[part]) for part in draw.parts)
     return [
-        Said(head(x).double().numpy(), head(test).double().numpy(), head.worth())
+        Said(head(x).double().numpy(), head(test).double().numpy(), head.effective_sample_sizes())
         for head, x in zip(heads, own, strict=True)
     ]
 
@@ -805,7 +818,9 @@ def probabilities(logits: Array) -> Array:
 def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> list[Lone]:
     """What the heads say that hospitals have alone; fitted once."""
     if not kept.exists():
-        made = [fit_linear_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts]
+        made = [
+            fit_linear_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts
+        ]
         kept.parent.mkdir(exist_ok=True)
         np.savez(
             kept,

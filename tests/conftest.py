@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Modules and tests are no garbage: looking through them again and again takes a seventh of the time."""
     gc.collect()
-    gc.freeze_role()
+    gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
@@ -454,7 +454,7 @@ def as_ranks(monkeypatch):
                 return end
 
         with monkeypatch.context() as patch, ThreadPoolExecutor(n) as threads:
-            patch.setattr("wsi_fl.stages.work.job.launched_ranks", lambda: n)
+            patch.setattr("wsi_fl.stages.work.job.count_ranks", lambda: n)
             patch.setattr("wsi_fl.federation.comm.MpiComm", Comm)
             return list(threads.map(as_rank, range(n)))
 
@@ -467,8 +467,10 @@ def train_generator(study, *, site, overrides=(), **given):
     from wsi_fl.synthesis.stages.kinds import kind_of
     from wsi_fl.synthesis.stages.train import train_generator
 
-    pipeline = study.pipeline(study.pipeline_name(None), overrides)
-    return train_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site, **given)
+    pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
+    return train_generator(
+        study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site, **given
+    )
 
 
 def check(study, *, site, overrides=()):
@@ -477,7 +479,7 @@ def check(study, *, site, overrides=()):
     from wsi_fl.synthesis.stages.check import check_generator
     from wsi_fl.synthesis.stages.kinds import kind_of
 
-    pipeline = study.pipeline(study.pipeline_name(None), overrides)
+    pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
     return check_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site)
 
 

@@ -27,7 +27,7 @@ import sklearn.model_selection  # noqa: F401
 from wsi_fl.federation import loop, shared
 from wsi_fl.hospitals.lines import relayed
 from wsi_fl.hospitals.plans import signed
-from wsi_fl.hospitals.plans.signed import FederationPlan, record_approval, plan_path
+from wsi_fl.hospitals.plans.signed import FederationPlan, plan_path, record_approval
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work import start as starting
@@ -55,7 +55,11 @@ def be(job, killed):
     if job.get("lies"):
         _lie(job["lies"])
     if job.get("approves"):
-        record_approval(Study(study), FederationPlan.load(plan_path(Study(study))), Kit.open(Path(job["kit"])).load_identity())
+        record_approval(
+            Study(study),
+            FederationPlan.load(plan_path(Study(study))),
+            Kit.open(Path(job["kit"])).load_identity(),
+        )
     if job.get("after"):  # cron starts a hospital that another one waits for
         share = Path(Kit.open(Path(job["kit"])).folder)
         deadline = time.monotonic() + 120

@@ -23,10 +23,10 @@ from typing_extensions import is_typeddict
 
 from wsi_fl.federation import message, topology
 from wsi_fl.federation.documents import decode_document, encode_document
-from wsi_fl.federation.exchange import _find_problem as problem_of_model
 from wsi_fl.federation.exchange import _find_distance_problem as too_far
+from wsi_fl.federation.exchange import _find_problem as problem_of_model
 from wsi_fl.federation.preflight import PreflightDocument, compare_sites
-from wsi_fl.federation.roster import MembershipReply, ResumeState, find_first_round, build_membership
+from wsi_fl.federation.roster import MembershipReply, ResumeState, build_membership, find_first_round
 from wsi_fl.federation.site import BufferShape
 from wsi_fl.federation.topology import parse_graph
 from wsi_fl.privacy.ledger_file import Release

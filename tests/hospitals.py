@@ -40,7 +40,7 @@ ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buf
 def one_installation():
     """Nothing is installed while the tests of a file run that imports this: what is installed is read once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "versions", cache(plugins.plugin_versions))
+        patch.setattr(plugins, "plugin_versions", cache(plugins.plugin_versions))
         once = cache(code_digest)
         for name in ("signed", "making", "admitting"):
             patch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", once)
@@ -57,7 +57,9 @@ class Bed:
                 furnish(whole, f"S{k}", k)
         self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
         server = None if folder else server or f"localhost:{find_free_port()}"
-        provision_federation(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
+        provision_federation(
+            root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites
+        )
         for site in self.sites:
             others = [name for name in self.sites if name != site]
             shutil.copytree(whole.root, root / site, ignore=shutil.ignore_patterns(*others, "data.npz"))

@@ -12,7 +12,13 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from wsi_fl.hospitals.lines.relayed import Receipt
-from wsi_fl.hospitals.trust.certificates import Identity, issue_certificate, generate_key, build_request, build_root_certificate
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    build_request,
+    build_root_certificate,
+    generate_key,
+    issue_certificate,
+)
 from wsi_fl.hospitals.trust.letters import Buffer
 
 NAMES = ("C1", "C2", "C3")
@@ -28,7 +34,9 @@ class Federation:
 
     def identity(self, name, **given):
         key = generate_key()
-        certificate = issue_certificate(build_request(key, name, "org"), self.key, self.root, role="hospital", **given)
+        certificate = issue_certificate(
+            build_request(key, name, "org"), self.key, self.root, role="hospital", **given
+        )
         return Identity.load(key, certificate, self.root)
 
     def kit(self, folder, name, identity=None, /, **more):

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Slide": "slides.reading.reader",
-    "paint_archive": "demo.phantom",
+    "simulate_archive": "demo.phantom",
     "GridSpec": "types",
     "tissue_mask": "slides.patching.tissue",
     "PatchStore": "stores.patches",
     "BagStore": "stores.bags",
     "Encoder": "models.encoder",
-    "encode": "models.encoder",
-    "build": "models",
+    "encode_batches": "models.encoder",
+    "create_model": "models",
     "Images": "types",
     "Bags": "types",
     "Vectors": "types",
@@ -40,14 +40,14 @@ _MODULES = {
     "PrivacyPlan": "privacy.plan",
     "plan_of_round": "privacy.plan",
     "epsilon": "privacy.accounting",
-    "detection": "privacy.accounting",
+    "max_tpr": "privacy.accounting",
     "DPTrainer": "privacy.dpsgd",
-    "NoisySums": "privacy.sums",
+    "NoisyStatistics": "privacy.sums",
     "SharedHead": "models.shared_head",
-    "public_directions": "models.directions",
+    "fit_projection": "models.directions",
     "METHODS": "federation.methods",
     "federate": "federation.in_memory",
-    "scored": "learning.tasks",
+    "score_predictions": "learning.tasks",
     "WsiFlError": "types",
 }
 """Name → its module."""
@@ -131,7 +131,7 @@ def loader(dataset: Examples, *, batch_size: int = 32, shuffle: bool = False) ->
     import torch
     from torch.utils.data import DataLoader
 
-    from wsi_fl.learning.examples import require_labels, build_tensor
+    from wsi_fl.learning.examples import build_tensor, require_labels
 
     require_labels(dataset)
 

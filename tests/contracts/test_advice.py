@@ -120,8 +120,8 @@ def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monk
     assert done.returncode == 1 and words in last
     command = re.search(r"`wsi-fl train --resume (\S+)`", last)
     summary = resume_run(pair, command[1], backend="local")
-    assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(pair.runs.glob("0*"))) == 1
-    lines = [line for line in read_lines(pair.ledger("S0")) if line.get("released")]
+    assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(pair.runs_path.glob("0*"))) == 1
+    lines = [line for line in read_lines(pair.ledger_path("S0")) if line.get("released")]
     assert {line["run"] for line in lines} == {lines[0]["run"]}
 
 
@@ -237,7 +237,7 @@ def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, p
     def broken():
         raise problem
 
-    monkeypatch.setattr(doctor, "_openslide", broken)
+    monkeypatch.setattr(doctor, "_check_openslide", broken)
     document = doctor.check_installation()
     failed = [row for row in document["checks"] if not row["ok"] and row["name"] != "disk"]
     assert not document["ok"] and [row["name"] for row in failed] == ["OpenSlide"]

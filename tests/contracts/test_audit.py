@@ -15,7 +15,7 @@ from scipy.stats import binom, binomtest
 from sklearn.metrics import roc_auc_score
 from trained import trained
 
-from wsi_fl.learning.examples import load_batches, concatenate_examples
+from wsi_fl.learning.examples import concatenate_examples, load_batches
 from wsi_fl.learning.local import example_losses, predict_examples
 from wsi_fl.learning.units import build_canaries, toss_coins
 from wsi_fl.models import create_model
@@ -24,10 +24,10 @@ from wsi_fl.privacy.audit import (
     CanaryBound,
     _lower_epsilon,
     _p_value,
-    compute_auroc,
     auroc_interval,
-    canary_bound,
     bonferroni_level,
+    canary_bound,
+    compute_auroc,
     roc_points,
     tpr_at_fpr,
 )
@@ -55,7 +55,9 @@ def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed
     rng = np.random.default_rng(seed)
     members, others = (rng.integers(n_values, size=k).astype(float) for k in (n, m))
     truth = np.repeat([1, 0], [n, m])
-    assert compute_auroc(members, others) == pytest.approx(roc_auc_score(truth, np.concatenate([members, others])))
+    assert compute_auroc(members, others) == pytest.approx(
+        roc_auc_score(truth, np.concatenate([members, others]))
+    )
     for rate, found in roc_points(members, others):
         thresholds = [t for t in [*np.unique(others), np.inf] if (others >= t).mean() <= rate + 1e-9]
         low = min(thresholds)
@@ -223,7 +225,7 @@ def test_with_noise_the_bound_stays_below_epsilon(noisy):
         assert found["epsilon_upper"] == site["epsilon"] == row["epsilon"]
         assert found["epsilon_lower"] < row["epsilon"] and found["broken"] is False
         assert private["canaries"]["epsilon_upper"] is private["canaries"]["broken"] is None
-        lines = read_lines(study.ledger(row["site"]))
+        lines = read_lines(study.ledger_path(row["site"]))
         rates = {line["mechanism"]["sample_rate"] for line in lines if line.get("mechanism")}
         assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
 
@@ -273,7 +275,9 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
     party = RunContext.restore(study, run)
     for index, site in enumerate(party.sites):
         proxy = _load_audited_models(party, index)[1]
-        lines = [line for line in read_lines(study.ledger(site.name)) if line["run"].startswith(run.name)]
+        lines = [
+            line for line in read_lines(study.ledger_path(site.name)) if line["run"].startswith(run.name)
+        ]
         released = [line["released"] for line in lines if "released" in line]
         vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().cpu().numpy()
         assert released[-1] == f"model {digest_values(vector)}"
@@ -467,11 +471,12 @@ def test_an_audit_that_was_changed_is_not_reported(finished, content):
     ],
 )
 def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides, accepted):
-    party = RunContext.create(pair, pair.pipeline("small", overrides), method)
+    party = RunContext.create(pair, pair.load_pipeline("small", overrides), method)
     assert stage._can_plant_canaries(party) is accepted
     try:
         check_run(
-            RunContext.create(pair, pair.pipeline("small", [*overrides, "audit.canaries=400"]), method), "local"
+            RunContext.create(pair, pair.load_pipeline("small", [*overrides, "audit.canaries=400"]), method),
+            "local",
         )
     except WsiFlError as error:
         assert not accepted and "audit.canaries" in str(error), error
@@ -484,7 +489,7 @@ def test_a_hospital_audits_its_own_part(pair):
     for name in ("S0", "S1"):
         file = pair.root / "sites" / f"{name}.toml"
         file.write_text(file.read_text().replace("real = false", REAL))
-    pair.store("S1").unlink()
+    pair.store_path("S1").unlink()
     document = audit_run(pair, run)
     assert [site["site"] for site in document["sites"]] == ["S0"]
     assert document["tests"] == 2, "what is audited elsewhere counts too"

@@ -17,12 +17,12 @@ from trained import answers, csv_rows, trained
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import (
-    find_allowed_classes,
     build_bag_examples,
-    load_batches,
-    concatenate_examples,
-    pack_bags,
     build_unlabelled_bags,
+    concatenate_examples,
+    find_allowed_classes,
+    load_batches,
+    pack_bags,
     sample_patches,
 )
 from wsi_fl.learning.local import predict_examples
@@ -86,7 +86,7 @@ def write_mosaic(
         np.array([f"{name}_patient" for name in names]),
         np.where(np.arange(n_slides) // 4 == 2, "test", "train"),
     )
-    path = study.mosaic(site)
+    path = study.mosaic_path(site)
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = BagMeta(site, classes, encoder, GridSpec(64, 1.0, 64), tumor_types=TYPES)
     write_bags(path, meta, table, bags)
@@ -178,7 +178,7 @@ def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
 def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, lengths, monkeypatch):
     """By inner products and by gradients written down; of TransMIL also where it has landmarks."""
     if lengths == (9, 2, 17):
-        monkeypatch.setattr(mil, "_LANDMARKS", 4)
+        monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     torch.manual_seed(0)
     model, x = model_of(name), as_tensor(unequal(lengths=lengths))
     assert model_origin(model) == "built-in"
@@ -245,7 +245,7 @@ def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, wo
     write_mosaic(bags, "S1", seed=1, **changed)
     refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
-    assert not list(bags.runs.glob("0*"))
+    assert not list(bags.runs_path.glob("0*"))
 
 
 def test_of_more_than_two_classes_the_study_promises_nothing(bags):
@@ -254,12 +254,12 @@ def test_of_more_than_two_classes_the_study_promises_nothing(bags):
 
 def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     table, content = write_mosaic(bags, "S1", seed=1)
-    with BagStore(bags.mosaic("S1")) as store:
+    with BagStore(bags.mosaic_path("S1")) as store:
         meta = store.meta
     table.tumor_type[3] = "lung"  # it is LGG
-    write_bags(bags.mosaic("S1"), meta, table, content)
+    write_bags(bags.mosaic_path("S1"), meta, table, content)
     refused(lambda: trained(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
-    shutil.rmtree(bags.mosaic("S1").parent)
+    shutil.rmtree(bags.mosaic_path("S1").parent)
     refused(
         lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError
     )
@@ -387,14 +387,14 @@ def test_attention_is_what_the_answer_rests_on():
 def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
     model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
     exact = model(x)
-    monkeypatch.setattr(mil, "_LANDMARKS", 12)
+    monkeypatch.setattr(mil, "_N_LANDMARKS", 12)
     torch.testing.assert_close(model(x), exact)
-    monkeypatch.setattr(mil, "_LANDMARKS", 8)
+    monkeypatch.setattr(mil, "_N_LANDMARKS", 8)
     assert (model(x) - exact).abs().max() > 1e-6
 
 
 def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
-    monkeypatch.setattr(mil, "_LANDMARKS", 4)
+    monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
     x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
     x[:, 17:, -1] = 0
@@ -419,7 +419,9 @@ def test_gradients_of_patients_are_means_over_their_slides(name):
         norms.append(float(norm))
         return torch.tensor([0.5])
 
-    sums, _ = _sum_unit_gradients(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    sums, _ = _sum_unit_gradients(
+        model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh
+    )
     assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
     torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
 

@@ -18,7 +18,14 @@ from trained import csv_rows
 
 import wsi_fl.stages.bench as module
 from wsi_fl import plugins
-from wsi_fl.stages.bench import SamplingCell, FeatureTable, run_benchmark, parse_cells, sample_sites, read_table
+from wsi_fl.stages.bench import (
+    FeatureTable,
+    SamplingCell,
+    parse_cells,
+    read_table,
+    run_benchmark,
+    sample_sites,
+)
 from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.stores.bags import Bag, BagMeta, group_bags, write_bags
 from wsi_fl.types import GridSpec, PatchTable
@@ -49,7 +56,7 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
 ):
     out = tmp_path / "bench.csv"
     asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": parse_cells("2x8", "1"), "seeds": 2}
-    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2), (2, 1e-2)))
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2), (2, 1e-2)))
     document = run_benchmark(npz, **asked)
     rows = csv_rows(out)
     named = {(row["method"], row["skew"], row["seed"], row["site"]) for row in rows}
@@ -67,13 +74,13 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
     out.write_text("\n".join(line for line in whole.splitlines() if ",1,S" not in line) + "\n")
     trained = []
     done = module._run_job
-    monkeypatch.setattr(module, "_done", lambda work: trained.append(work.seed) or done(work))
+    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.seed) or done(work))
     run_benchmark(npz, **asked)
     assert set(trained) == {1} and len(trained) == 4  # methods
     trained.clear()
     code = module._method_digest
-    monkeypatch.setattr(module, "_code_of", lambda name: code(name) + "2" * (name == "fedavg"))
-    monkeypatch.setattr(module, "_done", lambda work: trained.append(work.method) or done(work))
+    monkeypatch.setattr(module, "_method_digest", lambda name: code(name) + "2" * (name == "fedavg"))
+    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.method) or done(work))
     run_benchmark(npz, **asked)
     assert set(trained) == {"fedavg"} and "fedavg has changed since" in capsys.readouterr().err
     refused(lambda: run_benchmark(npz, **asked, unit="patient"), "another table or unit")
@@ -122,7 +129,7 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
     with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
         file["features"][0, 0] = np.nan
-    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2),))
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2),))
     asked = {"methods": ["oneshot"], "cells": parse_cells("2x8", "alike"), "seeds": 1}
     document = run_benchmark(folder, labels=labels, out=tmp_path / "b.csv", **asked)
     reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
@@ -197,7 +204,7 @@ def forget_plugins():
 def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
     toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
     groups = tomllib.loads(toml)["project"]["entry-points"]
-    monkeypatch.setattr(module, "_WAYS", ((2, 1e-2),))
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((2, 1e-2),))
     monkeypatch.syspath_prepend(str(installed(tmp_path / "site", name="careful", groups=groups, text=python)))
     asked = {"methods": ["careful", "oneshot"], "cells": parse_cells("2x8", "1"), "seeds": 1}
     try:
@@ -300,7 +307,8 @@ def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
     asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
     for name in ("regular", "joint"):
         refused(
-            lambda name=name: run_benchmark(npz, methods=[name], **asked), f"{name} is always measured as a baseline"
+            lambda name=name: run_benchmark(npz, methods=[name], **asked),
+            f"{name} is always measured as a baseline",
         )
 
 

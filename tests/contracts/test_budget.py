@@ -46,7 +46,7 @@ def begun(study, rounds, *overrides, **given):
     """The folder of a run that was interrupted in a round."""
     with interrupted_after(rounds):
         run(study, *overrides, **given)
-    return next(study.runs.glob("0*"))
+    return next(study.runs_path.glob("0*"))
 
 
 def go_on(study, path):
@@ -123,7 +123,7 @@ def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
 
 def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    with dying(PrivacyLedger, "sending", 3):  # of round 2, after its checkpoint
+    with dying(PrivacyLedger, "record_transmission", 3):  # of round 2, after its checkpoint
         run(study, "train.rounds=4")
     path = next(study.runs_path.glob("0*"))
     kept = path / "sites" / "S0" / "state"
@@ -180,16 +180,16 @@ def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
         other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
         return learners(*rest, replace(plan, **other), train)
 
-    monkeypatch.setattr(workshop, "_learners_of", changed)
+    monkeypatch.setattr(workshop, "_learner_factory", changed)
     refused(lambda: run(hospital), "differs from its privacy plan", what, error=WsiFlError)
-    assert not hospital.ledger("S0").exists()
+    assert not hospital.ledger_path("S0").exists()
 
 
 @pytest.mark.parametrize("missing", ["max_epsilon = 3.0", "delta = 1e-5"])
 def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
     rewrite(hospital, missing, "")
     refused(lambda: run(hospital), "sites/S0.toml", missing.split()[0])
-    assert not hospital.ledger("S0").exists()
+    assert not hospital.ledger_path("S0").exists()
 
 
 def test_a_little_noise_is_no_privacy(tmp_path):
@@ -235,15 +235,15 @@ DAMAGE = {
 
 def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(hospital):
     run(hospital)
-    path = hospital.ledger("S0")
+    path = hospital.ledger_path("S0")
     whole = path.read_text()
     for words in (("ledgers/S0.jsonl", "it is the site's budget"), ("S0.jsonl",)):
         for damage in DAMAGE.values():
             damage(path)
             refused(lambda: run(hospital), *words, error=WsiFlError)
             path.write_text(whole)
-        if hospital.runs.exists():
-            shutil.rmtree(hospital.runs)
+        if hospital.runs_path.exists():
+            shutil.rmtree(hospital.runs_path)
     run(hospital)
 
 
@@ -252,7 +252,7 @@ def test_runs_know_what_was_spent_where_heads_are_lost(hospital):
     for place in (hospital.root, Path(os.environ["XDG_STATE_HOME"])):
         for head in place.rglob("*.head.json"):
             head.unlink()
-    DAMAGE["shortened"](hospital.ledger("S0"))
+    DAMAGE["shortened"](hospital.ledger_path("S0"))
     refused(lambda: run(hospital), "lacks rounds of runs/00001-proxyfl-small, which reached round 2")
 
 
@@ -281,7 +281,7 @@ def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tm
 def test_a_real_hospital_does_not_become_a_simulated_one_nor_without_its_ledger(hospital, lost):
     run(hospital)
     if lost:
-        hospital.ledger("S0").unlink()
+        hospital.ledger_path("S0").unlink()
     rewrite(hospital, "real = true", "real = false")
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
@@ -394,16 +394,16 @@ def test_of_two_models_that_stay_at_home_one_is_kept(hospital):
     """A copy of the run, from before the last checkpoint, was finished meanwhile."""
     path = begun(hospital, 1, method="regular")
     copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
-    with dying(PrivacyLedger, "sending", 1):  # round 2 is recorded and has its checkpoint
+    with dying(PrivacyLedger, "record_transmission", 1):  # round 2 is recorded and has its checkpoint
         go_on(hospital, path)
     go_on(hospital, copy)
     refused(lambda: go_on(hospital, path), "released others since", error=WsiFlError)
 
 
 def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospital):
-    with dying(PrivacyLedger, "sending", 2):
+    with dying(PrivacyLedger, "record_transmission", 2):
         run(hospital, "train.rounds=3", method="regular")
-    path = next(hospital.runs.glob("0*"))
+    path = next(hospital.runs_path.glob("0*"))
     with dying(loop, "_train_round", 1):
         go_on(hospital, path)
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
@@ -427,11 +427,11 @@ def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
 
 def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
     """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
-    with dying(loop, "checkpoint", 2):
+    with dying(loop, "write_checkpoint", 2):
         run(hospital)
     once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
     rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
-    path = next(hospital.runs.glob("0*"))
+    path = next(hospital.runs_path.glob("0*"))
     assert row(go_on(hospital, path))["rounds"] == 1
     assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
 
@@ -448,8 +448,8 @@ def account_of(plan, limit, past=(), done=0, delta=1e-5):
     """The account of a site as plans are priced on it."""
     ledger = SimpleNamespace(
         terms=PrivacyTerms(delta, max_epsilon=limit, lifetime=True),
-        n_rounds=lambda: done,
-        mechanisms=lambda **_: list(past),
+        count_rounds=lambda: done,
+        list_mechanisms=lambda **_: list(past),
     )
     return SimpleNamespace(ledger=ledger, plan=plan)
 

@@ -72,7 +72,9 @@ def test_small_groups_are_not_told(described, wsi_fl):
     for words in ("For the clinic", "of fewer than 10 patients: not reported", "Net benefit", "TRIPOD+AI"):
         assert words in page
     refused(lambda: describe_clinically(study, [run], by="shoe_size"), "shoe_size")
-    refused(lambda: describe_clinically(study, [run], by="shelf"), "no table of the sites has a slide or patient")
+    refused(
+        lambda: describe_clinically(study, [run], by="shelf"), "no table of the sites has a slide or patient"
+    )
     refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
@@ -89,7 +91,7 @@ def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(describe
         groups = row["classes"]["tumor"]["subgroups"]
         assert groups["f"]["n"] == 30 and groups["m"]["n"] == 28 and groups[""] is None
     (study.root / "S0.csv").write_text("slide,patient,sex\na.svs,,m\nb.svs,,m\n")  # whose, nobody knows
-    said = read_column(study, study.site("S0"), "sex")
+    said = read_column(study, study.load_site("S0"), "sex")
     assert said["slide", "a"] == said["slide", "a.svs"] == "m" and ("patient", "") not in said
 
 
@@ -111,7 +113,7 @@ def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeyp
 def test_folds_are_taken_together(described, wsi_fl):
     study, run = described
     train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
-    runs = sorted(path.name for path in study.runs.iterdir())[-3:]
+    runs = sorted(path.name for path in study.runs_path.iterdir())[-3:]
     for name in runs:
         evaluate(study, name)
     document = describe_clinically(study, ["2-4"])
@@ -122,7 +124,7 @@ def test_folds_are_taken_together(described, wsi_fl):
         assert (one["n"], document["folds"]) == (140, 3)  # each patient of both hospitals once
         assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
     done = wsi_fl("clinical", "2-4", cwd=study.root)
-    assert "of 3 folds" in done.stderr and not (study.runs / runs[0] / "clinical.json").exists()
+    assert "of 3 folds" in done.stderr and not (study.runs_path / runs[0] / "clinical.json").exists()
     refused(lambda: describe_clinically(study, [run, "2"]), "folds")
 
 

@@ -19,7 +19,7 @@ from scipy import stats
 from test_report import Document
 from trained import csv_rows, trained
 
-from wsi_fl.learning.verdict import Estimate, holm_adjust, decide_verdict
+from wsi_fl.learning.verdict import Estimate, decide_verdict, holm_adjust
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison import ChartRow, render_comparison_png
 from wsi_fl.report.figures import load_palette
@@ -63,7 +63,7 @@ def series(tmp_path_factory):
 
 
 def evaluation(study, name):
-    return json.loads((study.runs / name / "evaluation.json").read_text())
+    return json.loads((study.runs_path / name / "evaluation.json").read_text())
 
 
 def row_of(document, method):
@@ -91,7 +91,7 @@ def test_rows_hold_mean_and_sd_over_sites_and_seeds(series):
 
 def test_rows_hold_privacy_and_communication(series):
     study, document = series
-    summaries = [json.loads(path.read_text()) for path in study.runs.glob("*-proxyfl-*/summary.json")]
+    summaries = [json.loads(path.read_text()) for path in study.runs_path.glob("*-proxyfl-*/summary.json")]
     proxyfl, fedavg, alone = (row_of(document, method) for method in ("proxyfl", "fedavg", "regular"))
     assert (proxyfl["dp"], proxyfl["guarantee"]) == (True, "guaranteed")
     assert proxyfl["epsilon"] == max(site["epsilon"] for s in summaries for site in s["sites"])
@@ -131,7 +131,7 @@ def test_differences_are_paired_by_seed_and_corrected(series):
 
 def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(series):
     study, document = series
-    trained = sorted(study.runs.glob("*-regular-*"))
+    trained = sorted(study.runs_path.glob("*-regular-*"))
     assert [path.name for path in trained] == row_of(document, "regular")["runs"]
     assert "seeds 0, 1, 2 was trained for this comparison" in document["notes"][0]
     for path in trained:
@@ -139,7 +139,7 @@ def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(ser
         assert "enabled = false" in config and "rounds = 1" in config and "lr = 0.002" in config
         assert json.loads((path / "manifest.json").read_text())["pipeline"] == "small"
     again = compare_methods(study, ["1-6"])
-    assert sorted(study.runs.glob("*-regular-*")) == trained
+    assert sorted(study.runs_path.glob("*-regular-*")) == trained
     assert again["rows"] == document["rows"] and again["page"] == document["page"]
     assert not any("trained for this" in note for note in again["notes"])
 
@@ -171,7 +171,9 @@ def test_page_figure_and_table_are_written(series):
         assert finding["text"] in seen.text
         assert "take part" not in finding["text"]  # a verdict on all sites
     assert sum(tag == "svg" for tag, _ in seen.tags) == 4
-    assert page.index("Benefit of federation for each hospital") < page.index(document["findings"][0]["text"][:40])
+    assert page.index("Benefit of federation for each hospital") < page.index(
+        document["findings"][0]["text"][:40]
+    )
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
     with Image.open(study.root / document["benefit"]["figure"]) as image:
@@ -217,7 +219,7 @@ def newer_than(path, other):
 
 def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
     study, document = copied, series[1]
-    folder = study.runs / "00002-fedavg-small"
+    folder = study.runs_path / "00002-fedavg-small"
     for name, more in (("evaluation", {}), ("summary", {"lost": ["S0"]})):
         whole = json.loads((folder / f"{name}.json").read_text())
         write_sealed(folder / f"{name}.json", whole | more | {"sites": whole["sites"][1:]})
@@ -240,11 +242,14 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
 @pytest.mark.slow
 def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copied):
     study, document = copied, series[1]
-    folder = study.runs / "00002-fedavg-small"
+    folder = study.runs_path / "00002-fedavg-small"
     early = evaluation(study, folder.name)
     write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
     newer_than(folder / "summary.json", folder / "evaluation.json")
-    assert row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
+    assert (
+        row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"]
+        == row_of(document, "fedavg")["accuracy"]
+    )
 
 
 def test_differing_settings_make_rows_and_labels(pair):
@@ -259,7 +264,7 @@ def test_differing_settings_make_rows_and_labels(pair):
     assert (rows[high]["settings"], rows[high]["seeds"]) == ({"train.alpha": 0.9}, [0, 1])
     assert (rows["Regular without DP"]["seeds"], document["baseline"]) == ([0], "Regular without DP")
     (note,) = [note for note in document["notes"] if "not trained" in note]
-    assert "seed 1" in note and len(list(pair.runs.glob("*-regular-*"))) == 1
+    assert "seed 1" in note and len(list(pair.runs_path.glob("*-regular-*"))) == 1
     assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
 
 
@@ -279,7 +284,7 @@ def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
     assert document["baseline"] == row["label"] == document["rows"][-1]["label"]
     assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
     assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
-    assert document["paired"] == [] and not list(pair.runs.glob("*-regular-*"))
+    assert document["paired"] == [] and not list(pair.runs_path.glob("*-regular-*"))
     assert "the benefit of federation is unknown" in document["findings"][0]["text"]
     Document((pair.root / document["page"]).read_text())
     words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
@@ -307,7 +312,7 @@ def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
 
 
 def test_unfinished_and_unknown_runs_are_refused(copied):
-    (copied.runs / "00002-fedavg-small" / "summary.json").unlink()
+    (copied.runs_path / "00002-fedavg-small" / "summary.json").unlink()
     unfinished = "wsi-fl train --resume 00002-fedavg-small"
     refused(lambda: compare_methods(copied, ["1-6"]), unfinished, error=WsiFlError)
     refused(lambda: compare_methods(copied, []), "needs runs")
@@ -423,7 +428,9 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
-    *_, third, fourth = comparison.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
+    *_, third, fourth = comparison.list_comparison_findings(
+        [ALONE, *rows], tests, ALONE["label"], gains=gains
+    )
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
     assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
@@ -447,7 +454,9 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
 )
 def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
     def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
-        return {0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
+        return {
+            0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})
+        }
 
     known = {"local": answers([0.4] * 4), "federated": answers([0.6] * 4)}
     found = _estimate_benefit(known | ({"pooled": answers(pooled)} if pooled else {}))
@@ -459,7 +468,13 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
 def test_cautions_name_what_spoils_a_comparison():
     a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
     text = " ".join(comparison.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
-    for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
+    for said in (
+        "too small",
+        "different ε (2.0–12.3)",
+        "nominal ε is no guarantee",
+        "same seeds",
+        "a single run",
+    ):
         assert said in text
     assert "a single run" not in " ".join(comparison.list_cautions([ALONE, a], []))
     (always,) = comparison.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])

@@ -51,7 +51,7 @@ def tiled(kept, tmp_path):
 
 
 def files_of(study):
-    return {path: path.read_bytes() for path in study.store("C1").parent.rglob("*.h5")}
+    return {path: path.read_bytes() for path in study.store_path("C1").parent.rglob("*.h5")}
 
 
 def read_all(study):
@@ -67,7 +67,7 @@ def flip(path, offset, bit=0x40):
 
 
 def first_shard(study):
-    return min((study.store("C1").parent / "slides").glob("*.h5"))
+    return min((study.store_path("C1").parent / "slides").glob("*.h5"))
 
 
 def edit(path, change):
@@ -167,7 +167,7 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
 @pytest.mark.parametrize("hurt", [other_label, other_split])
 def test_a_column_of_a_store_that_changed_is_refused(tiled, hurt):
     study = tiled("raw")
-    edit(study.store("C1"), hurt)
+    edit(study.store_path("C1"), hurt)
     refused(lambda: open_store(study, "C1"), "patches.h5", "wsi-fl tile --site C1", error=WsiFlError)
     tile_slides(study, site="C1")
     read_all(study)
@@ -179,8 +179,8 @@ def test_a_store_of_another_site_is_refused(pair, kind):
     rows = np.zeros((2, 3)), [0, 1], ["p", "q"], ["train", "train"]
     if kind == "features":
         write_features(pair, "S0", *rows)
-    shutil.rmtree(pair.store("S1").parent)
-    shutil.copytree(pair.store("S0").parent, pair.store("S1").parent)
+    shutil.rmtree(pair.store_path("S1").parent)
+    shutil.copytree(pair.store_path("S0").parent, pair.store_path("S1").parent)
 
     def opened(site):
         return open_store(pair, site) if kind == "patches" else open_bags(pair, site, kind)

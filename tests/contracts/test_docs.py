@@ -49,7 +49,8 @@ def test_config_explains_a_key_a_section_and_all():
     explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
     assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    Guarantee level of ε.')
     found = {
-        prefix: [row["key"] for row in find_keys(prefix)] for prefix in ("topology", "site.real", "predict.model")
+        prefix: [row["key"] for row in find_keys(prefix)]
+        for prefix in ("topology", "site.real", "predict.model")
     }
     assert found == {
         "topology": ["topology.graph", "topology.self_weight"],
@@ -105,7 +106,9 @@ def test_every_command_and_pipeline_is_described():
     assert {"synthesize", "view"} < set(visible)
     assert [name for name in (*visible, *between) if f"`wsi-fl {name}" not in described] == []
     described = text_of("docs/pipelines.md")
-    assert [p.stem for p in find_shipped_folder("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
+    assert [
+        p.stem for p in find_shipped_folder("pipelines").glob("*.toml") if f"`{p.stem}`" not in described
+    ] == []
 
 
 def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_path):

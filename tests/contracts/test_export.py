@@ -10,7 +10,7 @@ import torch
 from conftest import REAL, make_study, nightly, refused, write_features
 from trained import of_site, trained
 
-from wsi_fl.learning.examples import pack_bags, downsample_pixels
+from wsi_fl.learning.examples import downsample_pixels, pack_bags
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
@@ -59,7 +59,7 @@ def card_of(study, document):
 
 
 def pixels_of(study, site="S0"):
-    with PatchStore(study.store(site)) as store:
+    with PatchStore(study.store_path(site)) as store:
         return store.read(np.arange(8))
 
 
@@ -205,7 +205,9 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it
     run = trained(study, "regular", *sets)["run"]
     document = export_model(study, run, model_name="private", form="wsinfer", site="S0", private=True)
     pixels = pixels_of(study)
-    ours = said(study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(downsample_pixels(pixels, 16)))
+    ours = said(
+        study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(downsample_pixels(pixels, 16))
+    )
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
     document = export_model(study, run, model_name="private", form="onnx", site="S0", private=True)
     whole = as_trained(pixels)  # as WSInfer's transform makes it: one contract for both files
@@ -270,13 +272,15 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         for part, site in zip(
             card["metrics"]["parts"], ("S0", "S1"), strict=True
         ):  # of this head, not of the mixture
-            with BagStore(pair.features(site)) as store:
+            with BagStore(pair.features_path(site)) as store:
                 seen, rows = torch.from_numpy(store.read_bag(0).features), store.patch_table.split == "test"
                 right = public(seen)[rows].argmax(1).numpy() == store.patch_table.label[rows]
             assert (part["on"], part["n"]) == (f"the test part of {site}", 10)
             assert part["accuracy"] == pytest.approx(right.mean())
         head.local_sums.copy_(head.local_sums * 5 + 1)
-        assert torch.equal(head.solve_released_head()(x), public(x)) and not torch.allclose(head(x), public(x))
+        assert torch.equal(head.solve_released_head()(x), public(x)) and not torch.allclose(
+            head(x), public(x)
+        )
 
 
 @pytest.mark.slow

@@ -13,7 +13,13 @@ from test_oneshot import HEADS, rows_of
 from trained import of_site, trained
 
 from wsi_fl.learning.metrics import _center_scores, find_operating_point
-from wsi_fl.learning.stacking import Ensemble, gate_ensemble, single_federated_ensemble, weight_by_sample_size, build_ensemble
+from wsi_fl.learning.stacking import (
+    Ensemble,
+    build_ensemble,
+    gate_ensemble,
+    single_federated_ensemble,
+    weight_by_sample_size,
+)
 from wsi_fl.learning.tuning import (
     HyperParameters,
     _class_balanced_loss,
@@ -123,7 +129,9 @@ def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
         run = run_of(skewed, *overrides, method="proxyfl")
-        lines = [line for line in read_lines(skewed.ledger("S0")) if line.get("run", "").startswith(run[5:])]
+        lines = [
+            line for line in read_lines(skewed.ledger_path("S0")) if line.get("run", "").startswith(run[5:])
+        ]
         released.append([line["released"] for line in lines if "released" in line])
     assert released[0] == released[1] != []
 
@@ -141,7 +149,9 @@ def test_other_models_choose_their_settings_one_by_one():
 
     for folds in (5, 1):
         asked.clear()
-        best, held_out = tune_hyperparameters(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
+        best, held_out = tune_hyperparameters(
+            labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds
+        )
         assert best == HyperParameters(0.3, 1e-2, True)
         assert held_out.shape == (40, 2)
         assert _class_balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
@@ -237,14 +247,18 @@ def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, pat
     labels = np.repeat([0, 1], (40, rare))
     whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
     said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
-    assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
+    assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(
+        most
+    )
 
 
 def test_rows_of_one_patient_are_no_more_than_one():
     eight = np.tile([0, 1], 4)
     pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
-    often = [np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
+    often = [
+        np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)
+    ]
     assert often[0] > often[1] + 0.3
 
 
@@ -299,7 +313,10 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
     assert (
         at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point
     )  # the likelier class is the second
-    assert find_operating_point(score, np.ones(5, int)) is None and find_operating_point(np.full(5, 0.3), truth) is None
+    assert (
+        find_operating_point(score, np.ones(5, int)) is None
+        and find_operating_point(np.full(5, 0.3), truth) is None
+    )
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = find_operating_point(noisy, truth)
     marks = (best, *np.linspace(0, 1, 101))
@@ -405,7 +422,7 @@ def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
     )
     for row in evaluate(study, str(path))["sites"]:
         choice = of_site(path, row["site"], "prediction_model")
-        with PatchStore(study.store(row["site"])) as store:
+        with PatchStore(study.store_path(row["site"])) as store:
             assert choice["n"] == (store.table.split == "train").sum()
         assert choice["ensemble"]["own"] == "local" and choice["ensemble"]["shared"] == "proxy"
 
@@ -416,7 +433,7 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
     whole = seeded(study, "proxyfl", *settings)
     with interrupted_after(4):
         seeded(study, "proxyfl", *settings)
-    broken = sorted(study.runs.glob("0*"))[-1]
+    broken = sorted(study.runs_path.glob("0*"))[-1]
     resume_run(study, broken.name, backend="local")
     for role in ("local", "private", "proxy"):
         alike(kept(whole, role), kept(broken, role))

@@ -82,12 +82,14 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     public.mkdir()
     for slide in phantom.plan_slides(1, 2, 640, seed=9):
         phantom.write_pyramid(public / f"{slide.name}.tif", phantom.simulate_slide(slide), 0.5)
-    shutil.copy(study.features("S1"), tmp_path / "store.h5")
+    shutil.copy(study.features_path("S1"), tmp_path / "store.h5")
     both = public, tmp_path / "store.h5"
 
     def of(*sources, name="x", **more):
         sets = [*settings, "tile.size_px=64", "tile.mpp=1.0"]
-        return build_projection(study, sources, out=tmp_path / name, overrides=sets, **{"n": 8, **more})
+        return build_projection(
+            study, sources, out=tmp_path / name, overrides=sets, **{"n_dimensions": 8, **more}
+        )
 
     made = of(*both, name="d.safetensors")
     assert made["dimensions"] == 8 and len(made["sources"]) == 5 and not made["excluded"]
@@ -97,7 +99,12 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
     again = of(*both, name="e.safetensors")
     assert again["digest"] == made["digest"]
-    assert of(*both, name="f.safetensors", n=None, letters=ExpectedStatistics(10**6, 4, 1.0))["dimensions"] > 32
+    assert (
+        of(*both, name="f.safetensors", n_dimensions=None, statistics=ExpectedStatistics(10**6, 4, 1.0))[
+            "dimensions"
+        ]
+        > 32
+    )
     assert again["excluded"] == ["README.md", "labels.csv", "thumbnail.png"]
     (said,) = (line.text for line in render_projection_lines(again) if "were skipped" in line.text)
     assert "3 other files were skipped: README.md, labels.csv, thumbnail.png" in said
@@ -110,14 +117,14 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
         (public, "no slide", "README.md"),
         (public / "README.md", "README.md"),
         (tmp_path / "none", "none"),
-        (study.features("S0"), "features of tiny sha256:0"),
+        (study.features_path("S0"), "features of tiny sha256:0"),
     ):
         refused(lambda source=source: of(source), *words, error=WsiFlError)
     assert not (tmp_path / "x").exists()
 
 
 def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_weights):
-    with BagStore(made.features("S0")) as store, PatchStore(made.store("S0")) as patches:
+    with BagStore(made.features_path("S0")) as store, PatchStore(made.store_path("S0")) as patches:
         assert len(store.patch_table) == len(patches) and store.n_features == 256
         for name in ("xy_l0", "label", "slide", "patient", "split", "tumor_fraction"):
             ours, theirs = getattr(store.patch_table, name), getattr(patches.table, name)
@@ -131,9 +138,9 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
 
 
 def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
-    before = study.features("S0").read_bytes()
+    before = study.features_path("S0").read_bytes()
     assert [row["made"] for row in make_features(study, site=None, overrides=settings)["sites"]] == [0, 0]
-    assert study.features("S0").read_bytes() == before
+    assert study.features_path("S0").read_bytes() == before
     write_store(study, "S0", n_per_slide=14, size_px=32)
     assert make_features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
     assert capsys.readouterr().err.count("made again") == 4
@@ -160,11 +167,14 @@ def test_methods_train_on_features(study, method):
 def test_models_of_other_inputs_are_refused_in_one_line(study):
     refused(lambda: create_model("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
     refused(lambda: create_model("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not take bags")
-    refused(lambda: create_model("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
+    refused(
+        lambda: create_model("linear_head", n_classes=2, shape=Images(3, 8), seed=0),
+        "train.data = 'features'",
+    )
     assert not set(VECTOR_BUILDERS) & set(IMAGE_BUILDERS)
     wrong = ["train.data=features"]
     refused(lambda: trained(study, "regular", *wrong), "linear_head")
-    study.features("S1").unlink()
+    study.features_path("S1").unlink()
     words = "run `wsi-fl features --site S1`"
     refused(lambda: trained(study, "regular", *HEADS), words, error=WsiFlError)
 
@@ -205,7 +215,7 @@ def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(s
     run = study.root / trained(study, "proxyfl", *HEADS)["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
     refused(lambda: trained(study, "proxyfl", *HEADS), "tiled again; run `wsi-fl features --site S1`")
-    assert [path.name for path in study.runs.glob("0*")] == [run.name]
+    assert [path.name for path in study.runs_path.glob("0*")] == [run.name]
     (run / "summary.json").unlink()
     resume_run(study, run.name, backend="local")
     evaluate(study, run.name)

@@ -169,7 +169,9 @@ def test_each_fold_is_charged_by_itself(study, capsys):
     document = in_series(study, "train.folds=2")
     said = " ".join(capsys.readouterr().err.split())
     assert "every run is charged on the ledgers by itself: 2 runs cost a site about 2 times as much" in said
-    assert len({line["run"].split()[0] for line in read_lines(study.ledger("S0")) if line.get("run")}) == 2
+    assert (
+        len({line["run"].split()[0] for line in read_lines(study.ledger_path("S0")) if line.get("run")}) == 2
+    )
     first, second = (run["sites"][0]["epsilon"] for run in document["runs"])
     assert first == pytest.approx(second)
 
@@ -185,7 +187,7 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     refused(asking("train.fold=1"), "train.fold = 1 needs train.folds")
     refused(asking(*three, "train.from_released=true", method="oneshot"), "train.from_released", "own split")
     refused(asking("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
-    monkeypatch.setattr(training, "launched_ranks", lambda: 2)
+    monkeypatch.setattr(training, "count_ranks", lambda: 2)
     refused(lambda: in_series(study, "train.folds=3"), "leave out mpiexec or srun")
 
 
@@ -207,7 +209,9 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
     assert document["left_out"] == ["S0", "S1", "S2"]
     for name, summary in zip(document["left_out"], document["runs"], strict=True):
         run = RunFolder(study.root / summary["run"])
-        assert name not in {row["site"] for row in summary["sites"]} and not run.site_folder(name).path.exists()
+        assert (
+            name not in {row["site"] for row in summary["sites"]} and not run.site_folder(name).path.exists()
+        )
         assert config(study, summary["run"]).train.left_out == name
         outside = evaluate(study, summary["run"])["external_set"]
         assert outside["sites"] == [name] and outside["n"] == 12 and len(outside["rows"]) == 2

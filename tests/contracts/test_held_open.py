@@ -44,7 +44,7 @@ def imported(tmp_path):
 
 
 def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(imported, wsi_fl):
-    with hold_open(imported.mosaic("A")):
+    with hold_open(imported.mosaic_path("A")):
         checked = wsi_fl("check", "--site", "A", cwd=imported.root)
         trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported.root)
     for ended in (checked, trained):
@@ -139,7 +139,7 @@ def test_the_command_that_mends_a_store_is_the_one_that_made_it(imported, tmp_pa
     def advice(error):
         return str(error.value).replace(str(tmp_path), "")
 
-    store = imported.mosaic("A")
+    store = imported.mosaic_path("A")
     with h5py.File(store, "a") as file:
         file["label"][0] = 1
     with pytest.raises(WsiFlError, match="damaged") as error:

@@ -67,9 +67,9 @@ def write_site(study, site, seed, n=9):
     )
     spec, types = GridSpec(256, 0.5, 224), {"kidney": CLASSES}
     meta = BagMeta(site, CLASSES, "uni sha256:0123", spec, "import", tumor_types=types)
-    study.mosaic(site).parent.mkdir(parents=True, exist_ok=True)
+    study.mosaic_path(site).parent.mkdir(parents=True, exist_ok=True)
     bags = [bag(m) for m in rng.integers(1, 6, n)]
-    write_bags(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
+    write_bags(study.mosaic_path(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
 
 
 def contents(path):
@@ -91,12 +91,12 @@ def reasons_of(row):
 
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
 def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
-    before, columns_before = contents(study.mosaic("S0"))
+    before, columns_before = contents(study.mosaic_path("S0"))
     export_features(study, site="S0", form=form, out=tmp_path / form)
-    study.mosaic("S0").unlink()
+    study.mosaic_path("S0").unlink()
     row = brought(study, form, tmp_path / form, tmp_path / form / "S0.csv")
     assert row["bags"] == 9 and row["failed"] == [] == row["notes"] and row["train"] == 6
-    said, columns = contents(study.mosaic("S0"))
+    said, columns = contents(study.mosaic_path("S0"))
     assert said == before and columns.keys() == columns_before.keys()
     for name, values in columns.items():
         assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
@@ -185,7 +185,7 @@ def put(path, name, value=None):
 
 
 def store_of(study):
-    return BagStore(study.mosaic("S0"))
+    return BagStore(study.mosaic_path("S0"))
 
 
 def test_tridents_folder(study, tmp_path):
@@ -223,7 +223,7 @@ def of_two_tools(study, tmp_path, **stamp):
 def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
     of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
-        with BagStore(study.mosaic(site)) as store:
+        with BagStore(study.mosaic_path(site)) as store:
             assert store.meta.encoder == f"uni; written as {written}"
     assert trained(study, "fedavg", OPEN)["run"]
 
@@ -237,8 +237,8 @@ def test_features_of_another_field_of_view_are_refused_unless_that_is_allowed(st
 
 def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
-    refused(lambda: brought(study, "trident", folder, called="UNI"), "1024", "has 5")
-    brought(study, "trident", folder, called="ours")
+    refused(lambda: brought(study, "trident", folder, new_name="UNI"), "1024", "has 5")
+    brought(study, "trident", folder, new_name="ours")
     with store_of(study) as store:
         assert store.meta.encoder == "ours; written as uni_v1; so called on import"
     refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--encoder-name ours")
@@ -251,7 +251,9 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     with store_of(study) as store:
         assert store.meta.encoder == "uni" and store.meta.spec.size_px == 224
         assert store.meta.spec.mpp == pytest.approx(256 / 224)
-        assert store.read_bag(0).features.dtype == np.float32 and np.array_equal(store.read_bag(0).features, made["a"])
+        assert store.read_bag(0).features.dtype == np.float32 and np.array_equal(
+            store.read_bag(0).features, made["a"]
+        )
         assert [store.read_bag(k).xy_l0[1].tolist() for k in (0, 1)] == [[2048, 3072], [1024, 1536]]
     row = brought(study, "stamp", folder)
     assert len(row["notes"]) == 4 and "mpp_override" in row["notes"][0]["note"]
@@ -267,7 +269,9 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     lacks = "do not say their encoder, patch size, resolution; add --encoder, --patch-px, --mpp"
     refused(lambda: brought(study, "clam", folder), lacks)
-    refused(lambda: brought(study, "clam", folder, called="resnet50", mpp=0.5), "patch size; add --patch-px")
+    refused(
+        lambda: brought(study, "clam", folder, new_name="resnet50", mpp=0.5), "patch size; add --patch-px"
+    )
     row = brought(study, "clam", folder, **RESNET)
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:
@@ -357,7 +361,7 @@ def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_pat
 
 def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
-    before, bad = study.mosaic("S0").read_bytes(), tmp_path / "bad.csv"
+    before, bad = study.mosaic_path("S0").read_bytes(), tmp_path / "bad.csv"
 
     def refuses(*words, table=None, source=folder, form="trident"):
         refused(lambda: brought(study, form, source, table), *words)
@@ -382,7 +386,7 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     refuses("no such file", table=tmp_path / "none.csv")
     of_trident(tmp_path / "job" / "other")
     refuses("several folders", source=tmp_path / "job")
-    assert study.mosaic("S0").read_bytes() == before
+    assert study.mosaic_path("S0").read_bytes() == before
 
 
 def test_clams_training_reads_what_is_exported(study, tmp_path):

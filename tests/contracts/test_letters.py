@@ -17,7 +17,7 @@ from wsi_fl.learning.stacking import Ensemble, is_worse_than_local
 from wsi_fl.learning.survival import compute_risk
 from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.shared_head import SharedHead, _number_baseline, _hazard_baseline
+from wsi_fl.models.shared_head import SharedHead, _hazard_baseline, _number_baseline
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisyStatistics, explain_invalid_statistics
 from wsi_fl.stages.answers.audit import audit_run
@@ -58,7 +58,7 @@ def empty(task):
 
 def holding(task, x, truth, noise=0.0):
     """A head whose site has these rows, and its letter with noise."""
-    head, columns = empty(task), task.columns(torch.from_numpy(truth))
+    head, columns = empty(task), task.statistics_columns(torch.from_numpy(truth))
     z = head.embed_rows(torch.from_numpy(x))
     head.set_local_statistics(z, columns)
     exact = head.pack_statistics(z, columns)
@@ -68,7 +68,7 @@ def holding(task, x, truth, noise=0.0):
 
 
 def said_by(head, task, x):
-    return task.said(head(torch.from_numpy(x))).double().numpy()
+    return task.predict(head(torch.from_numpy(x))).double().numpy()
 
 
 def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient():
@@ -124,7 +124,9 @@ def extremes(task, n, seed):
 
 def letter_of(dp, head, task, rows, *whose):
     x, truth = rows
-    return dp.clip_statistics(head, head.embed_rows(torch.from_numpy(x)), task.columns(torch.from_numpy(truth)), *whose)
+    return dp.clip_statistics(
+        head, head.embed_rows(torch.from_numpy(x)), task.statistics_columns(torch.from_numpy(truth)), *whose
+    )
 
 
 @EACH
@@ -149,7 +151,7 @@ def test_a_patient_changes_the_letter_by_at_most_one_however_many_rows_it_has(ta
     assert max(changes) <= 1
     if task.kind == "number":  # a patient each, not a row each; rows in several columns are clipped as one
         assert float(head.unpack_statistics(whole)[1].sum()) == pytest.approx(4)
-    z, columns = head.embed_rows(torch.from_numpy(x)), task.columns(torch.from_numpy(truth))
+    z, columns = head.embed_rows(torch.from_numpy(x)), task.statistics_columns(torch.from_numpy(truth))
     assert float((head.pack_statistics(z, columns) - head.pack_statistics(z[70:], columns[70:])).norm()) > 5
 
 
@@ -160,7 +162,10 @@ def test_what_leaves_has_noise_in_every_number(task):
     batch, drawn = (torch.from_numpy(x), torch.from_numpy(truth)), []
     for _ in range(40):
         compute_statistics(learner, batch, CipherStream.from_entropy())
-        left, variance = head.released[: len(head.noiseless_statistics)], head.released[len(head.noiseless_statistics) :]
+        left, variance = (
+            head.released[: len(head.noiseless_statistics)],
+            head.released[len(head.noiseless_statistics) :],
+        )
         drawn.append(left - head.noiseless_statistics)
         assert variance.tolist() == [2500.0] * head.shape[0]  # no column is weighed by what noise shows
     assert kstest(torch.stack(drawn).flatten().numpy() / 50, "norm").pvalue > 1e-4
@@ -171,15 +176,21 @@ def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_no
     head = holding(task, *extremes(task, 60, 0), noise=2.0)
     refusals = 0
     for _ in range(500):
-        sums, variances = head.weight_by_precision(head.noiseless_statistics + 2 * torch.randn(len(head.noiseless_statistics)), 4.0)
+        sums, variances = head.weight_by_precision(
+            head.noiseless_statistics + 2 * torch.randn(len(head.noiseless_statistics)), 4.0
+        )
         letter = torch.cat([sums, variances])
         refusals += bool(explain_invalid_statistics(head, letter, 60, 2.0, rate=0.02))
         assert not explain_invalid_statistics(head, letter, 60, 2.0)
     assert refusals <= binom.ppf(0.9999, 500, 0.02)
     assert explain_invalid_statistics(head, torch.cat([1000 * sums, variances]), 60, 2.0)
     exact = torch.cat([head.noiseless_statistics, torch.zeros(len(letter) - len(head.noiseless_statistics))])
-    assert "announced" in explain_invalid_statistics(head, exact, 50, 0.0) and not explain_invalid_statistics(head, exact, 60, 0.0)
-    assert not explain_invalid_statistics(head, letter, 70, 2.0)  # ten rows are held out of those that n counts
+    assert "announced" in explain_invalid_statistics(head, exact, 50, 0.0) and not explain_invalid_statistics(
+        head, exact, 60, 0.0
+    )
+    assert not explain_invalid_statistics(
+        head, letter, 70, 2.0
+    )  # ten rows are held out of those that n counts
 
 
 def test_with_many_rows_a_number_is_what_linear_regression_says():
@@ -240,7 +251,7 @@ def test_what_follows_from_letters_alone_is_the_same_for_all_and_a_head_of_none_
     SharedHead.combine(heads)
     first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
     torch.testing.assert_close(first, second)
-    guess = task.said(empty(task)(torch.from_numpy(xa))).double().numpy()
+    guess = task.predict(empty(task)(torch.from_numpy(xa))).double().numpy()
     np.testing.assert_allclose(guess, np.tile(task.baseline_prediction(len(guess[0])), (80, 1)), rtol=1e-6)
 
 
@@ -284,7 +295,9 @@ def test_a_mixture_that_does_worse_than_the_lone_head_is_noticed(task):
     assert is_worse_than_local(stack, own, own[::-1].copy(), truth, task)
     if task.kind == "survival":  # in the same order, but far too sure of the event
         assert is_worse_than_local(stack, own, own**4, truth, task)
-    assert np.array_equal(Ensemble.parse_document(json.loads(json.dumps(vars(stack))))(own, own), stack(own, own))
+    assert np.array_equal(
+        Ensemble.parse_document(json.loads(json.dumps(vars(stack))))(own, own), stack(own, own)
+    )
 
 
 @pytest.fixture
@@ -336,20 +349,20 @@ def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_que
 
 def test_a_plan_says_how_large_such_a_letter_is(study):
     for target, kind, columns, outputs in ((NUMBER, "number", 2, 1), (SURVIVAL, "survival", 9, 4)):
-        pipeline = study.pipeline("q", [*target, *HOW])
+        pipeline = study.load_pipeline("q", [*target, *HOW])
         with RunContext.create(study, pipeline, "oneshot") as party:
             row = list_disclosures(party, Bags(8), outputs)[0]
         assert row["what"] == f"class statistics (shared_head:8:{kind})"
         assert row["bytes"] == 4 * columns * (8 + 2)  # a sum along each direction, a count, a variance
         wrong = "target.range=[0, 2]" if kind == "number" else "target.intervals=[6, 12]"
-        other = study.pipeline("q", [*target, *HOW, wrong])
+        other = study.load_pipeline("q", [*target, *HOW, wrong])
         assert _list_settings(pipeline) != _list_settings(other)  # what the preflight compares
 
 
 def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
     shared = [*NUMBER, *HOW, "privacy.noise=shared", "privacy.unit=patient"]
     assert {row["model"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"ensemble"}
-    wrong = study.release("S0")
+    wrong = study.release_path("S0")
     release_statistics(study, site="S0", overrides=[*NUMBER, *HOW])
     raw = wrong.read_bytes()
     wrong.write_bytes(raw.replace(b"burden", b"burdeN"))

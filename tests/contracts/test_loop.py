@@ -116,7 +116,9 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
     path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
     states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
     sent = [load_file(state)["push/x"] for state in states]
-    names = [name for name, _ in create_model("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()]
+    names = [
+        name for name, _ in create_model("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()
+    ]
     for k in range(4):
         proxy = model(path, f"S{k}", "proxy")
         got = torch.cat([proxy[name].flatten() for name in names])
@@ -140,12 +142,12 @@ def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
 def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair):
     whole = run(pair, "proxyfl", SEEDED)
     for module, name in (
-        (loop, "checkpoint"),
-        (PrivacyLedger, "sending"),
+        (loop, "write_checkpoint"),
+        (PrivacyLedger, "record_transmission"),
     ):  # before and after that of S1 in round 2
         with dying(module, name, 4):
             run(pair, "proxyfl", SEEDED)
-        path = sorted(pair.runs.glob("*-proxyfl-*"))[-1]
+        path = sorted(pair.runs_path.glob("*-proxyfl-*"))[-1]
         summary = resume_run(pair, path.name, backend="local")
         assert path != whole and summary["sites"][1]["rounds"] == 3
         for site in pair.site_names():
@@ -159,7 +161,7 @@ def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair
 def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path):
     path = run(pair)
     (path / "summary.json").unlink()
-    before = [pair.ledger(site).read_text() for site in pair.site_names()]
+    before = [pair.ledger_path(site).read_text() for site in pair.site_names()]
     kept = shutil.copytree(path / "sites", tmp_path / "kept")
     later = "ledger has later rounds than the checkpoints; start a new run"
     for lost, words in (
@@ -171,7 +173,7 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
             file.unlink()
         with pytest.raises(WsiFlError, match=words):
             resume_run(pair, path.name, backend="local")
-        assert [pair.ledger(site).read_text() for site in pair.site_names()] == before
+        assert [pair.ledger_path(site).read_text() for site in pair.site_names()] == before
         shutil.copytree(kept, path / "sites", dirs_exist_ok=True)
 
 
@@ -201,7 +203,9 @@ def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_pat
 )
 def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, override, secret):
     seeds = []
-    monkeypatch.setattr(workshop, "augmentation", lambda name, views: seeds.append(views.below(2**62)))
+    monkeypatch.setattr(
+        workshop, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62))
+    )
     for _ in range(2):
         run(pair, "regular", override, "train.rounds=2")
     assert len(set(seeds[:4])) == 4
@@ -213,4 +217,4 @@ def test_a_graph_of_too_many_hops_is_refused_before_anything_begins(study, monke
     monkeypatch.setitem(TOPOLOGIES, "six", lambda seed: lambda *arguments: six(*arguments) * 6)
     with pytest.raises(UsageError, match="the graph of round 1 has 6 hops; at most 5"):
         run(study, "proxyfl", "topology.graph=six")
-    assert not study.runs.exists()
+    assert not study.runs_path.exists()

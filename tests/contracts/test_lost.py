@@ -96,7 +96,9 @@ def site_of(folder, index, sigma):
     """A hospital that has trained its round: its head holds the sums of its rows."""
     (folder / NAMES[index]).mkdir(parents=True, exist_ok=True)
     head = SharedHead(2, 6, projection=4)
-    head.noiseless_statistics.copy_(torch.from_numpy(np.random.default_rng(index).integers(-50, 50, len(head.noiseless_statistics)) / 4.0))
+    head.noiseless_statistics.copy_(
+        torch.from_numpy(np.random.default_rng(index).integers(-50, 50, len(head.noiseless_statistics)) / 4.0)
+    )
     head.noiseless_statistics.view(2, -1)[:, -1] = 25.0  # counts that allow such sums
     learner = Learner(head, lr=0.1, weight_decay=0.0, device=CPU, dp=None)
     terms = PrivacyTerms(1e-5, allow=("model", "sums"), guarantee="shared")

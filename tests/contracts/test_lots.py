@@ -59,14 +59,16 @@ def study(tmp_path):
 
 def replies(study, *overrides, method="proxyfl", index=0):
     """What a site brings to the preflight but for the settings, which all know."""
-    with RunContext.create(study, study.pipeline("small", overrides), method) as party:
+    with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
         return {
-            key: value for key, value in build_preflight(build_site(party, index), party).items() if key != "settings"
+            key: value
+            for key, value in build_preflight(build_site(party, index), party).items()
+            if key != "settings"
         }
 
 
 def part(study, *overrides, site="S0", method="proxyfl"):
-    with RunContext.create(study, study.pipeline("small", overrides), method) as party:
+    with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
         return load_training(party, site)
 
 
@@ -115,7 +117,7 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     given = ("train.val_fraction=0.4", unit)
     made = release_statistics(study, site=None, overrides=given)
     assert [row["n"] for row in made["sites"]] == [n, n]
-    assert read_statistics(study.release("S0"), "").header.n == n
+    assert read_statistics(study.release_path("S0"), "").header.n == n
     files = (*given, "train.from_released=true")
     brings = replies(study, *files, method="oneshot")  # digests are told, and compared, whole
     assert [len(one) for one in (brings["projection"], *brings["statistics"].values())] == [64] * 3
@@ -126,8 +128,14 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
 
 def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
     path, found = secret_path(study, "S0"), []
-    assert not path.exists() and load_holdout_draw(study, "S1") is PUBLIC_DRAW and not secret_path(study, "S1").exists()
-    threads = [threading.Thread(target=lambda: found.append(load_holdout_draw(study, "S0"))) for _ in range(8)]
+    assert (
+        not path.exists()
+        and load_holdout_draw(study, "S1") is PUBLIC_DRAW
+        and not secret_path(study, "S1").exists()
+    )
+    threads = [
+        threading.Thread(target=lambda: found.append(load_holdout_draw(study, "S0"))) for _ in range(8)
+    ]
     for each in threads:
         each.start()
     for each in threads:
@@ -135,7 +143,12 @@ def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
     assert len(set(found)) == 1 and len(found) == 8 and len(found[0].secret) == 32
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("00")
-    refused(lambda: load_holdout_draw(study, "S0"), "ledgers/S0.lots: damaged", "put its backup back", error=WsiFlError)
+    refused(
+        lambda: load_holdout_draw(study, "S0"),
+        "ledgers/S0.lots: damaged",
+        "put its backup back",
+        error=WsiFlError,
+    )
 
 
 def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study):
@@ -153,7 +166,7 @@ def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study)
 
 def test_studies_that_share_a_ledger_draw_alike_and_a_copy_does_too(study, tmp_path):
     other = make_study(tmp_path / "other", n_sites=0, text=HEADS)
-    site_file(other, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{study.ledger("S0")}"\n')
+    site_file(other, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{study.ledger_path("S0")}"\n')
     fill(other, "S0")
     given = ("train.val_fraction=0.5",)
     assert set(part(study, *given).validation.patient) == set(part(other, *given).validation.patient)
@@ -161,7 +174,7 @@ def test_studies_that_share_a_ledger_draw_alike_and_a_copy_does_too(study, tmp_p
 
 def test_folds_of_a_real_site_are_disjoint_and_repeat(study):
     def tested(fold, seed=0):
-        pipeline = study.pipeline("small", ["train.folds=4", f"train.fold={fold}", f"train.seed={seed}"])
+        pipeline = study.load_pipeline("small", ["train.folds=4", f"train.fold={fold}", f"train.seed={seed}"])
         with open_data(study, "S0", pipeline) as data:
             return set(data.test_examples.patient)
 
@@ -193,7 +206,7 @@ def test_a_run_is_refused_once_its_secret_is_another(study):
 
 def test_the_store_of_whoever_holds_nobody_out_is_known_by_its_digest_alone(study):
     def digest(*overrides, site="S0"):
-        with open_data(study, site, study.pipeline("small", overrides)) as data:
+        with open_data(study, site, study.load_pipeline("small", overrides)) as data:
             return data.digest()
 
     plain = digest()

@@ -52,7 +52,7 @@ def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method):
     whole = run(pair, method, SEEDED)
     with interrupted_after(4):
         run(pair, method, SEEDED)
-    broken = sorted(path.name for path in pair.runs.glob("0*"))[-1]
+    broken = sorted(path.name for path in pair.runs_path.glob("0*"))[-1]
     resumed = resume_run(pair, broken, backend="local")
     for site in pair.site_names():
         assert np.array_equal(flat(model(pair, whole, site)), flat(model(pair, resumed, site)))
@@ -92,7 +92,9 @@ def test_with_one_site_there_is_nobody_to_average_with(tmp_path):
 
 def test_what_passes_through_the_centre_is_noted_and_costs_nothing(study):
     run(study, "fedavg")
-    relayed = [sum("relayed" in line for line in read_lines(study.ledger(site))) for site in ("S0", "S1")]
+    relayed = [
+        sum("relayed" in line for line in read_lines(study.ledger_path(site))) for site in ("S0", "S1")
+    ]
     assert relayed == [2, 0]  # one broadcast a round
 
 

@@ -223,7 +223,7 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, settings, a
     assert not nothing  # said once
     (row,) = document["sites"]
     assert {**row, "seconds": 0} == {**alone, "seconds": 0}
-    with BagStore(study.mosaic("C1")) as one, BagStore(whole.mosaic("C1")) as other:
+    with BagStore(study.mosaic_path("C1")) as one, BagStore(whole.mosaic_path("C1")) as other:
         for k in range(len(one)):
             np.testing.assert_allclose(one.read_bag(k).features, other.read_bag(k).features, atol=1e-5)
             assert np.array_equal(one.read_bag(k).xy_l0, other.read_bag(k).xy_l0)
@@ -243,7 +243,7 @@ def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, settings,
     (row,) = make_mosaics(study, site="C1", pipeline_name="sub", overrides=settings)["sites"]
     assert row["classes"] == {"KIRC": 1, "KIRP": 1, "LUAD": 1} and len(row["failed"]) == 1
     assert row["failed"][0]["reason"] == "its diagnosis SKCM is none of the study's (KIRC, KIRP, LUAD)"
-    with BagStore(study.mosaic("C1")) as store:
+    with BagStore(study.mosaic_path("C1")) as store:
         assert store.table.tumor_type.tolist() == ["kidney", "kidney", "lung"]
         assert store.meta.tumor_types == {key: tuple(value) for key, value in names.items()}
 
@@ -295,7 +295,9 @@ def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_pat
     table = "slide,patient,site,label\na.tif,p,A,tumor\nb.tif,q,A,tumor\nc.tif,r,B,tumor\n"
     (tmp_path / "archive" / "slides.csv").write_text(table)
     init_study(tmp_path / "study", archive=tmp_path / "archive")
-    made = make_mosaics(Study(tmp_path / "study"), site=None, overrides=[*settings, "slides.test_fraction=0.5"])
+    made = make_mosaics(
+        Study(tmp_path / "study"), site=None, overrides=[*settings, "slides.test_fraction=0.5"]
+    )
     (line,) = made["sites"][0]["copies"]
     assert "a (patient p) and b (patient q) are one scan: all are in" in line
     assert made["copies"] and "c (site B, patient r)" in made["copies"][0]

@@ -82,7 +82,7 @@ def test_every_number_has_bounds(model):
     ],
 )
 def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words):
-    told(lambda: study.pipeline("small", [override]), *words)
+    told(lambda: study.load_pipeline("small", [override]), *words)
 
 
 def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
@@ -99,7 +99,7 @@ def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one
     [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")],
 )
 def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
-    with RunContext.create(study, study.pipeline("small", [override]), "proxyfl") as party:
+    with RunContext.create(study, study.load_pipeline("small", [override]), "proxyfl") as party:
         check_run(party, "local")
     said = " ".join(capsys.readouterr().err.split())
     assert said.count(words) == 2 and "site S0" in said
@@ -225,10 +225,10 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
 )
 def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
     """Whole, and sealed by whoever wrote it: another tool, for example."""
-    path, opened = study.store("S0"), PatchStore
+    path, opened = study.store_path("S0"), PatchStore
     if kind == "features":
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])
-        path, opened, column = study.features("S0"), BagStore, f"patch_{column}"
+        path, opened, column = study.features_path("S0"), BagStore, f"patch_{column}"
     with h5py.File(path, "r+") as file:
         file[column][...] = change(file[column][:])
         write_seal(file, opened.rows)

@@ -201,7 +201,9 @@ def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_
     torch.testing.assert_close(variances, 16.0 * torch.tensor([often, rare], dtype=torch.float64) ** 2)
     unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
-    assert torch.equal(holding(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
+    assert torch.equal(
+        holding(x, labels).weight_by_precision(exact, 16.0)[0], letter
+    )  # what the site knows stays
 
 
 class _Fixed:
@@ -249,12 +251,21 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
         means = torch.stack([head.class_means()[0] for head in heads]).detach()
         v = torch.stack([head.scatter.trace() for head in heads]).mean() / 598
         measured = float(300 * means.var(0).sum(1).mean() / v)
-        assert float(torch.stack([head.design_effect for head in heads]).mean()) == pytest.approx(measured, rel=0.25)
+        assert float(torch.stack([head.design_effect for head in heads]).mean()) == pytest.approx(
+            measured, rel=0.25
+        )
     x = drawn(0.5)
-    assert float(known(x, patient).rows_per_unit) == 1 and float(known(x, patient, patients=True).rows_per_unit) == 30
+    assert (
+        float(known(x, patient).rows_per_unit) == 1
+        and float(known(x, patient, patients=True).rows_per_unit) == 30
+    )
     apart = known(x, np.arange(600))  # a row each
     assert float(apart.design_effect) == pytest.approx(1) and float(apart.rows_per_unit) == 1
-    assert apart.effective_sample_sizes()[0] == pytest.approx(known(x, None).effective_sample_sizes()[0]) == pytest.approx(300)
+    assert (
+        apart.effective_sample_sizes()[0]
+        == pytest.approx(known(x, None).effective_sample_sizes()[0])
+        == pytest.approx(300)
+    )
     assert float(known(x, labels).design_effect) == 300  # a patient of each class says nothing of others
 
 
@@ -313,7 +324,7 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
 def test_what_travels_is_noisy_and_what_stays_is_exact(study):
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     kept = model(run, "S0", "shared")
-    exact, variances = kept["exact"].view(2, -1), kept["released"][-2:]
+    exact, variances = kept["noiseless_statistics"].view(2, -1), kept["released"][-2:]
     weights = (variances / 4.0).sqrt()[:, None]
     noise = (kept["released"][:-2].view(2, -1) / weights - exact).numpy().ravel()
     assert kstest(noise / 2.0, "norm").pvalue > 1e-4
@@ -333,9 +344,9 @@ def plain(tmp_path_factory):
 def test_without_privacy_the_sums_are_exact(plain):
     _, run, _ = plain
     kept = model(run, "S0", "shared")
-    torch.testing.assert_close(kept["released"][:-2], kept["exact"], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(kept["released"][:-2], kept["noiseless_statistics"], rtol=1e-6, atol=1e-5)
     assert json.loads((run / "summary.json").read_text())["sites"][0]["epsilon"] is None
-    _, counts = SharedHead(2, D).unpack_statistics(kept["exact"])
+    _, counts = SharedHead(2, D).unpack_statistics(kept["noiseless_statistics"])
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
 
@@ -354,7 +365,7 @@ def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
     def judged(message, *how, **more):
         return "spoilt" if message.sender == 1 else real(message, *how, **more)
 
-    monkeypatch.setattr(exchange, "_no_sums", judged)
+    monkeypatch.setattr(exchange, "_find_range_problem", judged)
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     one, other = (head_of(run, name) for name in ("S0", "S2"))
     torch.testing.assert_close(one.sum_of_other_sites(), other.released, rtol=1e-4, atol=1e-4)
@@ -442,7 +453,9 @@ def test_an_audit_says_what_each_letter_changes(plain):
 def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(plain, monkeypatch):
     study, run, _ = plain
     head = SharedHead.solve_head
-    monkeypatch.setattr(SharedHead, "head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
+    monkeypatch.setattr(
+        SharedHead, "solve_head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1])
+    )
     document = audit_run(study, run.name)
     assert [row["moved"] for row in document["influence"]] == [None] * 3
     assert "Influence of class statistics" in write_report(study, run.name).read_text()
@@ -453,9 +466,9 @@ def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged)
     real = SharedHead.set_noisy_statistics
 
     def hold(head, exact, noisy, variance):
-        real(head, exact, forged * noisy if float(head.own[0, -1]) == 0 else noisy, variance)  # S1's
+        real(head, exact, forged * noisy if float(head.local_sums[0, -1]) == 0 else noisy, variance)  # S1's
 
-    monkeypatch.setattr(SharedHead, "hold", hold)
+    monkeypatch.setattr(SharedHead, "set_noisy_statistics", hold)
     run, document = an_audit(study, monkeypatch, "privacy.sigma=2.0")
     assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
     assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
@@ -467,11 +480,11 @@ SHARED = ["privacy.noise=shared", "privacy.sigma=3.0"]
 
 
 def exact_sums(run, n=3):
-    return [model(run, f"S{k}", "shared")["exact"] for k in range(n)]
+    return [model(run, f"S{k}", "shared")["noiseless_statistics"] for k in range(n)]
 
 
 def lines_of(study, site):
-    lines = map(json.loads, study.ledger(site).read_text().splitlines())
+    lines = map(json.loads, study.ledger_path(site).read_text().splitlines())
     return [line for line in lines if "mechanism" in line]
 
 
@@ -592,7 +605,7 @@ def test_who_holds_a_sum_makes_no_other_one(study):
         opened.append(site.name)
         return cut() if len(opened) > 1 else real(site, *given)
 
-    with cut_off(shared, "_open", second):
+    with cut_off(shared, "_open_sum", second):
         oneshot(study, *SHARED)
     assert opened == ["S0", "S1"]
     refused(lambda: resume_run(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
@@ -614,5 +627,5 @@ def test_a_sum_with_a_spoilt_message_is_void(study, monkeypatch):
         found = real(values, own, *args)
         return found ^ np.uint64(0x5A5A5A5A5A5A5A5A) if own == 1 else found
 
-    monkeypatch.setattr(shared, "masked", spoilt)
+    monkeypatch.setattr(shared, "mask_values", spoilt)
     refused(lambda: oneshot(study, *SHARED), "the sum is void", error=WsiFlError)

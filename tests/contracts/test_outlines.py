@@ -16,7 +16,7 @@ from wsi_fl.slides.layouts.common import Sources
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare.bags import make_mosaics
 from wsi_fl.stages.prepare.init import init_study
-from wsi_fl.stages.prepare.tile import tile_slides, render_tile_lines
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.work.console import TextLine
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -182,5 +182,7 @@ def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_
     (tmp_path / "masks/a.geojson").write_text(json.dumps([box(64, 64, 320, 448), cell]))
     settings = {"size_px": 32, "mpp": 0.5, "encoder": "test_efficientnet", "weights": tiny_weights}
     overrides = [f"mosaic.{key}={value}" for key, value in settings.items()]
-    (row,) = make_mosaics(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])["sites"]
+    (row,) = make_mosaics(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])[
+        "sites"
+    ]
     assert row["notes"] == [{"slide": "a", "note": "a.geojson: left out as no outlined areas: 1 cell"}]

@@ -211,7 +211,7 @@ def study(tmp_path):
 
 def stored(study, site):
     """(train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
-    with PatchStore(study.store(site)) as store:
+    with PatchStore(study.store_path(site)) as store:
         table = store.table
         rows = [
             np.array([int(p.split("_")[1]) for p in table.patient[table.split == split]], int)
@@ -232,7 +232,7 @@ def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp
         assert np.array_equal(found.squeeze(), np.concatenate([x[train], x_test[test]]))
         assert np.array_equal(table.label, np.concatenate([y[train], y_test[test]]))
         assert len(np.unique(table.patient)) == len(table) == 90 + len(test)
-        assert np.isnan(table.tumor_fraction).all() and study.site(row["site"]).real is False
+        assert np.isnan(table.tumor_fraction).all() and study.load_site(row["site"]).real is False
         assert (row["train"], row["test"]) == (90, len(test))
         assert row["classes"] == {str(c): int((y[train] == c).sum()) for c in range(3)}
         assert row["classes"][str(k)] == 45
@@ -240,7 +240,7 @@ def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp
         seen_test += test.tolist()
     assert len(set(seen_train)) == 270
     assert sorted(seen_test) == list(range(11))  # the whole of it, each once
-    with PatchStore(study.store("S1")) as store:
+    with PatchStore(study.store_path("S1")) as store:
         assert store.n_channels == (channels or 1)
         assert (store.meta.site, store.meta.classes) == ("S1", ("0", "1", "2"))
 

@@ -30,7 +30,10 @@ def stores(monkeypatch):
 def test_a_rank_and_evaluate_open_each_store_that_they_may_read_once_and_close_it(pair, stores, method):
     summary = train(pair, method=method, overrides=["train.rounds=1"], backend="local")
     run = RunFolder(pair.root / summary["run"])
-    for work in (lambda: work_as_rank(pair, run, LocalComm(2), SilentProgress()), lambda: evaluate(pair, run.name)):
+    for work in (
+        lambda: work_as_rank(pair, run, LocalComm(2), SilentProgress()),
+        lambda: evaluate(pair, run.name),
+    ):
         stores.clear()
         work()
         assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1"])
@@ -49,8 +52,8 @@ def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stor
 
 def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
     read, site = [], Study.load_site
-    monkeypatch.setattr(Study, "site", lambda self, name: read.append(name) or site(self, name))
-    party = RunContext.create(study, study.pipeline("small"), "proxyfl")
+    monkeypatch.setattr(Study, "load_site", lambda self, name: read.append(name) or site(self, name))
+    party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")
     (study.root / "sites" / "S1.toml").write_text("no longer TOML")
     assert party.names == ["S0", "S1", "S2"] == read
     assert party.find_site("S1").name == "S1" and party.may_merge

@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.learning.units import row_units, patient_units
+from wsi_fl.learning.units import patient_units, row_units
 from wsi_fl.models import create_model
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import (
@@ -183,7 +183,7 @@ def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
         opacus = RDPAccountant()
         opacus.history = [(1.4, 1 / steps, 3 * steps)]
         assert row["epsilon"] == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-9)
-        lines = map(json.loads, study.ledger(row["site"]).read_text().splitlines())
+        lines = map(json.loads, study.ledger_path(row["site"]).read_text().splitlines())
         spent = [line for line in lines if line.get("mechanism")]
         assert [line["unit"] for line in spent] == ["patient"] * 3
         assert spent[0]["mechanism"]["sample_rate"] == 1 / steps
@@ -208,7 +208,7 @@ def test_a_dry_run_and_a_target_count_patients(trained):
 
 def test_patients_of_two_sites_with_one_name_are_two(pair):
     for site in ("S0", "S1"):
-        with edited(pair.store(site)) as file:
+        with edited(pair.store_path(site)) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
     rows = dry_run(pair, method="joint", overrides=[PATIENT])["sites"]
     assert [row["n_units"] for row in rows] == [6, 6]
@@ -218,7 +218,7 @@ def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(pair):
     settings = [PATIENT, "train.rounds=3", "train.batch_size=2", "audit.canaries=12", "privacy.max_rows=4"]
     with interrupted_after(4):
         train(pair, method="proxyfl", overrides=settings, backend="local")
-    planted = {file: file.read_text() for file in pair.runs.glob("0*/sites/*/canaries.json")}
+    planted = {file: file.read_text() for file in pair.runs_path.glob("0*/sites/*/canaries.json")}
     assert len(planted) == 2
     summary = resume_run(pair, "1", backend="local")
     assert planted == {file: file.read_text() for file in planted}
@@ -313,5 +313,8 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path):
     assert kept["group"] == found
     assert "the 12 rows of its largest patient" in write_report(study, summary["run"]).read_text()
     plans = {"n": 36, "batch_size": 8, "epochs": 3, "delta": 1e-5, "sigma": 3.0, "target_epsilon": None}
-    assert compute_privacy(**plans, group=12)["group"] == {"rows": 12, "epsilon": pytest.approx(found["epsilon"])}
+    assert compute_privacy(**plans, group=12)["group"] == {
+        "rows": 12,
+        "epsilon": pytest.approx(found["epsilon"]),
+    }
     assert compute_privacy(**plans)["group"] is None

@@ -65,7 +65,10 @@ def test_a_model_file_holds_no_trace_of_where_it_was_made(tmp_path, of, write):
     if of == "shared":
         model = strip_local_statistics(SharedHead(2, 8))
     elif of == "reduced":
-        model, shape = DownsamplingModel(create_model("lenet5", n_classes=2, shape=Images(3, 16), seed=0), 16), Images(3, 32)
+        model, shape = (
+            DownsamplingModel(create_model("lenet5", n_classes=2, shape=Images(3, 16), seed=0), 16),
+            Images(3, 32),
+        )
     else:
         model = create_model(name, n_classes=2, shape=shape, seed=0)
     model = model.eval().requires_grad_(False)

@@ -149,7 +149,7 @@ def test_slides_that_cannot_be_planned_say_why_with_their_numbers(record, drawn,
 @pytest.mark.parametrize(("threads", "batch", "at_once"), [(1, 7, 1000), (3, 1, 3)])
 def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch, at_once):
     monkeypatch.setattr(reading, "_BATCH", batch)
-    monkeypatch.setattr(reading, "_AT_ONCE", at_once)
+    monkeypatch.setattr(reading, "_PLAN_PATCHES", at_once)
     xy = plan_slide(record, SPEC).xy_l0
     batches = list(read_patches(record, xy, SPEC, threads=threads))
     sizes = [len(pixels) for _, pixels in batches]

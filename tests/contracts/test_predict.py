@@ -18,7 +18,13 @@ from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
-from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
+from wsi_fl.slides.pictures.heatmap import (
+    PatchPredictions,
+    find_leading_class,
+    patch_boxes,
+    score_class,
+    write_geojson,
+)
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import choose_colors, predict, write_patch_table
@@ -79,7 +85,9 @@ def rows_of(path):
 
 def heat(probabilities, boxes, classes=CLASSES, threshold=0.5):
     p = np.asarray(probabilities, float)
-    return PatchPredictions(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
+    return PatchPredictions(
+        np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold
+    )
 
 
 def random_heat(seed, spec, slide_mpp, size_l0=(1500, 1130)):
@@ -224,7 +232,9 @@ def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
         assert set(properties) == known and properties["isLocked"] is False
         assert properties["classification"] == {"name": "Tumor", "color": [200, 0, 0]}
         assert properties["measurements"]["Patches"] == region.n_patches
-        assert properties["measurements"]["Tumor probability max"] == pytest.approx(region.max_probability, abs=1e-6)
+        assert properties["measurements"]["Tumor probability max"] == pytest.approx(
+            region.max_probability, abs=1e-6
+        )
     names = [feature["properties"]["classification"]["name"] for feature in tiles]
     assert names == ["Tumor" if above else "Healthy" for above in found.is_above]
 
@@ -238,7 +248,8 @@ def test_of_three_classes_each_has_regions_and_scores_of_its_own():
     assert score_class(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
     assert score_class(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
     titles = [
-        f["properties"]["classification"]["name"] for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
+        f["properties"]["classification"]["name"]
+        for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
     ]
     assert titles == ["B", "A", "A", "B", "B", "C"]
 

@@ -23,11 +23,11 @@ def study(tmp_path):
 
 
 def renamed_copy(study, tmp_path):
-    return shutil.copy(study.features("S0"), tmp_path / "public.h5")
+    return shutil.copy(study.features_path("S0"), tmp_path / "public.h5")
 
 
 def link_from_elsewhere(study, tmp_path):
-    (tmp_path / "public.h5").symlink_to(study.features("S0"))
+    (tmp_path / "public.h5").symlink_to(study.features_path("S0"))
     return tmp_path / "public.h5"
 
 
@@ -39,17 +39,17 @@ def of_another_study(study, tmp_path):
 
 def of_a_site_whose_file_is_damaged(study, tmp_path):
     site_file(study, "S1").write_text("name =")
-    return study.features("S1")
+    return study.features_path("S1")
 
 
 def of_an_unknown_site(study, tmp_path):
-    moved = shutil.copy(study.features("S1"), tmp_path / "public.h5")
+    moved = shutil.copy(study.features_path("S1"), tmp_path / "public.h5")
     site_file(study, "S1").unlink()
     return moved
 
 
 SOURCES = [
-    lambda study, _: study.features("S0"),
+    lambda study, _: study.features_path("S0"),
     renamed_copy,
     link_from_elsewhere,
     of_another_study,
@@ -67,7 +67,7 @@ def test_a_store_of_a_hospitals_patients_is_public_only_when_somebody_says_so(st
 
 
 def test_a_simulated_sites_store_is_public(study):
-    require_public(study, study.features("S1"))
+    require_public(study, study.features_path("S1"))
 
 
 def test_slides_that_a_real_site_names_are_its_own_under_any_name(study, tmp_path):
@@ -110,7 +110,7 @@ def run_of(study):
     """A folder of a run of a method, in which S0 and S1 have models."""
 
     def made(method, enabled=True):
-        run = study.runs / f"00001-{method}"
+        run = study.runs_path / f"00001-{method}"
         for site in ("S0", "S1"):
             (run / "sites" / site).mkdir(parents=True)
             for role in ("private", "proxy"):

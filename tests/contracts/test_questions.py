@@ -18,8 +18,8 @@ from sklearn.metrics import r2_score
 from trained import answers
 
 from wsi_fl.learning.counts import MIN_EXAMPLES
-from wsi_fl.learning.survival import kaplan_meier, compute_risk
-from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, score_intervals, mutual_loss
+from wsi_fl.learning.survival import compute_risk, kaplan_meier
+from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.clinical import describe_clinically
@@ -93,8 +93,8 @@ def test_every_loss_is_of_its_example_alone_and_divergence_vanishes_between_equa
         "number": torch.tensor([3.0, 50.0, 0.0, 7.5, 20.0]),
         "survival": torch.tensor([[0.5, 1], [3, 0], [9, 0], [2, 1], [1, 1]]),
     }[task.kind]
-    together = task.losses(x, truth)
-    alone = torch.cat([task.losses(x[k : k + 1], truth[k : k + 1]) for k in range(5)])
+    together = task.compute_losses(x, truth)
+    alone = torch.cat([task.compute_losses(x[k : k + 1], truth[k : k + 1]) for k in range(5)])
     torch.testing.assert_close(together, alone)
     assert float(task.compute_divergence(x, x)) == pytest.approx(0, abs=1e-12)
     assert float(task.compute_divergence(x, other)) > 0
@@ -206,7 +206,7 @@ def write_site(study, site, seed):
             bags.append(Bag(features, np.zeros((m, 2), np.int64)))
             who.append((f"{site}_{k}_{s}", f"P{k}", "test" if k % 3 == 0 else "train"))
     table = BagTable(np.zeros(2 * N, np.int64), np.full(2 * N, ""), *np.array(who).T)
-    path = study.mosaic(site)
+    path = study.mosaic_path(site)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bags(path, BagMeta(site, ("healthy", "tumor"), "e", GridSpec(64, 1.0, 64)), table, bags)
     time = rng.exponential(40 * np.exp(-4 * burden))
@@ -263,7 +263,7 @@ def survived(tmp_path_factory):
 
 
 def opened(study, *overrides):
-    return open_data(study, "S0", study.pipeline("q", list(overrides)))
+    return open_data(study, "S0", study.load_pipeline("q", list(overrides)))
 
 
 def edit(study, **changes):
@@ -294,7 +294,7 @@ def test_survival_is_learned_measured_and_drawn(survived):
     for row in document["sites"]:
         low, high = row["intervals"]["concordance"]
         assert low <= row["concordance"] <= high and "confusion" not in row
-    with (study.run(run) / "sites/S0/predictions.csv").open() as file:
+    with (study.find_run(run) / "sites/S0/predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert set(rows[0]) >= {"patient", "time", "event", "without_event_6", "without_event_36"}
     said = np.array([[float(row[f"without_event_{end}"]) for end in (6, 12, 24, 36)] for row in rows])
@@ -579,7 +579,7 @@ def test_a_real_site_sets_aside_what_nobody_agreed_on_and_is_counted_as_before(s
     """Whether it fails would tell others that the value occurs, and so would n; its own log names line and value."""
 
     def seen():
-        with open_data(study, "S0", study.pipeline("q", target)) as data:
+        with open_data(study, "S0", study.load_pipeline("q", target)) as data:
             return data.remark, set(data.full_table.patient), data.list_eligible().patient.tolist()
 
     make_real(study, "S0")

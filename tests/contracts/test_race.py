@@ -33,7 +33,7 @@ def opened(place, user, run):
 def released(ledger, round_, number):
     vector = np.full(3, number, np.float32)
     made = ledger.release(round_, vector, schema="ab" * 32, mechanism=SUM, content="model")
-    ledger.sending(round_, made.digest)
+    ledger.record_transmission(round_, made.digest)
     return made.digest
 
 

@@ -16,16 +16,16 @@ from test_release import HEADS, NOISE, released, sums_at
 
 from wsi_fl.demo import phantom
 from wsi_fl.hospitals.dossier.page import build_dossier
-from wsi_fl.hospitals.plans.approving import review_plan, review_lines
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.rehearsing import dry_run_plan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare_methods
 from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
-from wsi_fl.stages.answers.export_model import ExportResult, find_model, build_card
+from wsi_fl.stages.answers.export_model import ExportResult, build_card, find_model
 from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.prepare.importing import import_features
-from wsi_fl.stages.prepare.tile import tile_slides, render_tile_lines
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.plan import dry_run, plan_lines
@@ -92,7 +92,7 @@ def sites_of(document):
 
 def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     assert sites_of(release_statistics(study, site=None, overrides=QUIET)) == LABELLED
-    assert not study.release("S3").exists()
+    assert not study.release_path("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
     assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     assert "S3" not in said(plan_lines(planned))
@@ -101,10 +101,10 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     for document in (planned, summary):
         assert document["inference_sites"] == ["S3"] and sites_of(document) == LABELLED
     assert "S3: without labels" in said(summary_lines(summary))
-    assert not study.ledger("S3").exists()
+    assert not study.ledger_path("S3").exists()
     run = study.root / summary["run"]
     head = head_of(run, "S3")
-    letters = [torch.from_numpy(sums_at(study.release(name)).vector).double() for name in LABELLED]
+    letters = [torch.from_numpy(sums_at(study.release_path(name)).vector).double() for name in LABELLED]
     torch.testing.assert_close(head.sum_of_other_sites(), sum(letters), rtol=1e-6, atol=1e-5)
     assert not (head.local_sums.any() or head.released.any() or head.scatter.any())
     x = torch.from_numpy(rows_of(20, 9)[0])
@@ -129,7 +129,7 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     words = f"accuracy {expected['mean']:.3f} ({expected['low']:.3f} to {expected['high']:.3f})"
     assert words in said(render_evaluation_lines(document)) and words in write_report(study, run).read_text()
     assert "the test parts of S0, S1, S2" in said(render_evaluation_lines(document))
-    with RunContext.restore(study, RunFolder(study.run(run))) as party:
+    with RunContext.restore(study, RunFolder(study.find_run(run))) as party:
         card = build_card(find_model(party, "shared", "S3"), ExportResult([], 0.0, "", ""), study.root)
     assert card["sites"] == LABELLED  # whose patients are in it
 
@@ -153,8 +153,8 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     all_real(study)
     for name in LABELLED:
         release_statistics(study, site=name, overrides=QUIET)
-        shutil.rmtree(study.store(name).parent)
-        shutil.rmtree(study.ledger(name).parent, ignore_errors=True)
+        shutil.rmtree(study.store_path(name).parent)
+        shutil.rmtree(study.ledger_path(name).parent, ignore_errors=True)
     summary = joined(study)
     assert summary["sites"] == [] and summary["inference_sites"] == ["S3"]
     document = evaluate(study, summary["run"])
@@ -164,7 +164,7 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     assert "none is here" in said(render_evaluation_lines(document))
     refused(lambda: compare_methods(study, ["1"]), "only a site without labels")
     assert "S3 is a site without labels" in write_report(study, summary["run"]).read_text()
-    assert not study.ledger("S3").exists()
+    assert not study.ledger_path("S3").exists()
 
 
 def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_it(study):
@@ -180,7 +180,7 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
     assert summary["communication"]["messages"] == 2 + 3  # two letters to the hub, three heads from it
     head = head_of(run, "S3")
     assert int(head.n_sites) == 3 and not (head.local_sums.any() or head.released.any())
-    assert not (study.ledger("S3").exists() or (run / "sites/S3/private.safetensors").exists())
+    assert not (study.ledger_path("S3").exists() or (run / "sites/S3/private.safetensors").exists())
     assert torch.equal(head.sums, head_of(run, "S1").sums)
     told = evaluate(study, summary["run"])["inference_sites"]
     assert told["sites"][0]["n"] == 80 and told["reference_sites"] == LABELLED
@@ -201,17 +201,17 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     sets = [*HEADS, "privacy.target_epsilon=1"]
     plan = make_plan(study, method="oneshot", overrides=sets, out=tmp_path / "plan")
     assert [site["role"] for site in plan.document["sites"]] == ["member"] * 3 + ["receiver"]
-    shutil.rmtree(study.features("S0").parent)
+    shutil.rmtree(study.features_path("S0").parent)
     looked = review_plan(study, plan, "S3")
-    assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger("S3").exists()
+    assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger_path("S3").exists()
     words = said(review_lines(looked))
     assert "nothing of its records leaves it" in words and "class statistics (" not in words
     assert "class statistics (" in said(review_lines(review_plan(study, plan, "S1")))
     for site in ("S1", "S3"):
-        leaves = build_dossier(study, plan, study.site(site), None)["plan"]["leaves"]
+        leaves = build_dossier(study, plan, study.load_site(site), None)["plan"]["leaves"]
         assert [row["what"].startswith("class statistics") for row in leaves].count(True) == (site == "S1")
     tried = dry_run_plan(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
-    assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
+    assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger_path("S1").exists()
     refused(lambda: dry_run_plan(study, plan, "S3"), "S3 receives")
     edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: review_plan(study, plan, "S3"), 'role = "receiver"', 'says "member"')
@@ -240,7 +240,7 @@ def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
     edit(site_file(study, "S3"), more='slides = "new/*.tif"\nlabels = "new/slides.csv"\n')
     small = ["tile.size_px=64", "tile.mpp=1.0"]
     made = tile_slides(study, site="S3", overrides=small)
-    with PatchStore(study.store("S3")) as store:
+    with PatchStore(study.store_path("S3")) as store:
         assert store.meta.classes == UNLABELLED and made["sites"][0]["patches"] == len(store) > 0
         assert np.isnan(store.table.tumor_fraction).all()
     list(render_tile_lines(made))
@@ -248,10 +248,10 @@ def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
     bare = labels(tmp_path / "labels.csv", heading="slide_id,case_id,ward")
     brought = {"site": "S3", "form": "trident", "source": features, "labels": bare}
     import_features(study, **brought)
-    with BagStore(study.mosaic("S3")) as store:
+    with BagStore(study.mosaic_path("S3")) as store:
         assert store.meta.classes == UNLABELLED and not store.table.label.any() and len(store) == 4
     of_no_table = ["target.column=grade", 'target.classes=["low", "high"]', "target.per=patient"]
-    pipeline = study.pipeline(study.pipeline_name(None), ["train.data=mosaics", *of_no_table])
+    pipeline = study.load_pipeline(study.pipeline_name(None), ["train.data=mosaics", *of_no_table])
     with open_data(study, "S3", pipeline) as data:
         assert data.classes == ("low", "high") and len(data.test_examples) == 4
         assert not len(data.load_examples("train")) and not data.test_examples.label.any()
@@ -284,18 +284,18 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites release any")
     assert list(joined(study, f"train.deadline={yesterday}")["statistics"]) == ["S0"]
     released(study, "S1")
-    before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
+    before = {name: study.ledger_path(name).read_text() for name in ("S0", "S1")}
     two, again = (joined(study, two_at_least, until) for _ in range(2))
     released(study, "S2")
     three = joined(study, two_at_least, until)
-    known = {name: sums_at(study.release(name)).digest[:8] for name in LABELLED}
+    known = {name: sums_at(study.release_path(name)).digest[:8] for name in LABELLED}
     assert three["statistics"] == known and two["statistics"] == {name: known[name] for name in ("S0", "S1")}
     made = f"made of 3 class statistics: S0 {known['S0']}"
     assert made in said(summary_lines(three)) and made in write_report(study, three["run"]).read_text()
     heads = [model(study.root / run["run"], "S3", "shared") for run in (two, again, three)]
     assert same(heads[0], heads[1])
     assert not torch.equal(heads[1]["sums"], heads[2]["sums"]) and int(heads[2]["n_sites"]) == 3
-    assert {name: study.ledger(name).read_text() for name in before} == before
+    assert {name: study.ledger_path(name).read_text() for name in before} == before
 
 
 def test_a_run_keeps_the_letters_it_began_with(study):
@@ -303,7 +303,9 @@ def test_a_run_keeps_the_letters_it_began_with(study):
     summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
-    refused(lambda: resume_run(study, summary["run"], backend="local"), "class statistics of S1", "statistics/")
+    refused(
+        lambda: resume_run(study, summary["run"], backend="local"), "class statistics of S1", "statistics/"
+    )
 
 
 @pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])

@@ -344,7 +344,12 @@ def test_sentences_say_what_the_run_was(small, case):
 )
 def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
     gain = Estimate((low + high) / 2, low, high)
-    known = {"federated": {"mean": 0.71}, "gain": gain.build_document(), "gap_closed": None, "measure": "accuracy"}
+    known = {
+        "federated": {"mean": 0.71},
+        "gain": gain.build_document(),
+        "gap_closed": None,
+        "measure": "accuracy",
+    }
     regular = {**small.baselines[1], "gain": {**known, "verdict": decide_verdict(gain, None)}}
     (found,) = build_headline(replace(small, baselines=[regular]), 4)["verdicts"]
     assert found.tone == tone and said in found.text and "federation reaches 0.71" in found.text
@@ -352,7 +357,9 @@ def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
 
 def test_epsilon_is_never_without_its_kind(small):
     sites = [{**s, "guarantee": "guaranteed"} for s in small.summary["sites"]]
-    strict = Document(render_run_page(replace(small, baselines=(), summary={**small.summary, "sites": sites})))
+    strict = Document(
+        render_run_page(replace(small, baselines=(), summary={**small.summary, "sites": sites}))
+    )
     assert "at δ = 10⁻⁵ , guaranteed ." in strict.text
     assert strict.table("Site", "Budget")["C1"][1] == "guaranteed"
     sites[2] = {**sites[2], "guarantee": "nominal"}

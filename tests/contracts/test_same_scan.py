@@ -124,7 +124,7 @@ def bring(study, site, folder, bags, splits=None):
             )
         lines.append((name, patient, "ab"[number % 2], (splits or {}).get(name, "")))
     with (folder.parent / f"{folder.name}.csv").open("w", newline="") as file:
-        csv.sealer(file).writerows(lines)
+        csv.writer(file).writerows(lines)
     table = folder.parent / f"{folder.name}.csv"
     return import_features(study, site=site, form="trident", source=folder, labels=table)["sites"][0]
 
@@ -204,7 +204,9 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
     assert (
         "a (patient p) and b (patient q)" in line and "in test and in train, so scores are too good" in line
     )
-    assert "(patient p) and b" in "".join(one.text for one in render_check_lines(checked) if isinstance(one, TextLine))
+    assert "(patient p) and b" in "".join(
+        one.text for one in render_check_lines(checked) if isinstance(one, TextLine)
+    )
 
 
 def test_a_real_hospital_reads_of_its_copies_in_its_own_log_alone(tmp_path):

@@ -16,8 +16,8 @@ from wsi_fl.hospitals.work.said import _is_complete
 from wsi_fl.learning.counts import (
     MIN_EXAMPLES,
     _score_counts,
-    count_predictions,
     count_bytes,
+    count_predictions,
     empty_counts,
     pack_counts,
     score_cross_site,
@@ -29,7 +29,7 @@ from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.report.between import render_coordinator, build_cross_site_section
+from wsi_fl.report.between import build_cross_site_section, render_coordinator
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import render_cross_site_lines
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -68,11 +68,11 @@ def run(study, method="proxyfl", *overrides):
 
 
 def told(folder, site="S0"):
-    return folder.site(site).kept("scores")
+    return folder.site_folder(site).read_document("scores")
 
 
 def lines(study, site):
-    return [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
+    return [json.loads(line) for line in study.ledger_path(site).read_text().splitlines()]
 
 
 def left(study, site):
@@ -114,7 +114,9 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
         bins = np.add(one["positives"], one["negatives"])
         assert bins[bins > 0].min() >= MIN_EXAMPLES and bins.sum() == 100
-        found = _score_counts([count_predictions(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)])
+        found = _score_counts(
+            [count_predictions(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)]
+        )
         assert abs(found["auroc"] - exact) <= min(0.02, found["auroc_within"] + 1e-12)
         assert found["auroc_within"] < 0.08
 
@@ -234,7 +236,7 @@ def test_private_models_are_sent_to_nobody(three, monkeypatch):
     known = {line["released"].split()[1] for line in every if line.get("released")}
     for message in comm.sent:
         assert between.digest_values(message.vector) in known
-        assert message.vector.size != sites[message.sender].learners["private"].vector().size
+        assert message.vector.size != sites[message.sender].learners["private"].parameter_vector().size
 
 
 @pytest.mark.parametrize("method", ["fedavg", *nightly("proxyfl")])
@@ -361,7 +363,9 @@ def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
     before = {site: left(three, site) for site in SITES}
     kept = folder.site_folder("S0").read_document("counts")
     assert before["S0"] and kept and told(folder) is None
-    monkeypatch.setattr(between, "count", lambda *_, **__: empty_counts(2))  # nothing is counted anew
+    monkeypatch.setattr(
+        between, "count_predictions", lambda *_, **__: empty_counts(2)
+    )  # nothing is counted anew
     resume_run(three, folder.name, backend="local")
     assert told(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
     for site, known in before.items():
@@ -390,7 +394,7 @@ def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch)
             raise ValueError("they hold a negative or an impossibly large number")
         return real(values, *shape)
 
-    monkeypatch.setattr(between, "unpacked", strange)
+    monkeypatch.setattr(between, "unpack_counts", strange)
     folder = run(three, "fedavg")
     assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
     assert "the counts of site S0 are left out" in folder.site_folder("S1").log_path.read_text()
@@ -410,7 +414,9 @@ def uneven():
     label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
         drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
-        counts[site] = {one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
+        counts[site] = {
+            one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)
+        }
     return of_scores(counts, ["healthy", "<tumor>"])
 
 
@@ -422,12 +428,23 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}
     halves = np.split(np.arange(80), 2)
     counts = {
-        site: dict(zip(("S0", "S2"), (count_predictions(said[site][rows], truth[rows]) for rows in halves), strict=True))
+        site: dict(
+            zip(
+                ("S0", "S2"),
+                (count_predictions(said[site][rows], truth[rows]) for rows in halves),
+                strict=True,
+            )
+        )
         for site in ("S0", "S1")
     }
-    counts["S1"]["S2"], counts["S2"] = empty_counts(n_classes), dict.fromkeys(("S0", "S2"), empty_counts(n_classes))
+    counts["S1"]["S2"], counts["S2"] = (
+        empty_counts(n_classes),
+        dict.fromkeys(("S0", "S2"), empty_counts(n_classes)),
+    )
     for site, held in counts.items():
-        counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
+        counts[site] = {
+            one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()
+        }
     document = of_scores(counts, names)
     assert _is_complete(document)  # what a coordinator asks of what hospitals send
     models = score_cross_site(document)["models"]
@@ -477,7 +494,9 @@ def test_models_that_always_say_the_same_are_no_winners():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always saying tumour, which has an accuracy of 0.542."
     documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
-    assert all(build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents)
+    assert all(
+        build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents
+    )
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
     page = render_coordinator(summary, documents[0])

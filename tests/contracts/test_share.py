@@ -7,11 +7,11 @@ import pytest
 from changing import edit, site_file
 from conftest import REAL, make_study, refused
 
-from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Disclosure, step_private
+from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Disclosure, Method, step_private
 from wsi_fl.federation.topology import TOPOLOGIES
 from wsi_fl.hospitals.dossier.page import _describe_risks
 from wsi_fl.hospitals.plans.contents import PLAN_TEXTS
-from wsi_fl.hospitals.plans.making import parse_plan_document, make_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.report import sections, words
 from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.training.plan import dry_run
@@ -44,7 +44,7 @@ def test_a_new_method_is_a_row_and_nothing_else(gossip, pair):
     summary = train(pair, method="gossip", overrides=TWO, backend="local")
     assert [row["epsilon"] for row in cost["sites"]] == [row["epsilon"] for row in summary["sites"]]
     assert summary["communication"]["messages"] == 2 * 2  # each site sends one model in each round
-    released = "".join(pair.ledger(site).read_text() for site in ("S0", "S1"))
+    released = "".join(pair.ledger_path(site).read_text() for site in ("S0", "S1"))
     assert released.count('"released": "model ') == 4
     assert words.method_does("gossip") == GOSSIP.summary
     for page in (sections.describe_setting("gossip", 2), write_report(pair, summary["run"]).read_text()):
@@ -60,9 +60,9 @@ def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, real, tm
     assert model["to"] == "the next site in an order drawn again in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
-    facts = _describe_risks(said, real.site("S0"), None, None, audited=False, for_others=False)["assessment"][0][
-        "facts"
-    ]
+    facts = _describe_risks(said, real.site("S0"), None, None, audited=False, for_others=False)["assessment"][
+        0
+    ]["facts"]
     assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
     bare = (*TWO, "privacy.enabled=false")
     refused(

@@ -9,8 +9,8 @@ import torch
 from conftest import REAL, interrupted_after, make_study, metrics, model, published, refused, same
 
 from wsi_fl.federation import preflight
-from wsi_fl.hospitals.plans.approving import review_plan, review_lines
-from wsi_fl.hospitals.plans.making import parse_plan_document, make_plan
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.models import StartWeights, create_model, schema_digest
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.audit import audit_run
@@ -100,7 +100,7 @@ def test_a_saved_model_answers_without_the_file_of_weights(done, study):
     exported = torch.jit.load(str(study.root / document["out"] / "torchscript_model.pt"), map_location="cpu")
     ours = begun(study, seed=7)
     ours.load_state_dict(RunFolder(whole).site_folder("S0").load_model("proxy"))
-    with PatchStore(study.store("S0")) as store:
+    with PatchStore(study.store_path("S0")) as store:
         x = torch.from_numpy(store.read(np.arange(8))).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
         torch.testing.assert_close(exported(x), ours.eval()(x), rtol=1e-4, atol=1e-5)
@@ -125,7 +125,7 @@ def test_sites_that_start_from_other_weights_do_not_begin(study, tmp_path):
     other = started(tmp_path / "other", seed=1)
 
     def of(study, index):
-        with RunContext.create(study, study.pipeline("small", settings()), "proxyfl") as party:
+        with RunContext.create(study, study.load_pipeline("small", settings()), "proxyfl") as party:
             site = build_site(party, index)
             return build_preflight(site, party) | {"run": ""}, schema_digest(site.learners["proxy"].model)
 
@@ -152,14 +152,14 @@ def test_what_cannot_start_is_refused_before_anything_does(study):
     def tried(words, *sets, error=UsageError):
         refused(lambda: train(study, method="proxyfl", overrides=sets, backend="local"), *words, error=error)
 
-    before = len(list(study.runs.glob("0*")))
+    before = len(list(study.runs_path.glob("0*")))
     tried(("model.train", "needs model.weights"), 'model.train="norm"')
     tried(("model.train", "'all', 'head', 'last', 'norm' or 'lora'"), *settings("tail"))
     tried(("model.weights", "no such file or folder"), *settings(weights="none.safetensors"))
     tried(("'mlp' starts from no weights", "timm:NAME"), *settings(proxy="mlp"))
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     tried(("needs train.data = patches",), *settings()[2:], *heads)
-    assert len(list(study.runs.glob("0*"))) == before
+    assert len(list(study.runs_path.glob("0*"))) == before
     named = "timm:mobilenetv4_conv_small_035"  # timm publishes none of it
     words = ("timm publishes no weights of it", "model.weights = 'FILE.safetensors'")
     tried(words, *settings(weights="hub", proxy=named, private=named), error=WsiFlError)

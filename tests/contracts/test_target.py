@@ -11,7 +11,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare_runs import FinishedRun
 from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.site import account
-from wsi_fl.stages.site.account import plan_round, build_terms
+from wsi_fl.stages.site.account import build_terms, plan_round
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume_run, train
@@ -32,8 +32,8 @@ def uneven(tmp_path_factory):
 @pytest.fixture
 def settings(pair):
     """(pipeline, one of its sites with what changes) of a study."""
-    pipeline = pair.pipeline("small", [TARGET, ROUNDS, "privacy.delta=1e-5"])
-    return pipeline, lambda **changes: pair.site("S0").model_copy(update=changes)
+    pipeline = pair.load_pipeline("small", [TARGET, ROUNDS, "privacy.delta=1e-5"])
+    return pipeline, lambda **changes: pair.load_site("S0").model_copy(update=changes)
 
 
 def run(study, *overrides, method="proxyfl"):
@@ -49,7 +49,7 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
     page = write_report(uneven, summary["run"]).read_text()
     for site, row in rows.items():
         assert 2.95 < row["epsilon"] <= 3.0
-        lines = map(json.loads, uneven.ledger(site).read_text().splitlines())
+        lines = map(json.loads, uneven.ledger_path(site).read_text().splitlines())
         of_run = [
             line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")
         ]
@@ -65,7 +65,9 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
         assert f"<td>{row['batch_size']}</td>" in page
     assert rows["S2"]["sigma"] < rows["S0"]["sigma"]  # its δ asks for less
     assert (rows["S0"]["batch_size"] == rows["S1"]["batch_size"]) is (method == "joint")
-    found = FinishedRun.load(uneven.root / summary["run"])  # `compare` names the target and not what it replaces
+    found = FinishedRun.load(
+        uneven.root / summary["run"]
+    )  # `compare` names the target and not what it replaces
     assert found.dp and found.settings["privacy.target_epsilon"] == 3.0
     assert not {"privacy.sigma", "train.batch_size"} & found.settings.keys()
 
@@ -86,9 +88,9 @@ def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
 def test_the_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
     with interrupted_after(4):
         run(pair)
-    monkeypatch.setattr(account, "planned_round", lambda *_, **__: pytest.fail("planned again"))
+    monkeypatch.setattr(account, "plan_round", lambda *_, **__: pytest.fail("planned again"))
     for row in resume_run(pair, "1", backend="local")["sites"]:
-        kept = RunFolder(pair.run("1")).site_folder(row["site"]).read_document("plan")
+        kept = RunFolder(pair.find_run("1")).site_folder(row["site"]).read_document("plan")
         assert 2.95 < row["epsilon"] <= 3.0
         assert (kept["batch_size"], kept["sigma"]) == (row["batch_size"], row["sigma"])
 

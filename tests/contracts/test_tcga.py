@@ -13,8 +13,8 @@ from changing import edit
 from test_layouts import generic
 
 from wsi_fl.demo.phantom import write_pyramid
-from wsi_fl.slides.layouts import Sources, list_sites, detect_layout, list_site, read_site
-from wsi_fl.slides.layouts.tcga import parse_barcode, name_site
+from wsi_fl.slides.layouts import Sources, detect_layout, list_site, list_sites, read_site
+from wsi_fl.slides.layouts.tcga import name_site, parse_barcode
 from wsi_fl.stages.prepare.init import ArchiveTables, init_study
 from wsi_fl.stages.prepare.sources import resolve_sources
 from wsi_fl.stages.prepare.tile import tile_slides
@@ -279,7 +279,9 @@ def test_options_of_an_archive_and_their_mistakes(archive, tmp_path):
     assert len(read_site("tcga", resolve_sources(study, site))[0]) == 2
 
     def fails(*words, archive=archive, **tables):
-        refused(lambda: init_study(tmp_path / "other", archive=archive, tables=ArchiveTables(**tables)), *words)
+        refused(
+            lambda: init_study(tmp_path / "other", archive=archive, tables=ArchiveTables(**tables)), *words
+        )
 
     fails("unknown grouping 'country'", "institution, tss", group_by="country")
     fails("--clinical: no such file", clinical=tmp_path / "none")

@@ -98,7 +98,7 @@ class Observed:
             self.perhaps_die()
             return real(site, *args)
 
-        @instead(NoisyStatistics, "noisy")
+        @instead(NoisyStatistics, "add_noise")
         def summed(real, sums, *args):
             self.steps = [(sums.sigma, 1.0)]
             return real(sums, *args)
@@ -118,7 +118,7 @@ class Observed:
             return real(comm, outgoing, *args, **kwargs)
 
         for where, name in (
-            (PrivacyLedger, "sending"),
+            (PrivacyLedger, "record_transmission"),
             (PrivacyLedger, "record"),
             (SiteFolder, "save_checkpoint"),
             (loop, "_log_round"),
@@ -192,7 +192,7 @@ class Walk:
         return Study(self.pick(sorted(p.parent for p in self.root.glob("*/sites"))))
 
     def some_run(self, study):
-        return self.pick(sorted(p.parent for p in study.runs.glob("0*/config.toml")))
+        return self.pick(sorted(p.parent for p in study.runs_path.glob("0*/config.toml")))
 
     def act(self):
         name, how = self.pick(ACTS), "done"
@@ -314,7 +314,7 @@ def write_random_features(study):
         meta, table = store.meta, store.table
     x = np.random.default_rng(0).normal(size=(len(table), 6)).astype(np.float32)
     known = BagMeta("S0", meta.classes, "tiny sha256:0", meta.spec, "features")
-    write_patches_as_bags(study.features("S0"), known, table, x)
+    write_patches_as_bags(study.features_path("S0"), known, table, x)
 
 
 def walk(root, seed, steps, patch):

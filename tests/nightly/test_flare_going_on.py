@@ -24,7 +24,7 @@ from wsi_fl.hospitals.demo import find_free_port
 from wsi_fl.hospitals.plans.admitting import make_preapproval
 from wsi_fl.hospitals.plans.frames import write_preapproval
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import issue_certificate, build_request
+from wsi_fl.hospitals.trust.certificates import build_request, issue_certificate
 from wsi_fl.hospitals.trust.root import RootCA
 from wsi_fl.privacy.ledger_file import LedgerFile
 
@@ -118,7 +118,7 @@ def struck(bed, fault, name, machine, line, dice):
 
 def paid_by(bed, site):
     """The rounds that are on a hospital's ledger."""
-    return [entry.round for entry in LedgerFile(bed.study(site).ledger(site)).entries if entry.mechanism]
+    return [entry.round for entry in LedgerFile(bed.study(site).ledger_path(site)).entries if entry.mechanism]
 
 
 def other_code(bed):
@@ -195,7 +195,9 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
     bed = Bed(tmp_path, 3)
     plan = bed.sign("proxyfl", *SETTINGS, by=["S0", "S2"])
     study, identity = bed.study("S1"), bed.kit("S1").load_identity()
-    write_preapproval(study, make_preapproval(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
+    write_preapproval(
+        study, make_preapproval(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity
+    )
     with bed.running():
         process = bed.submitting("--plan", bed.plan_file())
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)

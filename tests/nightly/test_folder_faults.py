@@ -17,7 +17,13 @@ from wires import Federation
 from wsi_fl.hospitals.plans.frames import FORMAT, revoke_preapproval, write_preapproval
 from wsi_fl.hospitals.plans.signed import record_approval
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import issue_certificate, key_fingerprint, extend_revocation_list, build_request, verify_certificate
+from wsi_fl.hospitals.trust.certificates import (
+    build_request,
+    extend_revocation_list,
+    issue_certificate,
+    key_fingerprint,
+    verify_certificate,
+)
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit
 from wsi_fl.hospitals.work.start import take_part_by_folder
 
@@ -75,14 +81,19 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
             else:
                 key = kit.load_identity().certificate
                 more = {verify_certificate(key, federation.root).number: key_fingerprint(key)}
-                (group.share / REVOCATIONS_FILE).write_text(extend_revocation_list(federation.root, federation.key, more))
+                (group.share / REVOCATIONS_FILE).write_text(
+                    extend_revocation_list(federation.root, federation.key, more)
+                )
         return note(seen, path)
 
     with watched(group.share, do):
         start(tmp_path, [group])
     said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
     lost = "site S1 has a certificate that was withdrawn on"
-    withdrew = "site S1 withdrew the standing approval of this plan; the run ends here", "site S1 withdrew its approval"
+    withdrew = (
+        "site S1 withdrew the standing approval of this plan; the run ends here",
+        "site S1 withdrew its approval",
+    )
     mine, theirs = withdrew if what == "frame" else (lost, lost)
     assert mine in said["S1"]["error"]
     # charged before it is sent; the list is read every few seconds

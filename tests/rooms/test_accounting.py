@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from wsi_fl import __main__
 from wsi_fl.cli.main import app
 from wsi_fl.privacy import accounting, loss
-from wsi_fl.privacy.accounting import Mechanism, max_tpr, epsilon, plan_mechanism, find_sigma
-from wsi_fl.privacy.plan import propose_plan, list_proposals
+from wsi_fl.privacy.accounting import Mechanism, epsilon, find_sigma, max_tpr, plan_mechanism
+from wsi_fl.privacy.plan import list_proposals, propose_plan
 
 DELTA = 1e-5
 sigmas = st.floats(0.6, 8)
@@ -135,9 +135,7 @@ def test_detection_lies_between_guessing_and_epsilon_and_falls_with_noise(sigma,
     found = max_tpr([Mechanism(sigma, 1.0, q, n)], rate)
     assert rate <= found <= 1 and found <= np.exp(min(cost(sigma, q, n), 50.0)) * rate + DELTA + 1e-9
     assert max_tpr([Mechanism(2 * sigma, 1.0, q, n)], rate) <= found + 1e-12
-    assert max_tpr([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and max_tpr([], rate) == pytest.approx(
-        rate
-    )
+    assert max_tpr([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and max_tpr([], rate) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(("n", "target"), [(1, 8.0), (200, 1.0)])

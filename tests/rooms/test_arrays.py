@@ -48,13 +48,16 @@ def with_value(values, row, value):
     ],
 )
 def test_labels_that_are_no_positions_are_told_with_their_site_row_and_classes(labels, words, sigma):
-    refused(lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
+    refused(
+        lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1"
+    )
 
 
 def test_labels_may_be_whole_numbers_of_any_type():
     for labels in (Y.tolist(), Y.astype(bool), Y.astype(float), Y.astype(np.uint8), Y.astype(str)):
         assert (
-            np.array_equal(Examples.from_arrays(X, labels).label, Y) and Examples.from_arrays(X, labels).label.dtype == np.int64
+            np.array_equal(Examples.from_arrays(X, labels).label, Y)
+            and Examples.from_arrays(X, labels).label.dtype == np.int64
         )
 
 
@@ -66,7 +69,11 @@ def test_a_loader_takes_no_words_either():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite_are_told_with_their_number_and_the_first(method, value):
     x = with_value(X, ([3, 11], 2), value)
-    refused(lambda: learn(Examples.from_arrays(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
+    refused(
+        lambda: learn(Examples.from_arrays(x, Y), method),
+        "South: 2 of 20 rows",
+        "not finite, the first in row 3",
+    )
 
 
 def test_bags_and_tests_are_looked_at_like_rows():
@@ -185,14 +192,16 @@ SUMS = NoisySums.of(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1
 )
 def test_a_label_that_is_no_column_is_no_part_of_a_letter(labels, kind, words):
     """A weight of 7 would let one row move the sums by 7 C."""
-    head = SharedHead(2, D, kind=kind, directions=4)
+    head = SharedHead(2, D, kind=kind, projection=4)
     refused(lambda: SUMS.fill(head, torch.from_numpy(X), labels, CipherStream.from_entropy()), words)
 
 
 def test_a_head_of_other_features_says_so():
-    head, y = SharedHead(2, D + 1, directions=4), torch.from_numpy(Y)
+    head, y = SharedHead(2, D + 1, projection=4), torch.from_numpy(Y)
     refused(
-        lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.from_entropy()), "sums 9 features", "have 8"
+        lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.from_entropy()),
+        "sums 9 features",
+        "have 8",
     )
 
 

@@ -48,7 +48,9 @@ def test_streams_of_one_seed_agree_and_those_of_others_have_nothing_in_common():
     seeds = [(1,), (2,), (1, "a"), (1, "b"), (11,), (1, 1), ("1",), ("1", "1"), ("11",)]
     seen = {seed: tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) for seed in seeds}
     assert len(set(seen.values())) == len(seeds)
-    assert all(tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) == words for seed, words in seen.items())
+    assert all(
+        tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) == words for seed, words in seen.items()
+    )
 
 
 def test_no_number_is_given_out_twice_whatever_is_asked_for():
@@ -60,7 +62,7 @@ def test_no_number_is_given_out_twice_whatever_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("draw", "times"), [(lambda s: s.normal(2**10).tolist(), 400), (lambda s: [s.below(2**40)], 4000)]
+    ("draw", "times"), [(lambda s: s.normal(2**10).tolist(), 400), (lambda s: [s.randbelow(2**40)], 4000)]
 )
 def test_threads_share_a_stream_and_each_number_is_given_out_once(draw, times):
     together, alone = CipherStream.from_seed(5), CipherStream.from_seed(5)
@@ -70,7 +72,7 @@ def test_threads_share_a_stream_and_each_number_is_given_out_once(draw, times):
 
 
 def _draws(stream, answer):
-    for draw in (lambda: stream.words(1), lambda: stream.below(5), lambda: stream.normal(1)):
+    for draw in (lambda: stream.random_words(1), lambda: stream.randbelow(5), lambda: stream.normal(1)):
         try:
             answer.put(f"went on with {draw()}")
         except WsiFlError as error:

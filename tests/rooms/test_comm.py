@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 from wsi_fl.federation import comm
 from wsi_fl.federation import message as wire
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.federation.documents import ProtocolError, PrintableText
-from wsi_fl.federation.message import Outgoing, body_length, pack_message, unpack_message, compute_tag
+from wsi_fl.federation.documents import PrintableText, ProtocolError
+from wsi_fl.federation.message import Outgoing, body_length, compute_tag, pack_message, unpack_message
 from wsi_fl.federation.topology import exponential, list_receivers, list_senders
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.stages.training import launch
@@ -27,7 +27,9 @@ SCHEMA = "ab" * 32
 
 
 def release_of(folder, site, round_, values, weight=1.0):
-    ledger = PrivacyLedger(folder / f"{site}.jsonl", site=site, run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
+    ledger = PrivacyLedger(
+        folder / f"{site}.jsonl", site=site, run="r", terms=PrivacyTerms(1e-5, allow=("model",))
+    )
     vector = np.asarray(values, np.float32)
     return ledger.release(round_, vector, schema=SCHEMA, weight=weight, mechanism=None, content="model")
 
@@ -87,7 +89,10 @@ def test_every_hop_of_a_round_has_a_tag_of_its_own_and_beyond_them_nothing_is_se
         range(wire.GRAPH_HOPS, wire.HOPS)
     )
     tags = [
-        compute_tag(round_, hop) + part for round_ in range(500) for hop in range(wire.HOPS) for part in (0, 1)
+        compute_tag(round_, hop) + part
+        for round_ in range(500)
+        for hop in range(wire.HOPS)
+        for part in (0, 1)
     ]
     assert len(set(tags)) == len(tags) and max(tags) < comm._GATHER_TAG
     with pytest.raises(AssertionError):
@@ -175,7 +180,9 @@ def plan_of(folder, round_, sites):
     for site in sites:
         values = np.random.default_rng([site, round_]).normal(size=70_001)
         release = release_of(folder, f"{site}", round_, values, weight=1 + site / 10)
-        outgoing += [Outgoing(site, to, float(matrix[to, site]), release) for to in list_receivers(matrix, site)]
+        outgoing += [
+            Outgoing(site, to, float(matrix[to, site]), release) for to in list_receivers(matrix, site)
+        ]
         expected += [(sender, site) for sender in list_senders(matrix, site)]
     return outgoing, expected
 

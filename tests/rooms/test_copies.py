@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.slides.patching.copies import Scan, find_copies, describe_copies, describe_shared, drop_leaks
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, find_copies
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stores.bags import hash_features
 from wsi_fl.system.files import duplicate_marks
@@ -113,4 +113,6 @@ def test_features_are_alike_in_any_order_and_half_precision():
     x = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
     same = hash_features(x)
     assert hash_features(x[::-1]) == hash_features(x.astype(np.float16).astype(np.float32)) == same
-    assert len({same, hash_features(x[:6]), hash_features(x + 1), hash_features(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4
+    assert (
+        len({same, hash_features(x[:6]), hash_features(x + 1), hash_features(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4
+    )

@@ -86,9 +86,7 @@ def test_what_makes_no_whole_numbers_is_refused():
         refused(lambda scale=scale: discrete.quantize(np.zeros(2), scale), "power of two")
         refused(lambda scale=scale: quantization_sensitivity(1.0, scale, 2), "power of two")
     for bad in (float("nan"), float("inf"), -(2.0**42), 1e300):
-        refused(
-            lambda bad=bad: discrete.quantize(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError
-        )
+        refused(lambda bad=bad: discrete.quantize(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError)
     for clip, n in ((0.0, 1), (float("inf"), 1), (1.0, 0)):
         refused(lambda clip=clip, n=n: quantization_sensitivity(clip, 1.0, n), "bound above 0")
 

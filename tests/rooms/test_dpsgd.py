@@ -39,7 +39,9 @@ def vector(model):
 def step(model, x, y, *, sigma, clip, divisor, noise=None, engine=None):
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, sgd, sigma=sigma, clip=clip, batch_size=divisor, engine=engine)
-    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy())
+    return trainer.step(
+        x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy()
+    )
 
 
 @EACH
@@ -215,7 +217,7 @@ def test_the_check_falls_back_on_what_is_right(monkeypatch):
 
 def test_the_check_finds_norms_that_are_wrong(monkeypatch):
     squares = gradients.square_norms
-    monkeypatch.setattr(gradients, "squared_norms", lambda z: squares(z) * 1.01)
+    monkeypatch.setattr(gradients, "square_norms", lambda z: squares(z) * 1.01)
     assert check_per_example_gradients(net(), (1, 16, 16), 3) == "singly"
 
 
@@ -283,5 +285,7 @@ def test_a_lone_row_is_computed_alike_in_the_first_step_and_later(kind):
     trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
     after.load_state_dict(before.state_dict())
     for trainer in trainers:
-        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy())
+        trainer.step(
+            lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy()
+        )
     assert torch.equal(vector(before), vector(after))

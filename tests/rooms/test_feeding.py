@@ -10,7 +10,7 @@ import torch
 from conftest import refused
 from torch._subclasses import FakeTensorMode
 
-from wsi_fl.models.encoder import Encoder, EncoderError, Network, encode_items, build_preset_model
+from wsi_fl.models.encoder import Encoder, EncoderError, Network, build_preset_model, encode_items
 from wsi_fl.models.presets import PRESETS, Transform
 
 PX = 32

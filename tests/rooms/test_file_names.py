@@ -9,8 +9,8 @@ from building import refused
 from test_layouts import HEADER, generic, read_generic
 from test_tables import archive
 
-from wsi_fl.slides.layouts import Sources, list_sites, detect_layout, read_site
-from wsi_fl.slides.layouts.common import read_rows, match_slide_name
+from wsi_fl.slides.layouts import Sources, detect_layout, list_sites, read_site
+from wsi_fl.slides.layouts.common import match_slide_name, read_rows
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study
 from wsi_fl.system.names import describe_mismatch, drop_companions, glob_paths, is_missing

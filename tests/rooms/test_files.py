@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from wsi_fl.runs.site import hold_site_lock
 from wsi_fl.system import files
-from wsi_fl.system.files import file_lock, append_line, atomic_path, read_lines, remove_leftovers, write_text
+from wsi_fl.system.files import append_line, atomic_path, file_lock, read_lines, remove_leftovers, write_text
 from wsi_fl.types import WsiFlError
 
 JSON = st.recursive(
@@ -54,8 +54,8 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from wsi_fl.system.files import atomic
-with atomic(Path(sys.argv[1])) as temporary:
+from wsi_fl.system.files import atomic_path
+with atomic_path(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """

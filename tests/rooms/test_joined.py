@@ -7,7 +7,7 @@ from wsi_fl.study import pipeline as pipelines
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.reference import find_keys
-from wsi_fl.study.toml import Section, find_clash, dump_toml, settings_key, read_setting
+from wsi_fl.study.toml import Section, dump_toml, find_clash, read_setting, settings_key
 
 
 class Halo(Section):
@@ -20,7 +20,7 @@ class Halo(Section):
 def joining(monkeypatch, **sections):
     """As when an installed package adds these sections."""
     real = pipelines.load_entries
-    monkeypatch.setattr(pipelines, "entries", lambda group: real(group) | sections)
+    monkeypatch.setattr(pipelines, "load_entries", lambda group: real(group) | sections)
     pipelines.pipeline_model.cache_clear()
 
 
@@ -35,14 +35,14 @@ def study(tmp_path, monkeypatch):
 
 
 def test_a_section_joins_by_its_name(study, tmp_path):
-    pipeline = study.pipeline("p")
+    pipeline = study.load_pipeline("p")
     assert pipeline.find_section(Halo) == Halo(width_px=5) and read_setting(pipeline, "halo.width_px") == 5
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_run_pipeline(tmp_path / "config.toml") == pipeline
-    assert study.pipeline("p", ["halo.width_px=7"]).find_section(Halo).width_px == 7
-    refused(lambda: study.pipeline("p", ["halo.width_px=0"]), "halo.width_px = 0")
-    refused(lambda: study.pipeline("p", ["halo.wide=2"]), "unknown key 'halo.wide'", "width_px")
-    refused(lambda: study.pipeline("p", ["hallo.width_px=2"]), "unknown key 'hallo'")
+    assert study.load_pipeline("p", ["halo.width_px=7"]).find_section(Halo).width_px == 7
+    refused(lambda: study.load_pipeline("p", ["halo.width_px=0"]), "halo.width_px = 0")
+    refused(lambda: study.load_pipeline("p", ["halo.wide=2"]), "unknown key 'halo.wide'", "width_px")
+    refused(lambda: study.load_pipeline("p", ["hallo.width_px=2"]), "unknown key 'hallo'")
     assert find_keys("halo.width_px")[0]["meaning"] == "How wide a halo is."
     assert find_clash(pipeline, ()) == "halo.width_px = 5 needs train.balance: it weighs halos"
 

@@ -12,8 +12,22 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.federation.methods import METHODS, Weights
-from wsi_fl.learning.examples import Examples, build_augmentation, load_batches, draw_epoch_rows, concatenate_examples, resize_images, build_tensor
-from wsi_fl.learning.local import DPSettings, Learner, take_mutual_step, predict_examples, take_supervised_step
+from wsi_fl.learning.examples import (
+    Examples,
+    build_augmentation,
+    build_tensor,
+    concatenate_examples,
+    draw_epoch_rows,
+    load_batches,
+    resize_images,
+)
+from wsi_fl.learning.local import (
+    DPSettings,
+    Learner,
+    predict_examples,
+    take_mutual_step,
+    take_supervised_step,
+)
 from wsi_fl.learning.tasks import kl_divergence, mutual_loss
 from wsi_fl.models import create_model
 from wsi_fl.privacy import independence
@@ -70,7 +84,7 @@ def test_mutual_is_the_weighted_sum_a_mean_over_examples_and_teaches_the_student
 
 def test_weight_zero_asks_no_teacher(monkeypatch):
     private, proxy, plain = learner(), learner(1), learner()
-    monkeypatch.setattr(proxy, "logits", lambda _: pytest.fail("a teacher was asked"))
+    monkeypatch.setattr(proxy, "predict_logits", lambda _: pytest.fail("a teacher was asked"))
     step, learners = METHODS["proxyfl"].step, {"private": private, "proxy": proxy}
     step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
     take_supervised_step(plain, one_batch(), CipherStream.from_entropy())
@@ -118,7 +132,9 @@ def test_an_empty_batch_moves_only_a_learner_under_privacy():
         mine = learner(dp=dp)
         before = mine.parameter_vector()
         assert np.isnan(take_mutual_step(mine, None, 0.5, (x, y), CipherStream.from_entropy()))
-        assert (mine.parameter_vector() != before).any() == moves and np.isfinite(mine.parameter_vector()).all()
+        assert (mine.parameter_vector() != before).any() == moves and np.isfinite(
+            mine.parameter_vector()
+        ).all()
 
 
 @pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, 6)])
@@ -142,7 +158,10 @@ def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
     take_supervised_step(mine, one_batch(), CipherStream.from_entropy())
     state = {k: v for k, v in mine.state_tensors().items() if k.startswith("optimizer/")}
     mine.load_vector(other.parameter_vector())
-    assert mine.parameter_vector().tobytes() == other.parameter_vector().tobytes() and mine.parameter_vector().dtype == np.float32
+    assert (
+        mine.parameter_vector().tobytes() == other.parameter_vector().tobytes()
+        and mine.parameter_vector().dtype == np.float32
+    )
     assert state and all(torch.equal(mine.state_tensors()[k], v) for k, v in state.items())
 
 
@@ -217,7 +236,10 @@ def test_an_augmentation_is_what_it_was(name, digest):
 def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     dark, light = (
         torch.stack(
-            [build_augmentation("stain", CipherStream.from_seed(k))(torch.full((3, 6, 6), at)) for k in range(40)]
+            [
+                build_augmentation("stain", CipherStream.from_seed(k))(torch.full((3, 6, 6), at))
+                for k in range(40)
+            ]
         )
         for at in (0.0, 1.0)
     )
@@ -253,9 +275,13 @@ WAYS = {
 
 def alike(whole, parts, batch, answers):
     """A step of both has the same loss, and both then answer alike."""
-    losses = [take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)]
+    losses = [
+        take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    said = [predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)]
+    said = [
+        predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)
+    ]
     np.testing.assert_allclose(*said, atol=1e-4)
 
 
@@ -281,20 +307,26 @@ def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, m
     answers = whole.predict_logits(x)
     loss = take_mutual_step(whole, answers, 0.4, (x, y), CipherStream.from_entropy())
     said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
-    monkeypatch.setattr(bulk, "_PIXELS", 2 * 16 * 16)
+    monkeypatch.setattr(bulk, "_PIXELS_AT_ONCE", 2 * 16 * 16)
     shown = holding(parts.model, 5)
-    assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
+    assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(
+        loss, rel=1e-5
+    )
     found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     np.testing.assert_allclose(found, said, atol=1e-4)
     assert shown[-6:] == 2 * [2, 2, 1]  # after two rows that the model is measured on
-    assert bulk.rows_at_once(250, (3, 16, 16), gpu=True) == bulk.rows_at_once(250, (1000, 16), gpu=False) == 250
+    assert (
+        bulk.rows_at_once(250, (3, 16, 16), gpu=True) == bulk.rows_at_once(250, (1000, 16), gpu=False) == 250
+    )
 
 
 def test_memory_that_does_not_hold_one_example_is_told_in_one_line():
     one = learner()
     holding(one.model, 0)
     words = "the GPU's memory does not hold one example; lower train.input_px"
-    refused(lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
+    refused(
+        lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError
+    )
 
 
 def test_a_model_may_learn_in_bfloat16_and_answers_in_float32():

@@ -227,12 +227,12 @@ def test_what_a_run_includes_counts_for_it_alone(open_ledger):
 def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger):
     sums = open_ledger("oneshot", allow=("model",))
     release(sums, 3, SUMS)
-    sums.sending(3, digest_values(VECTOR))
+    sums.record_transmission(3, digest_values(VECTOR))
     mine = open_ledger(includes=["oneshot"], max_epsilon=0.01)
     assert mine.last_final_round() == 0
     assert not mine.fits_budget(3, ROUND)  # the sums's round 3 is not this run's
     with pytest.raises(WsiFlError, match=UNKNOWN):
-        mine.relay_mixture(3, VECTOR, own=digest_values(VECTOR), schema=SCHEMA, weight=1.0)
+        mine.relay_mixture(3, VECTOR, own_sha256=digest_values(VECTOR), schema=SCHEMA, weight=1.0)
     with pytest.raises(WsiFlError, match=UNKNOWN):
         mine.release_again(3, VECTOR, schema=SCHEMA)
     release(sums, 4, None)

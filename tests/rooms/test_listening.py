@@ -8,7 +8,7 @@ from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
 
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.validation import HoldoutDraw, select_model, draw_held_out
+from wsi_fl.learning.validation import HoldoutDraw, draw_held_out, select_model
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.trained import choose_ensemble, load_run_settings

@@ -16,9 +16,9 @@ from wsi_fl.types import WsiFlError
 HOLDER = """
 import sys, time
 from pathlib import Path
-from wsi_fl.system.files import alone
+from wsi_fl.system.files import file_lock
 
-with alone(Path(sys.argv[1])):
+with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -49,7 +49,11 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
         with pytest.raises(WsiFlError, match="busy"), file_lock(path, "busy"):
             pass
         holder.kill()
-    with file_lock(path, "busy", patience_s=2), pytest.raises(WsiFlError, match="again"), file_lock(path, "again"):
+    with (
+        file_lock(path, "busy", patience_s=2),
+        pytest.raises(WsiFlError, match="again"),
+        file_lock(path, "again"),
+    ):
         pass
     assert path.read_bytes() == b"kept"
 
@@ -135,7 +139,7 @@ def test_what_a_container_or_a_job_may_take_counts_and_not_the_machine(tmp_path,
         path.write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(machine, "_free_of_system", lambda: 100 * GIB)
+    monkeypatch.setattr(machine, "_system_free_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(cgroups, "_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "groups")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")

@@ -12,12 +12,12 @@ from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
 from wsi_fl.learning.metrics import (
     _center_scores,
-    compute_calibration,
-    choose_classes,
-    confusion_matrix,
-    mean_and_sd,
-    find_operating_point,
     aggregate_slides,
+    choose_classes,
+    compute_calibration,
+    confusion_matrix,
+    find_operating_point,
+    mean_and_sd,
 )
 from wsi_fl.learning.predictions import _decide_classes
 from wsi_fl.learning.tasks import CLASSES, score_intervals, score_predictions
@@ -144,7 +144,9 @@ def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once
         found = score_intervals(p, y, cluster, repeats=30)
     for name, ends in slow.items():
         assert found[name] == (ends and pytest.approx(ends, abs=1e-12))
-    assert {name: value for name, value in score_predictions(p, y).items() if name != "n"} == slowly_scored(p, y)
+    assert {name: value for name, value in score_predictions(p, y).items() if name != "n"} == slowly_scored(
+        p, y
+    )
 
 
 def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tenth():
@@ -240,7 +242,9 @@ def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
     p, y = np.array([[1 - half, half]] * 3), np.full(3, truth)
     case = half >= 0.5
     assert choose_classes(p).tolist() == [case] * 3
-    assert confusion_matrix(p, y)[truth][int(case)] == 3 and score_predictions(p, y)["accuracy"] == float(case == truth)
+    assert confusion_matrix(p, y)[truth][int(case)] == 3 and score_predictions(p, y)["accuracy"] == float(
+        case == truth
+    )
     assert CLASSES.example_scores(p, y).tolist() == [float(case == truth)] * 3
     assert compute_calibration(p, y)["bins"][0]["accuracy"] == float(case == truth)
     assert PatchPredictions(np.zeros((3, 4), np.int64), ("a", "b"), p).is_above.tolist() == [case] * 3

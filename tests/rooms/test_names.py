@@ -75,11 +75,11 @@ def test_all_that_connects_checks_names(module, monkeypatch):
 
     checked = []
     monkeypatch.setattr(
-        processes, "find_the_way", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
+        processes, "patch_connections", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
     )
     monkeypatch.setenv("WSI_FL_STARTED_BY", "1")
     monkeypatch.setattr(jobs, "require_server", lambda _: None)
-    monkeypatch.setattr(processes, "_end_with", lambda _: None)
+    monkeypatch.setattr(processes, "_end_with_parent", lambda _: None)
     kit = SimpleNamespace(role="coordinator", path="kit", document={"server": "localhost:1"})
     with pytest.raises(SystemExit):
         processes.main(module) if module != "jobs" else jobs.list_connected(kit)

@@ -167,7 +167,7 @@ def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, monkeypatch, how,
     aside: dict[int, str] = {}
     with Slide(broken) as slide:
         assert slide.reader == "native"
-    pixels = read_all(broken, corners, spec, threads=3, aside=aside)
+    pixels = read_all(broken, corners, spec, threads=3, excluded=aside)
     near = np.abs(corners + 25 - (np.array([number % 12, number // 12]) * 64 + 32)) < 25 + 32
     assert set(aside) == set(np.flatnonzero(near.all(1)).tolist())
     for k, reason in aside.items():

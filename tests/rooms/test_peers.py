@@ -14,13 +14,13 @@ from test_comm import run_ranks
 
 from wsi_fl.federation.comm import PeerTimeout
 from wsi_fl.federation.documents import MAX_BYTES, ProtocolError, check_length, decode_document
-from wsi_fl.federation.exchange import _find_problem, _find_distance_problem
+from wsi_fl.federation.exchange import _find_distance_problem, _find_problem
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import PreflightDocument, compare_sites
 from wsi_fl.federation.roster import ResumeState
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import SummaryRow
-from wsi_fl.types import ReportableError, NoCommonPlan, UsageError
+from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 
 BROUGHT = fuzz_peers.example_of(PreflightDocument) | fuzz_peers.SAMPLES["Brought"]
 

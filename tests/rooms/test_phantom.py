@@ -51,7 +51,7 @@ def test_openslide_reads_the_painted_colours_at_the_right_scale(archive, slide):
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive, tmp_path):
-    asked = {"n_sites": 2, "patients_per_site": 1, "size_px": SIZE_PX, "only": 1}
+    asked = {"n_sites": 2, "patients_per_site": 1, "size_px": SIZE_PX, "only_site": 1}
     again, other = (digests(phantom.simulate_archive(tmp_path / str(k), **asked, seed=k)) for k in (3, 4))
     whole = digests(archive)
     assert len(again) == 4 and all(whole[name] == one for name, one in again.items() if "csv" not in name)

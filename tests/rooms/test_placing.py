@@ -187,7 +187,9 @@ def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_pa
     assert rows.min() * seen.downsample == pytest.approx(shift(drawn)[1], abs=3)
     png(tmp_path / "x.png", (10, 90), (1, 1, 9, 9))
     words = "not of the slide's shape"
-    refused(lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
+    refused(
+        lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words
+    )
 
 
 def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):

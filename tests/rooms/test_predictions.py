@@ -15,7 +15,12 @@ from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_example_scores, read_predictions, compute_seal, write_predictions
+from wsi_fl.stages.answers.predictions import (
+    compute_seal,
+    read_example_scores,
+    read_predictions,
+    write_predictions,
+)
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
@@ -43,10 +48,17 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     table = table_of(task, truth, outputs, x_l0=np.arange(6), y_l0=np.arange(6) * 7)
     write_predictions(folder, table)
     found = read_predictions(folder, task)
-    assert (found.site, found.model, found.outputs, set(found.predictions)) == ("S0", "proxy", outputs, {"proxy"})
+    assert (found.site, found.model, found.outputs, set(found.predictions)) == (
+        "S0",
+        "proxy",
+        outputs,
+        {"proxy"},
+    )
     for name in ("part", "slide", "patient"):
         assert getattr(found, name).tolist() == getattr(table, name).tolist()
-    assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(found.truth, truth)
+    assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(
+        found.truth, truth
+    )
     assert found.extra_columns["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
     assert (len(found.local_rows), len(found.other_rows), [*found.group_by("part")]) == (3, 3, ["S1", "S0"])
     assert read_predictions(folder, NumberTask(0, 1) if task is CLASSES else CLASSES) is None
@@ -69,7 +81,7 @@ def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
     run = train(
         pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local"
     )
-    document, folders = evaluate(pair, run["run"]), RunFolder(pair.run(run["run"]))
+    document, folders = evaluate(pair, run["run"]), RunFolder(pair.find_run(run["run"]))
 
     def scores(rows):
         best = rows.filter(like="p_").idxmax(axis=1).str.removeprefix("p_")
@@ -119,7 +131,9 @@ def test_votes_are_what_counting_says(case):
             mean = sum(p[i] for p in sites)
             assert relative == max(tied, key=lambda c: mean[c])
         weight = {c: sum(w for v, w in zip(votes, weights, strict=True) if v == c) for c in count}
-        assert weight[int(_decide_classes(sites, "weighted", weights)[0][i])] == pytest.approx(max(weight.values()))
+        assert weight[int(_decide_classes(sites, "weighted", weights)[0][i])] == pytest.approx(
+            max(weight.values())
+        )
 
 
 @given(said())
@@ -134,7 +148,11 @@ def test_means_are_means(case):
 
 def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected_is_wrong():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
-    assert _decide_classes(sites, "relative")[0].tolist() == _decide_classes(sites, "absolute")[0].tolist() == [1]
+    assert (
+        _decide_classes(sites, "relative")[0].tolist()
+        == _decide_classes(sites, "absolute")[0].tolist()
+        == [1]
+    )
     assert _decide_classes(sites, "mean")[0].tolist() == [0]
     assert _decide_classes(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
     found = score_voting_rules([np.eye(3)[[k, 0]] for k in range(3)], np.array([0, 0]), [1, 1, 1])

@@ -152,7 +152,9 @@ def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
     monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
-    with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
+    with pytest.raises(
+        AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc"
+    ) as failure:
         planned(tmp_path, painted[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
 
@@ -284,7 +286,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     tiled(study, QC)
     assert shard(study, slide).read_bytes() == first, "the damage is noticed and mended"
     with monkeypatch.context() as at_start:
-        at_start.setattr(PatchStore, "shard", lambda *_: pytest.fail("opened before it was asked for"))
+        at_start.setattr(PatchStore, "open_shard", lambda *_: pytest.fail("opened before it was asked for"))
         shown = build_gallery(study, site="C1")
     layers = [one.name for one in shown.exhibits[0].overlays]
     drawn = json.loads(shown.render_layer(0, layers.index("excluded")))
@@ -351,7 +353,9 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     study, _ = hurt
     row = tiled(study, masked(study, tmp_path, write))
     assert set(row["tissue"]) == {"masks"} and row["tissue"]["masks"]["gain"] is None
-    assert not any("saturation" in line.text for line in render_quality_lines(row) if isinstance(line, TextLine))
+    assert not any(
+        "saturation" in line.text for line in render_quality_lines(row) if isinstance(line, TextLine)
+    )
     assert {line["tissue_gain"] for line in quality_of(study).values()} == {""}
     with h5py.File(study.root / "stores/C1/patches.h5") as file:
         corners = file["xy_l0"][:] + PATCH_PX / 2

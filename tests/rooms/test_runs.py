@@ -78,17 +78,17 @@ def _line(round_, **more):
 
 
 def test_rounds_that_run_again_or_were_cut_short_by_a_crash_are_forgotten_and_the_next_is_whole(site):
-    assert site.metrics() == []
+    assert site.read_metrics() == []
     for round_ in range(4):
         site.log_round(_line(round_, site="Universität"))
     site.drop_rounds_from(2)
     kept = [_line(0, site="Universität"), _line(1, site="Universität")]
-    assert site.metrics() == kept
+    assert site.read_metrics() == kept
     site.log_round(_line(2))
     site.metrics_path.write_bytes(site.metrics_path.read_bytes()[:-4])
-    assert site.metrics() == kept
+    assert site.read_metrics() == kept
     site.log_round(_line(2))
-    assert site.metrics() == [*kept, _line(2)]
+    assert site.read_metrics() == [*kept, _line(2)]
 
 
 @pytest.mark.parametrize("damage", ['"rounf": 1', '"round": "1"', '"round": null', '"seconds": {}'])
@@ -99,12 +99,12 @@ def test_a_line_that_lacks_what_it_needs_is_damaged(site, damage):
     broken = re.sub(rf'("{key}": [^,]+)(?=[^\n]*\n$)', damage, site.metrics_path.read_text())
     site.metrics_path.write_text(broken)
     with pytest.raises(WsiFlError, match=r"metrics\.jsonl: line [12] is damaged"):
-        site.metrics()
+        site.read_metrics()
 
 
 def lines_of(run, site, rounds):
     for k in range(1, rounds + 1):
-        run.site(site).log_round(_line(k))
+        run.site_folder(site).log_round(_line(k))
 
 
 def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
@@ -117,7 +117,9 @@ def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
     lines_of(together, "C3", 2)
     assert together.record_dropout("C3", "killed")["round"] == 3
     together.record_return("C3")
-    assert together.record_dropout("C3", "killed again")["round"] == 6  # it came back to where the others stood
+    assert (
+        together.record_dropout("C3", "killed again")["round"] == 6
+    )  # it came back to where the others stood
     lines_of(together, "C2", 0)
     (together.path / "sites" / "C2").mkdir(parents=True)
     assert together.record_dropout("C2", "killed")["round"] == 1

@@ -220,7 +220,7 @@ def test_autocast_around_a_step_changes_nothing():
 
 def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch):
     """The product's own models keep their fast engines, and callers' plain layers too."""
-    monkeypatch.setattr(measurement, "SINGLY", "nobody")
+    monkeypatch.setattr(measurement, "ROW_BY_ROW", "nobody")
     for name, case in RIGHT.items():
         if name in (
             "linear",
@@ -249,4 +249,7 @@ def test_no_wish_for_an_engine_leads_round_the_check(engine):
 def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
     assert independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
     assert independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
-    assert independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"
+    assert (
+        independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1)))
+        == "custom"
+    )

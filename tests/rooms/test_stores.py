@@ -56,7 +56,7 @@ def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool 
     table, shard = table_of(slide, n, seed), folder / "slides" / f"{slide}.h5"
     meta = ShardMeta(slide, f"patient of {slide}", "train", SPEC, "")
     if streams:
-        write_streams(shard, replace(meta, wanted="native"), table, iter(streams_of(n, seed)))
+        write_streams(shard, replace(meta, content="native"), table, iter(streams_of(n, seed)))
     else:
         write_shard(shard, meta, table, iter([pixels_of(n, seed)]))
     return shard
@@ -295,7 +295,7 @@ def test_a_damaged_stream_raises_and_names_its_row(tmp_path, damage):
 @pytest.mark.parametrize("kind", ["raw", "native", "none"])
 def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
     table, unread = table_of("a", 5), {1: "cut short", 3: "garbled ü"}
-    kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, wanted=kind), tmp_path / "slides" / "a.h5"
+    kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, content=kind), tmp_path / "slides" / "a.h5"
     if kind == "raw":
         write_shard(shard, meta, table, [pixels_of(5)[kept]], unread=unread)
     elif kind == "native":
@@ -305,7 +305,10 @@ def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
         shards.write_positions(shard, meta, table, source, unread=unread)
     assert shards.explain_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
-    assert shards.read_shard_content(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
+    assert shards.read_shard_content(shard) == (
+        kind,
+        ((*corners[0], "cut short"), (*corners[1], "garbled ü")),
+    )
     found = write_columns(tmp_path / "patches.h5", META, [shard])
     np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
 

@@ -13,7 +13,15 @@ from test_masks import N, looks_random, secret
 
 from wsi_fl.privacy import masks
 from wsi_fl.privacy.discrete import discrete_gaussian, share_sigma
-from wsi_fl.privacy.masks import KeyPair, SecureSum, _self_mask, mask_values, vote_threshold, sum_messages, require_enough_sites
+from wsi_fl.privacy.masks import (
+    KeyPair,
+    SecureSum,
+    _self_mask,
+    mask_values,
+    require_enough_sites,
+    sum_messages,
+    vote_threshold,
+)
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7 attempt 3"
@@ -58,7 +66,8 @@ class Sum:
     def vote(self):
         told = {j: self.came[j] for j in self.phase("tells whose messages")}
         votes = {
-            k: self.parts[k].vote_survivors(self.came[k], [told[j] for j in self.alive if j != k]) for k in self.alive
+            k: self.parts[k].vote_survivors(self.came[k], [told[j] for j in self.alive if j != k])
+            for k in self.alive
         }
         self.votes = {k: votes[k] for k in self.phase("votes")}
         return self
@@ -144,9 +153,13 @@ def test_nobody_reads_the_message_of_a_site_that_was_late():
     part = sum_.parts[0]
     publics = [part._received[k][0] for k in range(5)]
     assert KeyPair.from_seed(seed).public == publics[4]
-    unpaired = sum_.messages[4] - mask_values(values[4], 4, KeyPair.from_seed(seed), publics, part.sum_context)
+    unpaired = sum_.messages[4] - mask_values(
+        values[4], 4, KeyPair.from_seed(seed), publics, part.sum_context
+    )
     assert looks_random(unpaired)
-    assert not (unpaired - _self_mask(secrets[1], part.sum_context, N)).any()  # with both keys it would be read
+    assert not (
+        unpaired - _self_mask(secrets[1], part.sum_context, N)
+    ).any()  # with both keys it would be read
 
 
 class Adversary:
@@ -156,19 +169,19 @@ class Adversary:
         self.sum, self.sites = sum_, range(colluding)
         self.shares = {}
         for k in self.sites:
-            for site, one in sum_.parts[k]._held.items():
+            for site, one in sum_.parts[k]._received.items():
                 for kind in (0, 1):
                     self.shares.setdefault((site, kind), {})[k + 1] = one[2 + kind]
 
     def hear(self, opener, opening):
         """What an honest site opens, whichever seeds these are."""
         part = self.sum.parts[opener]
-        for site, share in zip(part.joined, opening[1:], strict=True):
-            self.shares[site, part._kind(site)][opener + 1] = share
+        for site, share in zip(part.participants, opening[1:], strict=True):
+            self.shares[site, part._seed_kind(site)][opener + 1] = share
 
     def keys_of(self, site, votes):
         """Which seeds of a site it can put together."""
-        key = self.sum.parts[0]._held[site]
+        key = self.sum.parts[0]._received[site]
         found = set()
         for kind in (0, 1):
             shares = list(self.shares[site, kind].items())
@@ -210,7 +223,7 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
 
 def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
     """The same adversary wins where too few votes are asked for, so the test above can fail."""
-    monkeypatch.setattr(masks, "needed_votes", lambda n_sites, colluding: n_sites // 2)
+    monkeypatch.setattr(masks, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
     sum_, adversary, honest, votes = lied_to(6, 1, 2)
     for k in honest:
         adversary.hear(k, sum_.parts[k].open_shares(votes | dict.fromkeys(adversary.sites, votes[k])))
@@ -310,4 +323,6 @@ def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
 
 def test_opened_is_noise_without_the_masks_of_who_is_gone():
     sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
-    assert looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N
+    assert (
+        looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N
+    )

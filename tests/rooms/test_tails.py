@@ -7,7 +7,15 @@ from scipy.stats import binom, norm
 
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import Mechanism, max_tpr
-from wsi_fl.privacy.audit import _NOISE_DRAWS, _FALSE_POSITIVE_RATES, _empirical_tpr, _find_most_exposed, compute_mu, best_test_tpr, measure_exposure
+from wsi_fl.privacy.audit import (
+    _FALSE_POSITIVE_RATES,
+    _NOISE_DRAWS,
+    _empirical_tpr,
+    _find_most_exposed,
+    best_test_tpr,
+    compute_mu,
+    measure_exposure,
+)
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 
@@ -21,7 +29,9 @@ def a_cohort(n=300, planted=3, seed=0):
     z = torch.from_numpy(rng.normal(size=(n, 16)) * np.where(np.arange(16) < 12, 0.1, 0.005))
     z[:planted] = torch.eye(16, dtype=torch.float64)[13 : 13 + planted] * 0.999
     y = torch.from_numpy(rng.integers(0, 2, n))
-    return torch.stack([head.pack_statistics(z[k : k + 1], y[k : k + 1]) for k in range(n)]).numpy(), y.numpy()
+    return torch.stack(
+        [head.pack_statistics(z[k : k + 1], y[k : k + 1]) for k in range(n)]
+    ).numpy(), y.numpy()
 
 
 def drawn(sigma, k, n):
@@ -106,7 +116,9 @@ def a_letter(n=60, sigma=2.0, *, rows=True, seed=0):
     head = SharedHead(2, D, projection=16, patients=not rows)
     x = torch.from_numpy(rng.normal(size=(n * each, D)).astype(np.float32))
     y, who = torch.from_numpy(rng.integers(0, 2, n * each)), torch.arange(n * each) // each
-    exact = NoisyStatistics(sigma, 1.0, n, "row" if rows else "patient").clip_statistics(head, head.embed_rows(x), y, who)
+    exact = NoisyStatistics(sigma, 1.0, n, "row" if rows else "patient").clip_statistics(
+        head, head.embed_rows(x), y, who
+    )
     return head, released(head, exact, sigma, torch.Generator().manual_seed(seed)), exact
 
 
@@ -121,7 +133,9 @@ def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
     head, _, exact = a_letter(n, sigma, rows=rows)
     chance = torch.Generator().manual_seed(1)
     letters = [released(head, exact, sigma, chance) for _ in range(500)]
-    refused = sum(bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
+    refused = sum(
+        bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters
+    )
     least = binom.ppf(1e-4, 500, 0.008) if rows else 0
     assert least <= refused <= binom.ppf(1 - 1e-4, 500, 0.01)
     assert not any(explain_invalid_statistics(head, one, n, sigma, rows=rows) for one in letters[:100])
@@ -132,7 +146,9 @@ def test_forged_letters_are_refused(sigma):
     head, letter, _ = a_letter(sigma=sigma)
     assert explain_invalid_statistics(head, letter, 60, sigma) == ""
     flipped = torch.cat([letter[:-2].view(2, -1).flip(0).flatten(), letter[-2:].flip(0)])
-    assert explain_invalid_statistics(head, flipped, 60, sigma) == ""  # labels may be wrong anywhere, and are bounded by n
+    assert (
+        explain_invalid_statistics(head, flipped, 60, sigma) == ""
+    )  # labels may be wrong anywhere, and are bounded by n
     forged = torch.cat([1000 * flipped[:-2], flipped[-2:]])
     assert explain_invalid_statistics(head, forged, 60, sigma)
     one = letter.clone()
@@ -140,7 +156,9 @@ def test_forged_letters_are_refused(sigma):
     assert "longer than its count" in explain_invalid_statistics(head, one)
     more = letter.clone()
     more.view(-1)[[16, 33]] += 60.0
-    assert "announced" in explain_invalid_statistics(head, more, 60, sigma) or "long" in explain_invalid_statistics(head, more, 60, sigma)
+    assert "announced" in explain_invalid_statistics(
+        head, more, 60, sigma
+    ) or "long" in explain_invalid_statistics(head, more, 60, sigma)
     louder = letter.clone()
     louder[-2:] = 4 * louder[-2:] + 1
     assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)
@@ -152,7 +170,9 @@ def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
     worst_case[0], worst_case[16] = 57.0, 17.0  # all rows of one class, in one direction
     worst_case[-2:] = 4.0
     for scale in (1.0, 1.3, 2.0, 1000.0):
-        if not explain_invalid_statistics(head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0):
+        if not explain_invalid_statistics(
+            head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0
+        ):
             assert scale * float(worst_case[:-2].norm()) < 60 + 2 * (norm.isf(1e-7) + np.sqrt(34)) * 1.5
     assert not explain_invalid_statistics(head, worst_case, 60, 2.0)
 

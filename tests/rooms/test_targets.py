@@ -3,7 +3,7 @@
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.site.targets import _read_by_name, _parse_truth, read_patient_column
+from wsi_fl.stages.site.targets import _parse_truth, _read_by_name, read_patient_column
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.study.site import SiteFile

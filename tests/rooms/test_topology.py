@@ -14,10 +14,10 @@ from wsi_fl.federation.topology import (
     exponential,
     find_topology,
     list_hops,
-    parse_graph,
-    random_permutation,
     list_receivers,
     list_senders,
+    parse_graph,
+    random_permutation,
 )
 
 n_sites = st.integers(2, 64)
@@ -123,7 +123,11 @@ def test_the_hub_of_a_star_is_the_first_site_present_and_a_ring_goes_round_those
     gather, broadcast = list_hops(graphs.star, 5, [4, 2, 3], 0)
     assert [list_senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
     assert list_receivers(broadcast, 2) == [3, 4]
-    assert [list_receivers(list_hops(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
+    assert [list_receivers(list_hops(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [
+        [2],
+        [3],
+        [0],
+    ]
 
 
 @st.composite
@@ -295,4 +299,8 @@ def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
 def test_who_listens_sends_nothing_in_a_graph_of_names_either():
     graph = parse_graph({"rounds": [[["L", "A"], ["A", "B"], ["B", "L"], ["B", "A"]]]}, ["L", "A", "B"], "g")
     (matrix,) = list_hops(graph, 3, [1, 2], 0, 0.5, listening=[0])
-    assert list_receivers(matrix, 0) == [] and list_receivers(matrix, 1) == [2] and list_receivers(matrix, 2) == [0, 1]
+    assert (
+        list_receivers(matrix, 0) == []
+        and list_receivers(matrix, 1) == [2]
+        and list_receivers(matrix, 2) == [0, 1]
+    )

@@ -9,7 +9,14 @@ from scipy import stats
 from sksurv.metrics import concordance_index_censored
 
 from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
-from wsi_fl.learning.verdict import Estimate, estimate_mean, estimate_from_repetitions, compare_pairs, estimate_ratio, decide_verdict
+from wsi_fl.learning.verdict import (
+    Estimate,
+    compare_pairs,
+    decide_verdict,
+    estimate_from_repetitions,
+    estimate_mean,
+    estimate_ratio,
+)
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.report.worth import verdict_words
 
@@ -78,7 +85,9 @@ def test_what_each_example_adds_has_the_score_as_its_mean():
     assert CLASSES.example_scores(said, truth).mean() == CLASSES.compute_scores(said, truth)["accuracy"]
     numbers, task = rng.normal(5, 2, 60), NumberTask(0, 10)
     guess = (numbers + rng.normal(size=60))[:, None]
-    assert task.example_scores(guess, numbers).mean() == pytest.approx(task.compute_scores(guess, numbers)["r2"])
+    assert task.example_scores(guess, numbers).mean() == pytest.approx(
+        task.compute_scores(guess, numbers)["r2"]
+    )
     assert task.example_scores(guess[:1], numbers[:1]) is None
     times = np.stack([rng.exponential(10, 300), rng.random(300) < 0.7], axis=1)
     curves = np.clip(0.3 + times[:, :1] / 40 + 0.2 * rng.random((300, 3)), 0, 1)
@@ -105,12 +114,14 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
             own = slice(k, None, sites)
             head.set_local_statistics(z[own], y[own])
             exact = head.pack_statistics(z[own], y[own])
-            head.set_noisy_statistics(exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2)
+            head.set_noisy_statistics(
+                exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2
+            )
         SharedHead.combine(heads)
         return heads[0]
 
     def says(head):
-        weights, bias = head.head()
+        weights, bias = head.solve_head()
         return (z @ weights + bias).diff(dim=1)[:, 0]
 
     def scatter(said):
@@ -118,7 +129,9 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
 
     fresh = scatter([says(exchanged(sd)) for _ in range(100)])
     around = [
-        scatter([says(exchanged(sd).redraw_noise(rng))] + [says(heads[0].redraw_noise(rng)) for _ in range(25)])
+        scatter(
+            [says(exchanged(sd).redraw_noise(rng))] + [says(heads[0].redraw_noise(rng)) for _ in range(25)]
+        )
         for _ in range(4)
     ]
     assert np.mean(around) == pytest.approx(fresh, rel=0.2)

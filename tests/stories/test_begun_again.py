@@ -27,7 +27,9 @@ def contents(root):
 @pytest.fixture
 def partition(tmp_path):
     np.savez(tmp_path / "x.npz", **DATA)
-    return lambda study, n_sites=3: stage.partition_images(study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z")
+    return lambda study, n_sites=3: stage.partition_images(
+        study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z"
+    )
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from conftest import make_study, nightly, refused, write_features
 
 from wsi_fl.demo.phantom import plan_slides
-from wsi_fl.demo.run import _STEPS, INPUT_PX, run_demo, draw_public_patches, random_weights
+from wsi_fl.demo.run import _STEPS, INPUT_PX, draw_public_patches, random_weights, run_demo
 from wsi_fl.stages.answers.compare import compare_methods
 from wsi_fl.stages.training.train import train
 
@@ -56,7 +56,11 @@ def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
         assert verdicts[:2] == ["join", "join"]
     else:
         assert "join" not in verdicts
-        said = ("there is nothing to gain", "these runs do not show", "its local model makes the same predictions")
+        said = (
+            "there is nothing to gain",
+            "these runs do not show",
+            "its local model makes the same predictions",
+        )
         assert any(words in page for words in said)
 
 

@@ -72,7 +72,7 @@ def cut_at(name, number):
         real(site, round_)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(loop, "checkpoint", cut)
+        patch.setattr(loop, "write_checkpoint", cut)
         yield
 
 
@@ -122,7 +122,7 @@ def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
         limit(study, site, 0)
     for attempt in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
         refused(attempt, "sites/S0.toml: max_epsilon = 0.001 is enough for 0 of 3 rounds")
-    assert not list(study.runs.glob("0*"))
+    assert not list(study.runs_path.glob("0*"))
 
 
 def test_a_dry_run_says_how_far_a_budget_goes_and_who_cannot_afford_one_round_never_joins(study, capsys):
@@ -209,7 +209,7 @@ def pid_of(run_path, rank, n=4):
 
 
 def wait_for_round(study, number, site, run="00001-proxyfl-small"):
-    path = study.runs / run / "sites" / site / "state"
+    path = study.runs_path / run / "sites" / site / "state"
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if path.exists() and any(int(f.stem[-5:]) >= number for f in path.glob("round_*.safetensors")):
@@ -307,7 +307,7 @@ def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(larger_pair)
     cuts = [("S1", 3), ("S0", 5, "S1"), ("S1", 9), ("S1", 11, "S0")]
     assert interrupted(larger_pair, *cuts, overrides=["train.rounds=12"])["lost"] == []
     for site in larger_pair.site_names():
-        lines = [json.loads(line) for line in larger_pair.ledger(site).read_text().splitlines()]
+        lines = [json.loads(line) for line in larger_pair.ledger_path(site).read_text().splitlines()]
         sent = [line["round"] for line in lines if line.get("sending") and not line.get("again")]
         assert sent == sorted(set(sent))
 

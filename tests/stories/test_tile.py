@@ -24,7 +24,7 @@ from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init import init_study
-from wsi_fl.stages.prepare.tile import estimate_bytes, tile_slides, render_tile_lines
+from wsi_fl.stages.prepare.tile import estimate_bytes, render_tile_lines, tile_slides
 from wsi_fl.stages.prepare.tile_plans import hash_plan_inputs
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
@@ -80,7 +80,7 @@ def files_of(study):
 
 
 def content(study, site):
-    with PatchStore(study.store(site)) as store:
+    with PatchStore(study.store_path(site)) as store:
         return store.read(np.arange(len(store))), store.table
 
 
@@ -119,27 +119,27 @@ def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch
         return sorted(looked)
 
     def stamps():
-        return [path.stat().st_mtime_ns for path in study.store("C1").parent.glob("slides/*.h5")]
+        return [path.stat().st_mtime_ns for path in study.store_path("C1").parent.glob("slides/*.h5")]
 
     monkeypatch.setattr(stage, "plan_slide", noted)
     everything = again()
-    before, written = study.store("C1").read_bytes(), stamps()
-    assert len(everything) == 4 and again() == [] and study.store("C1").read_bytes() == before
+    before, written = study.store_path("C1").read_bytes(), stamps()
+    assert len(everything) == 4 and again() == [] and study.store_path("C1").read_bytes() == before
     assert stamps() == written
-    slide = next(study.resolve(study.site("C1").slides).parent.glob("*.tif"))
+    slide = next(study.resolve(study.load_site("C1").slides).parent.glob("*.tif"))
     stamp = slide.stat().st_atime_ns, slide.stat().st_mtime_ns
     os.utime(slide, ns=(stamp[0], stamp[1] + 1))
     assert again() == [slide.stem] and again() == []
     os.utime(slide, ns=stamp)  # others read it too
-    plan = next((study.store("C1").parent / ".plans").glob("*.npz"))
+    plan = next((study.store_path("C1").parent / ".plans").glob("*.npz"))
     damaged = bytearray(plan.read_bytes())
     damaged[len(damaged) // 2] ^= 0x40
     plan.write_bytes(damaged)
     assert {plan.stem} <= set(again()) <= {plan.stem, slide.stem}
     assert again("tile.min_tissue=0.3") == again("tile.min_tissue=0.2") == everything
     assert again("tile.max_per_slide=5") == []  # what is drawn rests on plans alone
-    assert study.store("C1").read_bytes() != before and again() == []
-    assert study.store("C1").read_bytes() == before
+    assert study.store_path("C1").read_bytes() != before and again() == []
+    assert study.store_path("C1").read_bytes() == before
 
 
 def test_a_plan_rests_on_the_slide_its_label_and_outlines_and_the_settings(tmp_path):
@@ -282,7 +282,7 @@ def read(study, rows=None):
 
 
 def shards_of(study):
-    return sorted((study.store("A").parent / "slides").glob("*.h5"))
+    return sorted((study.store_path("A").parent / "slides").glob("*.h5"))
 
 
 ALIGNED = ["tile.size_px=256", "tile.mpp=0.5", "tile.balance=false", "tile.min_tissue=0.05"]
@@ -319,7 +319,7 @@ def test_the_room_for_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patch
     with Slide(aligned[0]) as slide:
         grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
         assert [slide.has_whole_tiles(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
-    plans = SimpleNamespace(in_tiles=[True, False].__getitem__)
+    plans = SimpleNamespace(is_native_tiled=[True, False].__getitem__)
     needed = estimate_bytes({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
     assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
 
@@ -402,7 +402,7 @@ def test_two_ranks_make_the_store_of_one_process_byte_for_byte(study, calm, as_r
 
 
 def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(study, as_ranks):
-    with site_lock(study.store("C1").parent, "C1"):
+    with site_lock(study.store_path("C1").parent, "C1"):
         told, *silent = as_ranks(3, lambda: tile_slides(study, site=None))
     assert isinstance(told, WsiFlError) and "another wsi-fl command" in str(told)
     assert [end.code for end in silent] == [1, 1]

@@ -90,7 +90,7 @@ def whole(tmp_path_factory):
 
 def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(whole, wsi_fl):
     study, summary = whole
-    known = set(study.runs.glob("*-proxyfl-*"))
+    known = set(study.runs_path.glob("*-proxyfl-*"))
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(WSI_FL, cwd=study.root, start_new_session=True, **quiet) as job:
         path = _killed_within(study, known, job)
@@ -108,11 +108,11 @@ def _killed_within(study, known, job):
     """SIGKILLs the launcher, mpiexec and the ranks once a round is checkpointed; returns the run."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        fresh = set(study.runs.glob("*-proxyfl-*")) - known
+        fresh = set(study.runs_path.glob("*-proxyfl-*")) - known
         if fresh and list(next(iter(fresh)).glob("sites/*/state/round_*.safetensors")):
             break
         time.sleep(0.005)
-    (path,) = set(study.runs.glob("*-proxyfl-*")) - known
+    (path,) = set(study.runs_path.glob("*-proxyfl-*")) - known
     killed = _processes_of(job.pid)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
 
 def test_same_names_at_two_sites_are_two_patients(pair):
     for k in range(2):
-        with edited(pair.store(f"S{k}")) as file:
+        with edited(pair.store_path(f"S{k}")) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
     row = evaluate(pair, alone(pair))["sites"][0]
     assert row["intervals"]["accuracy"] is not None  # one test patient each, clustered by patient
@@ -191,7 +191,7 @@ def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(p
 
 def test_a_store_made_anew_is_noticed(pair):
     run = alone(pair)
-    shutil.rmtree(pair.store("S1").parent)
+    shutil.rmtree(pair.store_path("S1").parent)
     write_store(pair, "S1", n_per_slide=14)
     refused(lambda: evaluate(pair, run), "site S1: its store was made anew since this run began")
 
@@ -224,16 +224,16 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
     ],
 )
 def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
-    pipeline = study.pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
+    pipeline = study.load_pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
     assert find_guarantee(METHODS[method], pipeline) == guarantee
 
 
 def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
-    shutil.rmtree(pair.store("S1").parent)
+    shutil.rmtree(pair.store_path("S1").parent)
     write_store(pair, "S1", mpp=0.5)
     done = wsi_fl("train", "--json", cwd=pair.root)
     assert done.returncode == 2 and done.stdout == ""
-    assert not list(pair.runs.glob("0*"))
+    assert not list(pair.runs_path.glob("0*"))
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("wsi-fl: error:")]
     assert line == "wsi-fl: error: sites disagree: S1 has 0.5 as the resolution (µm/px), S0 1.0"
     assert "Traceback" not in done.stderr
@@ -265,7 +265,7 @@ def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ("mpiexec was not found; install ", "wsi-fl[mpi]", "--backend local")
     refused(lambda: train(study, method="proxyfl"), *words, error=WsiFlError)
-    assert not study.runs.exists()
+    assert not study.runs_path.exists()
     beside = tmp_path / "mpiexec"
     beside.touch()
     assert launch.find_mpiexec() == str(beside)

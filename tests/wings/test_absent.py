@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 from conftest import REAL, make_study, refused
 
-from wsi_fl.hospitals.plans.approving import review_plan, review_lines
-from wsi_fl.hospitals.plans.making import parse_plan_document, make_plan
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.report.words import describe_absences
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import summary_lines, train

@@ -9,10 +9,10 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import record_approval, load_approved_plan
+from wsi_fl.hospitals.plans.signed import load_approved_plan, record_approval
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision_federation
-from wsi_fl.hospitals.work.backup import write_backup, restore_backup, restore_lines
+from wsi_fl.hospitals.work.backup import restore_backup, restore_lines, write_backup
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import list_heads
@@ -42,11 +42,11 @@ def bed(template, tmp_path, monkeypatch):
 
 
 def ledger_of(study):
-    return LedgerFile(study.ledger("S0"), list_heads(study, "S0"))
+    return LedgerFile(study.ledger_path("S0"), list_heads(study, "S0"))
 
 
 def spend(study, *rounds):
-    study.ledger("S0").parent.mkdir(exist_ok=True)
+    study.ledger_path("S0").parent.mkdir(exist_ok=True)
     with (ledger := ledger_of(study)).hold_lock():
         for number in rounds:
             ledger.append({"run": "00001 a", "site": "S0", "round": number, "real": True})
@@ -66,7 +66,9 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
     assert load_approved_plan(study, Kit.open(kit.path).load_identity()).digest == digest
     spend(study, 3)
     assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
-    assert load_holdout_draw(study, "S0") == lots and len(lots.secret) == 32  # so the same patients are held out
+    assert (
+        load_holdout_draw(study, "S0") == lots and len(lots.secret) == 32
+    )  # so the same patients are held out
     assert secret_path(study, "S0").stat().st_mode & 0o777 == 0o600
 
 
@@ -79,7 +81,7 @@ def test_restore_says_what_its_ledger_knows(bed):
     with (ledger := ledger_of(study)).hold_lock():
         ledger.append(line)
     write_backup(kit, study, root / "S0.tar")
-    study.ledger("S0").unlink()
+    study.ledger_path("S0").unlink()
     said = restore_backup(root / "S0.tar", kit.path, study)
     spent = epsilon([Mechanism(4.0, 1.0, 0.1, 5)], 1e-5)
     assert said["ledger"] == {"runs": 2, "last": line["time"], "epsilon": pytest.approx(spent), "delta": 1e-5}
@@ -95,16 +97,16 @@ def test_an_older_ledger_is_refused_and_a_newer_one_stays(bed):
     said = restore_backup(root / "old.tar", kit.path, study)  # the key was lost alone
     assert str(kit.path / "startup" / "client.key") in said["restored"]
     assert len(ledger_of(study).entries) == 3
-    study.ledger("S0").unlink()
+    study.ledger_path("S0").unlink()
     again = lambda: restore_backup(root / "old.tar", kit.path, study)  # noqa: E731
     refused(again, "this is not the ledger that", "had 3 lines or more", error=WsiFlError)
-    assert not study.ledger("S0").exists()
+    assert not study.ledger_path("S0").exists()
 
 
 def test_another_ledger_or_key_is_not_replaced(bed):
     root, study, kit = bed
     write_backup(kit, study, root / "S0.tar")
-    file = study.ledger("S0")
+    file = study.ledger_path("S0")
     file.write_text(file.read_text().splitlines(keepends=True)[0])
     refused(lambda: restore_backup(root / "S0.tar", kit.path, study), "move it away first", error=WsiFlError)
     refused(lambda: restore_backup(root / "S0.tar", root / "kits" / "S1", study), "another key is here")
@@ -185,11 +187,11 @@ def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger_behind(bed, dama
 
 def test_a_letter_is_in_the_backup_beside_the_ledger_that_knows_it(bed):
     root, study, kit = bed
-    for path in (study.release("S0"), study.local_release_path("S0")):
+    for path in (study.release_path("S0"), study.local_release_path("S0")):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"a letter")
     write_backup(kit, study, root / "S0.tar")
     for folder in (kit.path, study.root, root / "state"):
         shutil.rmtree(folder)
     restore_backup(root / "S0.tar", kit.path, study)
-    assert study.release("S0").read_bytes() == study.local_release_path("S0").read_bytes() == b"a letter"
+    assert study.release_path("S0").read_bytes() == study.local_release_path("S0").read_bytes() == b"a letter"

@@ -23,7 +23,7 @@ from wsi_fl import __version__
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.board import page as looking
 from wsi_fl.hospitals.board.page import _collect_state, dashboard_lines, make_dashboard
-from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, FederationState, FederationMember, next_steps
+from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, FederationMember, FederationState, next_steps
 from wsi_fl.hospitals.lines.folder_line import FolderTransport
 from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
 from wsi_fl.hospitals.plans.making import make_plan
@@ -205,7 +205,9 @@ def founded(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         (root / "share").mkdir()
-        provision_federation(root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"])
+        provision_federation(
+            root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"]
+        )
         study = larger_study(root / "study", n_sites=2, site_extra=REAL)
         keys = RootCA.open(root / "kits").load_keys()
         plan = make_plan(study, method="proxyfl", out=study.root / "plan.json", keys=keys)
@@ -245,7 +247,10 @@ def test_the_coordinator_sees_who_has_not_signed(founded):
 def greeted(founded, plan=None, by="S1"):
     """The line of S1, which has said hello to S0."""
     digest, identity = plan or founded[2].digest, kit_of(founded, by).load_identity()
-    line, writer = FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest), MessageSealer(identity)
+    line, writer = (
+        FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest),
+        MessageSealer(identity),
+    )
     said = {"certificate": identity.certificate, "public": writer.public, "time": 1.78e9, "version": "9.9"}
     hello = writer.write_handshake({**said, "code": code_digest(), "gone": {}}, digest)
     assert line.send("S0", "hello", hello, 0.0) == ""
@@ -306,14 +311,14 @@ def finished(founded, tmp_path_factory):
         plan = made(study, study.root, "proxyfl", *overrides)
         summary = train(study, method="proxyfl", overrides=overrides, backend="local")
         answers = {site: public_summary(study, site, dict(summary)) for site in ("S0", "S1")}
-        patch.setattr(submitting, "_run", lambda *_: answers)
+        patch.setattr(submitting, "_run_job", lambda *_: answers)
         kit = Kit.open(root / "kits" / "coordinator")
         submitting.submit_plan(kit, plan, parent_folder=study.root)
         submitting._log_submission(kit, "job-1", plan, {"what": "work"}, plan.sites)
         submitting._log_end(kit, "job-1", run=summary["run"])
         job = {"id": "job-1", "status": "FINISHED:COMPLETED", "reason": None}
-        patch.setattr(looking, "status", lambda _: {"connected": ["S0"], "jobs": [job]})
-        patch.setattr(looking, "look", lambda _: iter(()))
+        patch.setattr(looking, "load_status", lambda _: {"connected": ["S0"], "jobs": [job]})
+        patch.setattr(looking, "check_connection", lambda _: iter(()))
         yield root / "kits" / "coordinator", study, summary
 
 
@@ -342,7 +347,7 @@ def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
         append_line(kit / "jobs.jsonl", line)
         append_line(kit / "jobs.jsonl", {"id": "job-2", "reason": "site S1 took nothing (timeout) for 20 s"})
         down = WsiFlError("no way through to localhost port 1 (refused): is the server up")
-        monkeypatch.setattr(looking, "status", lambda _: (_ for _ in ()).throw(down))
+        monkeypatch.setattr(looking, "load_status", lambda _: (_ for _ in ()).throw(down))
         found = make_dashboard(study, kit=kit)
     finally:
         (kit / "jobs.jsonl").write_text(kept)
@@ -355,7 +360,7 @@ def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
 def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
     kit, study, _ = finished
     job = {"id": "job-1", "status": "RUNNING", "reason": None}
-    monkeypatch.setattr(looking, "status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
+    monkeypatch.setattr(looking, "load_status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
     found = make_dashboard(study, kit=kit)
     assert found["running"] and found["next"][-1]["what"] == "wait: the hospitals work"
     job |= {"status": "DEAD", "reason": "the server was stopped while it ran"}

@@ -19,7 +19,7 @@ from wires import Wire, at_once
 
 from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.dossier import page
-from wsi_fl.hospitals.plans.approving import review_plan, review_lines, sign_plan
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.rehearsing import dry_run_plan
 from wsi_fl.hospitals.work.taking_part import LAST, take_part
@@ -101,7 +101,9 @@ class Hospitals:
             before = study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b""
             by_files = train(study, method="oneshot", backend="local", overrides=SENT)
             assert same(self.head(name, found[name]), self.head(name, by_files))
-            assert before == (study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b"")
+            assert before == (
+                study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b""
+            )
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +143,12 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
         assert len(hospitals.charges(name)) == 1
         row = next(row for row in found[name]["sites"] if row["site"] == name)
         assert row["epsilon"] == row["lifetime_epsilon"] == pytest.approx(cost.letter)
-        _, once, again = read_lines(hospitals.study(name).ledger(name))
+        _, once, again = read_lines(hospitals.study(name).ledger_path(name))
         assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
     study = hospitals.study("S0")
-    (account,) = page._list_accounts(study, "S0", page.LedgerFile(study.ledger("S0")).entries, 1e-5, None)
+    (account,) = page._list_accounts(
+        study, "S0", page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None
+    )
     assert page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
 
 
@@ -189,14 +193,14 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     hospitals = all_released
     plan, study = hospitals.plan(), hospitals.study("S2")
     hospitals.sign(plan)
-    file = study.release("S2")
+    file = study.release_path("S2")
     good = file.read_bytes()
 
     def no_go(*said, error=WsiFlError):
         (found,) = hospitals.run("S2").values()
         assert isinstance(found, error) and all(word in str(found) for word in said), found
         refused(lambda: review_plan(study, plan, "S2"), *said, error=error)
-        assert len(read_lines(study.ledger("S2"))) == 2  # nothing was sent
+        assert len(read_lines(study.ledger_path("S2"))) == 2  # nothing was sent
         file.write_bytes(good)
 
     sums = sums_at(file)
@@ -208,10 +212,10 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     no_go("lacks the release of statistics/S2.safetensors", error=UsageError)
     file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
     no_go("these are the statistics of site S1")
-    lines = study.ledger("S2").read_text().splitlines(keepends=True)
+    lines = study.ledger_path("S2").read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["sending"]
-    study.ledger("S2").write_text(lines[0])  # as where the machine stopped before
-    for head in (study.store("S2").parent / "ledger.head.json", user_head_path("S2")):
+    study.ledger_path("S2").write_text(lines[0])  # as where the machine stopped before
+    for head in (study.store_path("S2").parent / "ledger.head.json", user_head_path("S2")):
         head.unlink()
     words = "not final in the ledger", "wsi-fl statistics"
     refused(lambda: review_plan(study, plan, "S2"), *words, error=WsiFlError)
@@ -287,7 +291,7 @@ def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals
 def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals):
     hospitals.release("S0", "S1")
     study, sums = hospitals.study("S0"), sums_at(hospitals.study("S1").release("S1"))
-    party = RunContext.create(study, study.pipeline(study.pipeline_name(None), SENT), "oneshot")
+    party = RunContext.create(study, study.load_pipeline(study.pipeline_name(None), SENT), "oneshot")
 
     def keep(content, name="S1"):
         carrying._keep_statistics(party, "S0", name, content)
@@ -299,9 +303,9 @@ def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals)
     other = hospitals.study("S1").release("S1")
     rewritten(other, encoder="evil\nlines sha256:0")
     refused(lambda: keep(b64encode(other.read_bytes()).decode()), "encoder = evil?lines", error=UsageError)
-    assert [file.name for file in study.release("S0").parent.iterdir()] == ["S0.safetensors"]
+    assert [file.name for file in study.release_path("S0").parent.iterdir()] == ["S0.safetensors"]
     keep(good)
-    assert study.release("S1").stat().st_mode & 0o077 == 0
+    assert study.release_path("S1").stat().st_mode & 0o077 == 0
 
 
 def test_letters_that_all_have_or_that_fewer_sites_began_with():

@@ -9,7 +9,14 @@ from typer.testing import CliRunner
 from wires import Federation
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.plans.census import _MIN_PATIENTS, _exact_counts, _add_noise, collect_responses, read_response, run_query
+from wsi_fl.hospitals.plans.census import (
+    _MIN_PATIENTS,
+    _add_noise,
+    _exact_counts,
+    collect_responses,
+    read_response,
+    run_query,
+)
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
@@ -67,7 +74,10 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
     assert run_query(study, identity, ASKED, epsilon=0.3) == first
     entries = LedgerFile(study.ledger_path("S0")).entries
     assert len(collect_mechanisms(entries)) == 1 and [entry.sending for entry in entries] == [False, True]
-    assert epsilon(collect_mechanisms(entries), 1e-5) == pytest.approx(0.3, rel=1e-3) and entries[0].unit == "patient"
+    assert (
+        epsilon(collect_mechanisms(entries), 1e-5) == pytest.approx(0.3, rel=1e-3)
+        and entries[0].unit == "patient"
+    )
     assert list(first["counts"]) == ["grade", "her2"]
     assert list(first["counts"]["grade"]) == ["low", "high", "other"] and "secret" not in json.dumps(first)
     asked, found = [ASKED, {"grade": ["low", "high"]}], []

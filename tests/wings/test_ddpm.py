@@ -16,7 +16,16 @@ from test_synthesize import interrupted
 
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.synthesis import ddpm
-from wsi_fl.synthesis.ddpm import DdpmShape, DdpmState, Sampling, UNet, build_denoiser, draw_images, step, flatten_parameters
+from wsi_fl.synthesis.ddpm import (
+    DdpmShape,
+    DdpmState,
+    Sampling,
+    UNet,
+    build_denoiser,
+    draw_images,
+    flatten_parameters,
+    step,
+)
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.stages.ddpm import KIND
 from wsi_fl.synthesis.stages.sample import sample
@@ -157,7 +166,9 @@ def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps,
 @pytest.mark.parametrize("steps", [1, 8, 25, 100])
 def test_where_steps_divide_the_chain_images_are_those_of_the_library(steps):
     shape = replace(SHAPE, chain=200)
-    (images,) = draw_images(Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0)
+    (images,) = draw_images(
+        Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0
+    )
     plain = DDIMScheduler(**shape.diffusion, timestep_spacing="trailing")
     plain.set_timesteps(steps)
     x = first_noise(4)

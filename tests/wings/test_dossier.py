@@ -21,7 +21,7 @@ from wsi_fl.cli.main import app
 from wsi_fl.hospitals.dossier import evidence as writing
 from wsi_fl.hospitals.dossier import page
 from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
-from wsi_fl.hospitals.dossier.page import _largest_patient_rows, _render_page, write_departure, make_dossier
+from wsi_fl.hospitals.dossier.page import _largest_patient_rows, _render_page, make_dossier, write_departure
 from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
 from wsi_fl.hospitals.plans.making import parse_plan_document
 from wsi_fl.hospitals.plans.signed import approval_path, load_approved_plan, plan_path
@@ -47,12 +47,12 @@ def spend(study, plan, rounds=2):
     """Put releases under a plan on the ledger of S0, and an audit beside them."""
     terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
     given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "named": {"agreement": plan.digest}}
-    ledger = PrivacyLedger(study.ledger("S0"), terms=terms, **given)
+    ledger = PrivacyLedger(study.ledger_path("S0"), terms=terms, **given)
     for number in range(1, rounds + 1):
         ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=ROUND, content="model")
     counts = np.arange(8, dtype=np.uint8)  # of test patients, whom no ε covers
     ledger.release(rounds + 1, counts, schema="x", mechanism=None, content="scores")
-    folder = study.runs / RUN
+    folder = study.runs_path / RUN
     write_sealed(folder / "manifest.json", {"id": "a" * 32, "config_sha256": ""})
     cost = {"seconds": 0.5, "epsilon": 1.0, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
     for number in range(1, rounds + 1):
@@ -92,7 +92,9 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     (account,) = found["accounts"]
     assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
     assert account["epsilon"] == pytest.approx(ledger.epsilon())
-    assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.released()]
+    assert [one["sha256"] for one in account["releases"]] == [
+        one.split()[1] for one in ledger.list_releases()
+    ]
     assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
     (audited,) = found["audits"]
     assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
@@ -179,7 +181,7 @@ def test_what_is_not_known_of_patients_is_not_said_nor_are_bounds_of_an_audit_th
     assert any("how much less is not known here" in one for one in found["not_protected"])
     assert "not known: it was signed without the store" in page
     assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
-    with without(study.runs / RUN / "audit" / "audit.json"):
+    with without(study.runs_path / RUN / "audit" / "audit.json"):
         facts = " ".join(make(study, kit, tmp_path)[0]["assessment"][3]["facts"])
     assert "bounds" not in facts and "No model of the site was audited" in facts
 
@@ -256,7 +258,7 @@ def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
     study, kit, _, ledger = signed
     study = Study(shutil.copytree(study.root, tmp_path / "study"))
     copy = PrivacyLedger(study.ledger_path("S0"), site="S0", run=ledger.run, terms=ledger.terms)
-    copy.record_transmission(3, ledger.released()[-1].split()[1])
+    copy.record_transmission(3, ledger.list_releases()[-1].split()[1])
     (study.runs_path / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')
     manifest = {"id": "a" * 32, "config_sha256": "", "method": "proxyfl"}
     write_sealed(study.runs_path / RUN / "manifest.json", manifest)
@@ -309,7 +311,7 @@ def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evid
     assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    with without(study.runs / RUN / "audit" / "audit.json"):
+    with without(study.runs_path / RUN / "audit" / "audit.json"):
         document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
     asked = answers(document, "Is a model")
     assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
@@ -327,7 +329,7 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
     signed, evidence, tmp_path, monkeypatch
 ):
     study, kit, *_ = signed
-    file = study.runs / RUN / "audit" / "audit.json"
+    file = study.runs_path / RUN / "audit" / "audit.json"
     document, before = json.loads(file.read_text()), file.read_text()
     stayed = {
         "model": "private",
@@ -371,8 +373,10 @@ def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, mon
         return file.name
 
     make_tool = writing._run_tool
-    monkeypatch.setattr(writing, "_tool", tool)
-    monkeypatch.setattr(page, "_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
+    monkeypatch.setattr(writing, "_run_tool", tool)
+    monkeypatch.setattr(
+        page, "_load_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows")
+    )
     document_of_kit = json.loads((Path(kit) / "federation.json").read_text())
     shutil.copytree(kit, tmp_path / "kit")
     (tmp_path / "kit" / "federation.json").write_text(
@@ -474,13 +478,15 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert "anybody can make such a root CA" not in done.output
     done, identity = command("--verify", out), Kit.open(kit).load_identity()
     assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
-    assert key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
+    assert (
+        key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
+    )
     assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")
 
 
 def account_of(study, run, document):
-    path = study.runs / run / "sites" / "S0" / "ledger.json"
+    path = study.runs_path / run / "sites" / "S0" / "ledger.json"
     path.parent.mkdir(parents=True)
     path.write_text(document if isinstance(document, str) else json.dumps(document))
 
@@ -491,7 +497,10 @@ def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
     account_of(study, "00001-proxyfl-small", money | {"group": {"rows": 7}})
     account_of(study, "00002-proxyfl-small", money | {"group": None})
     (study.runs_path / "notes.txt").touch()
-    assert (_largest_patient_rows(study, "S0", None), _largest_patient_rows(study, "S0", {"group": {"rows": 9}})) == (7, 9)
+    assert (
+        _largest_patient_rows(study, "S0", None),
+        _largest_patient_rows(study, "S0", {"group": {"rows": 9}}),
+    ) == (7, 9)
     assert _largest_patient_rows(study, "S1", {"group": None}) is None
 
 

@@ -58,7 +58,10 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
         first, second = group.charges(site).values()
         assert (len(first), len(second)) == (MAX_ATTEMPTS, 1)
         one = first[0].mechanism.mechanism
-        spent, approved = epsilon(collect_mechanisms([*first, *second]), 1e-5), epsilon([one] * 2 * MAX_ATTEMPTS, 1e-5)
+        spent, approved = (
+            epsilon(collect_mechanisms([*first, *second]), 1e-5),
+            epsilon([one] * 2 * MAX_ATTEMPTS, 1e-5),
+        )
         assert spent == pytest.approx(epsilon([one] * (MAX_ATTEMPTS + 1), 1e-5)) and spent < approved
         assert group.result(site)["lost"] == []  # of the finished run, whoever said hello
         assert [line["round"] for line in metrics(group.run(site), site)] == [1]

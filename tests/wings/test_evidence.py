@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
 from wsi_fl.synthesis import evidence
-from wsi_fl.synthesis.evidence import COPY_THRESHOLD, list_doubts, judge_copies, find_nearest, find_nearest_other
+from wsi_fl.synthesis.evidence import (
+    COPY_THRESHOLD,
+    find_nearest,
+    find_nearest_other,
+    judge_copies,
+    list_doubts,
+)
 
 
 def normal(n, d, seed=0, shift=0.0, scale=1.0):
@@ -62,7 +68,8 @@ def distances(n, seed, low=0.1):
 
 def test_a_generator_of_the_distribution_passes():
     found = [
-        evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
+        evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01)
+        for k in range(40)
     ]
     failed = [one for one in found if one.list_reasons("nearest sample")]
     assert len(failed) <= 1 and list_doubts({"nearest sample": found[0]}, 200) == []
@@ -82,7 +89,9 @@ def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all
     reasons = list_doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
     nearer = evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
-    assert nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
+    assert (
+        nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
+    )
 
 
 def test_without_held_out_images_or_a_comparison_nothing_passes():

@@ -15,7 +15,7 @@ from wires import needs_flare
 from wsi_fl.hospitals.demo import find_free_port
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit, check_connection
 from wsi_fl.hospitals.trust.making import provision_federation
-from wsi_fl.hospitals.trust.root import revoke_site, install_revocation_list
+from wsi_fl.hospitals.trust.root import install_revocation_list, revoke_site
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.story, needs_flare]
@@ -50,21 +50,27 @@ def _nobody_opened_a_file_of_another(bed):
         if name in bed.sites:
             assert bed.root / name / "federation" / "plan.json" in seen
             # HDF5 is read by a library of C
-            assert bed.study(name).store(name) in seen or not bed.opened.strace
-    store = bed.study("S1").store("S1")
+            assert bed.study(name).store_path(name) in seen or not bed.opened.strace
+    store = bed.study("S1").store_path("S1")
     subprocess.run(bed.opened.watched("S0", opening(store)), check=True)
     assert bed.strangers("S0") == [store]
 
 
 def test_the_server_refuses_a_withdrawn_certificate(tmp_path):
-    provision_federation(tmp_path / "kits", federation="trial", server=f"localhost:{find_free_port()}", sites=["S0", "S1"])
+    provision_federation(
+        tmp_path / "kits", federation="trial", server=f"localhost:{find_free_port()}", sites=["S0", "S1"]
+    )
     revoke_site("S1", tmp_path / "kits")
-    assert install_revocation_list(tmp_path / "kits" / "root" / REVOCATIONS_FILE, tmp_path / "kits" / "server")["newer"]
+    assert install_revocation_list(
+        tmp_path / "kits" / "root" / REVOCATIONS_FILE, tmp_path / "kits" / "server"
+    )["newer"]
     command = [sys.executable, "-m", "wsi_fl", "federation", "start", str(tmp_path / "kits" / "server")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert "listens on port" in server.stderr.readline()
-            steps = {name: list(check_connection(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")}
+            steps = {
+                name: list(check_connection(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")
+            }
         finally:
             server.terminate()
     assert [step.ok for step in steps["S0"]] == [True] * 4

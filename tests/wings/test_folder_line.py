@@ -25,8 +25,8 @@ from wires import NAMES, Federation
 
 from wsi_fl.federation.comm import PeerTimeout
 from wsi_fl.hospitals.lines.folder_line import FolderTransport
-from wsi_fl.hospitals.lines.relayed import SitePresence, ReportableError, SecureComm
-from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, FederationPlan, record_approval, code_digest
+from wsi_fl.hospitals.lines.relayed import ReportableError, SecureComm, SitePresence
+from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, FederationPlan, code_digest, record_approval
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import MessageSealer
 from wsi_fl.hospitals.work import start as starting
@@ -177,7 +177,7 @@ def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkey
     line_of("C2").listen(Desk("refused"))
     sender, missed = line_of("C1"), []
     sender.listen(Desk())
-    look = sender._outgoing.entries
+    look = sender._outgoing.list_entries
 
     def misses(*parts):
         there = look(*parts)
@@ -186,7 +186,7 @@ def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkey
             return {name: one for name, one in there.items() if not name.startswith("C1~")}
         return there
 
-    monkeypatch.setattr(sender._outgoing, "entries", misses)
+    monkeypatch.setattr(sender._outgoing, "list_entries", misses)
     assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it" and missed
 
 
@@ -212,13 +212,17 @@ def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_
         line.listen(Desk())
     for line in (dead, alive):
         assert line.send("C1", "hello", b"here I am", 5.0) == ""
-    until(lambda: alive.list_signs().keys() == set(NAMES) and looks.silence_s("C2") < 1 > looks.silence_s("C3"))
+    until(
+        lambda: alive.list_signs().keys() == set(NAMES) and looks.silence_s("C2") < 1 > looks.silence_s("C3")
+    )
     dead._stop.set()  # its hello and its last sign stay
     until(lambda: looks.silence_s("C2") > 0.5)
     assert looks.silence_s("C3") < 0.5 and looks.waiting() == {"C2", "C3"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starting, "_LEAVING_S", 0.3)
-        assert not starting._has_waiting_peer(looks, {"C2"}) and starting._has_waiting_peer(looks, {"C2", "C3"})
+        assert not starting._has_waiting_peer(looks, {"C2"}) and starting._has_waiting_peer(
+            looks, {"C2", "C3"}
+        )
     (hello,) = inbox(share, "C1").glob("C3~hello~*")
     hello.unlink()  # another process of C3 gives signs, and says another hello
     until(lambda: looks.silence_s("C3") > 0.5)
@@ -289,8 +293,8 @@ def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, 
     attendance = SitePresence(identities["C1"], NAMES[:2])
 
     def hello(of):
-        said = {"certificate": of.identity.certificate, "public": of.public, "time": of.since}
-        return of.hello({**said, "version": "", "code": "0" * 64, "gone": {}}, "")
+        said = {"certificate": of.identity.certificate, "public": of.public, "time": of.started_at}
+        return of.write_handshake({**said, "version": "", "code": "0" * 64, "gone": {}}, "")
 
     def session(limit_s):
         comm = SecureComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, presence=attendance)
@@ -409,7 +413,7 @@ def furnish(study, method, site, k):
 
 
 def plan_of(study, method, overrides, sites=SITES, name="small"):
-    pipeline = study.pipeline(name, overrides)
+    pipeline = study.load_pipeline(name, overrides)
     settings = dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test")
     said = {"format": FORMAT, "version": VERSION, "pipeline": name, "method": method, "settings": settings}
     said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest()}
@@ -469,7 +473,9 @@ def models(run, site):
 def charged(study, site):
     """(round, mechanism) of all that a ledger was charged, in order."""
     return [
-        (line["round"], line["mechanism"]) for line in read_lines(study.ledger(site)) if line.get("mechanism")
+        (line["round"], line["mechanism"])
+        for line in read_lines(study.ledger_path(site))
+        if line.get("mechanism")
     ]
 
 
@@ -580,7 +586,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_
 
 def require_the_same(group):
     study = group.expected()
-    (run,) = study.runs.glob("0*")
+    (run,) = study.runs_path.glob("0*")
     for site in SITES:
         group.result(site)
         assert models(group.run(site), site) == models(run, site)
@@ -655,7 +661,7 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(agreed):
     asked = RunRequest(plan.name, resumes_last=True, agreement=plan.digest)
     first = select_run(party, asked, told("1"))
     second = select_run(party, asked, told("2"))
-    assert first.name == second.name and [p.name for p in study.runs.glob("0*")] == [second.name]
+    assert first.name == second.name and [p.name for p in study.runs_path.glob("0*")] == [second.name]
     assert second.agreement_digest == plan.digest
     both = {"identity": second.id, "rounds": 0, "lost": []}
     assert select_run(party, asked, told("3", both)).id == second.id

@@ -13,9 +13,21 @@ from wires import Wire, at_once
 
 from wsi_fl.hospitals.lines.share import SharedFolder
 from wsi_fl.hospitals.plans import frames
-from wsi_fl.hospitals.plans.admitting import _explain_rejection, admit_plan, make_preapproval, explain_text_rejection, add_codes
+from wsi_fl.hospitals.plans.admitting import (
+    _explain_rejection,
+    add_codes,
+    admit_plan,
+    explain_text_rejection,
+    make_preapproval,
+)
 from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
-from wsi_fl.hospitals.plans.frames import preapproval_path, preapproval_entries, load_preapproval, revoke_preapproval, write_preapproval
+from wsi_fl.hospitals.plans.frames import (
+    load_preapproval,
+    preapproval_entries,
+    preapproval_path,
+    revoke_preapproval,
+    write_preapproval,
+)
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import FederationPlan, approval_path, approval_time, load_approved_plan
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
@@ -76,7 +88,7 @@ def together(studies, identities, plan):
     ends = {}
 
     def be(name):
-        given = {"plan": plan.digest, "brought": plan}
+        given = {"plan": plan.digest, "received_plan": plan}
         return take_part(studies[name], identities[name], Wire(name, ends), **given)
 
     found = at_once(be, studies)
@@ -145,7 +157,9 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     admit_plan(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
     assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
-    assert load_approved_plan(study, me).digest == plan.digest and approval_time(study, "S0").endswith(frame["id"])
+    assert load_approved_plan(study, me).digest == plan.digest and approval_time(study, "S0").endswith(
+        frame["id"]
+    )
     assert (study.root / "federation" / "plans" / f"{plan.digest}.json").read_text() == plan.text
     assert f"plan {plan.digest[:8]} was approved by the standing approval" in capsys.readouterr().err
     before = approval_time(study, "S0")
@@ -158,14 +172,19 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     )
     dear = made(study, identities, "privacy.sigma=1.5")
     refused(
-        lambda: admit_plan(study, me, dear), "privacy.sigma: 1.5, where the standing approval has 5", "or more"
+        lambda: admit_plan(study, me, dear),
+        "privacy.sigma: 1.5, where the standing approval has 5",
+        "or more",
     )
     stranger = made(study, identities, S1="0" * 64)
     refused(lambda: admit_plan(study, me, stranger), "partners")
     edited = FederationPlan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
     refused(lambda: admit_plan(study, me, edited), "S0 cannot approve", "frame.log says why")
     assert "changed by hand" in log_of(study).read_text()
-    assert load_approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
+    assert (
+        load_approved_plan(study, me).digest == plan.digest
+        and log_of(study).read_text().count("refused") == 4
+    )
 
 
 def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
@@ -178,7 +197,9 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     refused(lambda: admit_plan(study, identities["S0"], plan), "not a standing approval of S0")
     earlier = {key: value for key, value in frame.items() if key != "settings"} | {"format": "wsi-fl frame 1"}
     write_preapproval(study, earlier, identities["S0"])  # it fixed too little
-    refused(lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
+    refused(
+        lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another"
+    )
 
 
 def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
@@ -187,7 +208,7 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
-        patch.setattr(frames, "is_over", lambda *_: True)
+        patch.setattr(frames, "has_expired", lambda *_: True)
         refused(lambda: load_approved_plan(study, me), f"allowed this plan until {frame['until']}")
     assert load_approved_plan(study, me)
     revoke_preapproval(study, me)
@@ -221,7 +242,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
 
     reasons = [lambda *_, one=one: one for one in (dear, strange, gone)]
     for why in (*reasons, fails(UsageError("slide S_7")), fails(WsiFlError("S_7")), fails(KeyError("S_7"))):
-        monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", why)
+        monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", why)
         with pytest.raises(UsageError) as told:
             admit_plan(study, me, plan)
         log = "its own federation/frame.log says why"
@@ -230,7 +251,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
     log = log_of(study).read_text()
     assert "ε = 3.01 of 3" in log and "classes" in log and log.count("S_7") == 3
     # a refusal would tell how many rows the patient with the most has: by plans of more noise as exactly as one likes
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: above)
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *_: above)
     admit_plan(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
     refused(
@@ -242,7 +263,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
 
 def spend(study, me, run, rounds):
     """What a run of the approved plan writes on the ledger."""
-    site, named = study.site(me.name), {"approved": approval_time(study, me.name)}
+    site, named = study.load_site(me.name), {"approved": approval_time(study, me.name)}
     terms = PrivacyTerms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
     ledger = open_ledger(study, site, run, terms, named=named)
     for _ in range(rounds):
@@ -280,7 +301,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
             seen.append(admit_plan(study, me, other))
         return load_approved_plan(*given)
 
-    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.approved_plan", meanwhile)
+    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.load_approved_plan", meanwhile)
     part = partial(take_part, study, me, Wire("S0", {}), plan=other.digest)
     refused(part, "approved another plan just now", error=NoCommonPlan)
 
@@ -296,7 +317,9 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
     assert _explain_rejection(listed, review_plan(study, plan, "S0", listed)) == ""
     assert explain_text_rejection(listed, plan, TODAY, 1) == ""
-    refused(lambda: review_plan(study, plan, "S0"), "install the plan's version")  # a person approves one code
+    refused(
+        lambda: review_plan(study, plan, "S0"), "install the plan's version"
+    )  # a person approves one code
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._open_comm", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
@@ -320,7 +343,9 @@ def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, stu
     (share / "plan.json").write_text(other.text)
     refused(lambda: _admit_shared_plan(study, me, str(share)), "exceeds the standing approval of S0: method")
     SharedFolder(str(share)).write(b"{}", "plan.json")
-    refused(lambda: _admit_shared_plan(study, me, str(share)), "plan.json of the shared folder: this is no plan")
+    refused(
+        lambda: _admit_shared_plan(study, me, str(share)), "plan.json of the shared folder: this is no plan"
+    )
 
 
 @pytest.fixture
@@ -359,7 +384,7 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
             assert inside == (plan.digest in ran), came
     assert len(ran) == 10 and len(refused_) == 10
     for name, study in studies.items():
-        entries = LedgerFile(study.ledger(name)).entries
+        entries = LedgerFile(study.ledger_path(name)).entries
         assert {entry.agreement for entry in entries if entry.mechanism} == set(ran)
         frame = load_preapproval(study, identities[name])
         assert preapproval_entries(entries, name, frame["id"]) == entries
@@ -455,7 +480,9 @@ def with_said(plan, **changed):
     """A plan that says something else; `learns` is what of its data, keys that stay as they are left out."""
     document = json.loads(plan.text)
     learns = document["learns"] | changed.pop("learns", {})
-    return FederationPlan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
+    return FederationPlan(
+        json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 DOTS = "a." * 20

@@ -101,7 +101,7 @@ def asking(monkeypatch, kit):
     from wsi_fl.hospitals.flare import jobs
 
     def ask(server):
-        monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(server))
+        monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(server))
         monkeypatch.setattr(jobs, "time", server)
         return server
 

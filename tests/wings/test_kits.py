@@ -16,11 +16,13 @@ from wires import needs_flare
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust import making
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate
-from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, check_connection, server_address
-from wsi_fl.hospitals.trust.making import provision_federation, create_request
+from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_likely_reason, server_address
+from wsi_fl.hospitals.trust.making import create_request, provision_federation
 from wsi_fl.types import WsiFlError
 
-approve_request, join = (partial(one, unchecked=True) for one in (making.approve_request, making.install_certificate))
+approve_request, join = (
+    partial(one, unchecked=True) for one in (making.approve_request, making.install_certificate)
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from wsi_fl.synthesis.lpips import (
     _hinge_loss,
     _pairwise_lpips,
     clamp_images,
-    embed_images,
-    load_lpips,
     compute_margin,
+    embed_images,
     find_nearest_lpips,
+    load_lpips,
 )
 from wsi_fl.synthesis.state import normalize_pixels
 from wsi_fl.types import UsageError, WsiFlError

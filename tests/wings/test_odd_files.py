@@ -54,8 +54,8 @@ def test_a_share_reads_no_such_thing(odd):
 
 
 def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capfd):
-    monkeypatch.setattr(start, "open_frame", lambda *_: {"id": "1"})
-    monkeypatch.setattr(start, "admit", lambda *_: pytest.fail("there is no plan"))
+    monkeypatch.setattr(start, "load_preapproval", lambda *_: {"id": "1"})
+    monkeypatch.setattr(start, "admit_plan", lambda *_: pytest.fail("there is no plan"))
     start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(odd.parent))
     said = capfd.readouterr().err
     assert said.count("\n") <= 1
@@ -65,7 +65,9 @@ def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capf
 
 def test_a_list_of_withdrawn_certificates_neither(odd):
     odd.rename(odd.with_name("withdrawn.pem"))
-    kit = SimpleNamespace(take=lambda _: False, withdrawn=lambda: SimpleNamespace(text=""))
+    kit = SimpleNamespace(
+        update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text="")
+    )
     assert "\n" not in sync_revocation_list(kit, str(odd.parent))
 
 

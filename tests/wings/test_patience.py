@@ -21,7 +21,7 @@ def world(monkeypatch, tmp_path):
     """
     clock = SimpleNamespace(now=0.0, said=[], awaited=[])
     identity = SimpleNamespace(root="")
-    kit = SimpleNamespace(path=tmp_path, identity=lambda: identity)
+    kit = SimpleNamespace(path=tmp_path, load_identity=lambda: identity)
 
     def done(there, ends, *, until=None, resume=None, sites=SITES, gone=()):
         ends, asked, clock.now = list(ends), [], 0.0
@@ -55,10 +55,10 @@ def world(monkeypatch, tmp_path):
         time = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
         for where, name, stand_in in (
             (submitting, "time", time),
-            (submitting, "_run", run),
-            (submitting, "withdrawn", lambda _: SimpleNamespace(keys=gone)),
-            (submitting, "check_withdrawn", refuse),
-            (submitting.jobs, "connected", connected),
+            (submitting, "_run_job", run),
+            (submitting, "parse_revocation_list", lambda _: SimpleNamespace(keys=gone)),
+            (submitting, "check_revoked", refuse),
+            (submitting.jobs, "list_connected", connected),
         ):
             monkeypatch.setattr(where, name, stand_in)
         watcher = SimpleNamespace(say=lambda text, public: clock.said.append(text))
@@ -105,7 +105,9 @@ def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried
 
 
 def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
-    gone = JobFailed("site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True)
+    gone = JobFailed(
+        "site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True
+    )
     assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
     assert world.awaited == [{}] * 3
     with pytest.raises(JobFailed, match="site C withdrew"):

@@ -18,16 +18,16 @@ from wires import Federation, Wire, at_once
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import signed as signed_plans
-from wsi_fl.hospitals.plans.approving import describe_cost, review_plan, review_lines, sign_plan
-from wsi_fl.hospitals.plans.making import parse_plan_document, make_plan
+from wsi_fl.hospitals.plans.approving import describe_cost, review_lines, review_plan, sign_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.signed import (
     FederationPlan,
     approval_path,
-    collect_approvals,
-    record_approval,
-    describe_changes,
     code_digest,
+    collect_approvals,
+    describe_changes,
     plan_path,
+    record_approval,
 )
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
@@ -213,7 +213,10 @@ def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, ide
     assert FederationPlan.load(study.root / f"plan-{tag}.json") == first
     assert FederationPlan.load(study.root / "plan.json") == second
     record_approval(study, second, identities["S0"])
-    assert FederationPlan.load(folder / f"plan-{tag}.json") == first and FederationPlan.load(plan_path(study)) == second
+    assert (
+        FederationPlan.load(folder / f"plan-{tag}.json") == first
+        and FederationPlan.load(plan_path(study)) == second
+    )
     assert json.loads((folder / f"approval-S0-{tag}.json").read_text())["plan"] == first.digest
     assert collect_approvals(study, second, identities["S0"].root).signed == ("S0",)
     approval_path(study, "S0").write_text('{"plan": "../../x"}')  # not by us
@@ -265,7 +268,11 @@ def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_
         plan = made(coordinator, tmp_path, "proxyfl", *given)
         study = hospital(tmp_path / unit, "S0", said)
         cost = review_plan(study, plan, "S0").cost
-        assert cost is not None and cost.group_over_budget is None and (cost.group is None) == (unit == "patient")
+        assert (
+            cost is not None
+            and cost.group_over_budget is None
+            and (cost.group is None) == (unit == "patient")
+        )
         given = ("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], "--yes")
         assert wsi_fl(*given, cwd=study.root).returncode == 0
         assert ("A patient with many rows" in parse_plan_document(plan)["privacy"]["says"]) == (unit == "row")
@@ -382,7 +389,9 @@ def with_features(study, d):
 
 def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_file(tmp_path):
     def write(study, seed):
-        origin = ProjectionOrigin(encoder="tiny sha256:0", sources=[ProjectionSource(name="a.svs", rows=50, sha256="0" * 64)])
+        origin = ProjectionOrigin(
+            encoder="tiny sha256:0", sources=[ProjectionSource(name="a.svs", rows=50, sha256="0" * 64)]
+        )
         found = fit_projection(np.random.default_rng(seed).normal(size=(50, 5)).astype("f4"), origin, 3)
         write_projection(study.root / "d.safetensors", found)
         return found.digest
@@ -411,7 +420,7 @@ def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path,
     assert review_plan(same, plan, "S0").cost
     for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):
         found = {key: value}
-        monkeypatch.setattr(approving, "of_store", lambda *given, found=found: real(*given) | found)
+        monkeypatch.setattr(approving, "describe_store", lambda *given, found=found: real(*given) | found)
         refused(lambda: review_plan(same, plan, "S0"), key)
 
 
@@ -440,7 +449,11 @@ def test_a_plan_pins_the_keys_that_speak_for_sites_and_shows_all(coordinator, tm
     assert collect_approvals(study, pinned, identities["S0"].root).signed == ("S0",)
     false = {**keys, "S0": keys["S1"]}
     other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
-    refused(lambda: sign_plan(study, review_plan(study, other, "S0"), identities["S0"]), "another key of S0", "telephone")
+    refused(
+        lambda: sign_plan(study, review_plan(study, other, "S0"), identities["S0"]),
+        "another key of S0",
+        "telephone",
+    )
 
 
 def test_approvals_of_another_plan_site_or_federation_do_not_count(plan, tmp_path, identities):
@@ -452,7 +465,10 @@ def test_approvals_of_another_plan_site_or_federation_do_not_count(plan, tmp_pat
     assert found.signed == ("S0",) and "another plan" in found.missing["S1"]
     later = changed(plan, created="later")
     assert "another plan" in collect_approvals(study, later, root).missing["S0"]
-    assert "does not belong to this federation" in collect_approvals(study, plan, Federation().root).missing["S0"]
+    assert (
+        "does not belong to this federation"
+        in collect_approvals(study, plan, Federation().root).missing["S0"]
+    )
     for damaged in ("[]", "{}", "no JSON", text.replace('"signature": "', '"signature": "00')):
         path.write_text(damaged)
         assert collect_approvals(study, plan, root).signed == ()
@@ -487,7 +503,7 @@ def test_whatever_a_ledger_released_names_the_plan(plan, signed, identities):
     summaries = at_once(be, SITES)
     assert [row["site"] for row in summaries["S0"]["sites"]] == list(SITES)
     for name, study in signed.items():
-        lines = [line for line in read_lines(study.ledger(name)) if line.get("released")]
+        lines = [line for line in read_lines(study.ledger_path(name)) if line.get("released")]
         assert [line.get("agreement") for line in lines] == [plan.digest] * 3
     words = ("for one run, and has it: 00001-", "--resume last", "approve the plan again")
     refused(part(signed, identities), "S0 approved plan", *words)
@@ -536,8 +552,8 @@ def test_another_plan_or_a_run_elsewhere_or_of_other_settings(plan, signed, iden
     (evil / "config.toml").write_text("")
     for asked in (str(evil), "../evil", "runs/../../evil", "nothing", ""):
         refused(part(signed, identities, resume=asked), "is not in this hospital's runs/")
-    weak = study.pipeline("small", ["privacy.sigma=0.1"])
-    party = RunContext.create(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
+    weak = study.load_pipeline("small", ["privacy.sigma=0.1"])
+    party = RunContext.create(study, weak, plan.method, RunFolder(study.runs_path / "00007-proxyfl-small"))
     party.run.path.mkdir(parents=True)
     describe_run(party, RunRequest("small", agreement=plan.digest), "ab" * 16, party.run)
     again = part(signed, identities, resume="00007-proxyfl-small")

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans import rehearsing
 from wsi_fl.hospitals.plans.approving import review_plan
-from wsi_fl.hospitals.plans.rehearsing import dry_run_plan, dry_run_lines
+from wsi_fl.hospitals.plans.rehearsing import dry_run_lines, dry_run_plan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import print_lines
 
@@ -54,7 +54,7 @@ def rehearsed(asked, tmp_path_factory):
 
 def test_a_rehearsal_changes_no_byte_of_the_study_its_ledger_and_its_heads(asked, rehearsed):
     before, after, _, keep = rehearsed
-    assert before == after and asked[0].ledger("S0") in before, "there is a ledger"
+    assert before == after and asked[0].ledger_path("S0") in before, "there is a ledger"
     assert sorted(path.name for path in (keep / "sites").iterdir()) == ["S0", "S1", "S2"]
     assert json.loads((keep / "sites" / "S1" / "ledger.json").read_text())["epsilon"] > 0
 
@@ -98,14 +98,14 @@ def test_what_cannot_be_rehearsed_is_refused(asked, tmp_path, monkeypatch):
     study, plan, kit = asked
     refused(lambda: dry_run_plan(study, plan, "S0", keep=tmp_path), "it is there already")
     refused(lambda: dry_run_plan(study, plan, "S7"), "S7 is not in this plan")
-    store = study.store("S0").parent
+    store = study.store_path("S0").parent
     store.rename(store.with_name("away"))
     try:
         refused(lambda: dry_run_plan(study, plan, "S0"), "rehearse where it is")
     finally:
         store.with_name("away").rename(store)
     said = {"site": "S0", "rounds": 1}
-    monkeypatch.setattr(rehearsing, "rehearse", lambda study, plan, site, **_: said | {"asked": site})
+    monkeypatch.setattr(rehearsing, "dry_run_plan", lambda study, plan, site, **_: said | {"asked": site})
     file = tmp_path / "plan.json"
     file.write_text(plan.text)
     given = ["rehearse", str(file), "--kit", str(kit), "--study", str(study.root), "--json"]

@@ -20,10 +20,10 @@ from wsi_fl.federation.comm import LocalComm, PeerTimeout
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.hospitals.lines import relayed
-from wsi_fl.hospitals.lines.relayed import SitePresence, Handshake, SecureComm, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.lines.relayed import Handshake, SecureComm, SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, key_fingerprint, verify_certificate
-from wsi_fl.hospitals.trust.letters import SealedMessage, MessageSealer
+from wsi_fl.hospitals.trust.letters import MessageSealer, SealedMessage
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.types import ReportableError
 
@@ -119,7 +119,7 @@ def noting(work, refused):
 
     def noted(comm):
         heard = work(comm)
-        refused.extend(comm.refused)
+        refused.extend(comm.refusals)
         return heard
 
     return noted
@@ -214,7 +214,7 @@ def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
 def test_whose_clock_was_set_begins_again(identities, monkeypatch):
     """Its hello was of another time, and the others may have refused it."""
     ahead = dict.fromkeys(NAMES, 0.0)
-    monkeypatch.setattr(relayed, "_ahead_s", lambda: ahead.get(threading.current_thread().name, 0.0))
+    monkeypatch.setattr(relayed, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
 
     def work(comm):
         comm.gather([Said(n=1)], Said)
@@ -224,7 +224,7 @@ def test_whose_clock_was_set_begins_again(identities, monkeypatch):
                 comm.gather([Said(n=2)], Said)
 
     def be(name):
-        return {"attendance": SitePresence(identities[name], NAMES, 2)}
+        return {"presence": SitePresence(identities[name], NAMES, 2)}
 
     found = together(identities, work, given={name: be(name) for name in NAMES})
     assert found == dict.fromkeys(NAMES)
@@ -288,7 +288,7 @@ def test_what_a_peer_lays_up_is_bounded(identities, folder):
             return None
         if me == 1:
             assert read.wait(20)
-            return sum(len(one.body) for one in comm._held.values())
+            return sum(len(one.body) for one in comm._inbox.values())
         for round_ in (1, 2, 3):
             item = Outgoing(0, 1, 1.0, release_of(folder / "C1", "s", round_, np.zeros(1500)))
             try:

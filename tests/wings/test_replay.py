@@ -50,7 +50,7 @@ def plant(study, site, *, seed=0, passed=True):
     """An untrained generator, as if it had been trained on the site's store and checked."""
     torch.manual_seed(seed)
     shape = GanShape(16, 3, 2, z_dim=8, w_dim=8, mapping_layers=1, channel_base=64, channel_max=8)
-    folder = GeneratorFolder(study.generator(site))
+    folder = GeneratorFolder(study.generator_path(site))
     digest = folder.save_generator("before", Generator(shape))
     store = open_store(study, site)
     known = {"sha256": store_digest(store), **pixels_digest(store), "classes": list(store.meta.classes)}
@@ -128,7 +128,9 @@ def test_the_loss_of_a_batch_is_half_of_equation_4():
     for rows in batches:
         mine, theirs = rows[rows < 11], rows[rows >= 11] - 11
         assert len(mine) == len(theirs)
-        torch.testing.assert_close(2 * loss(lesson.join_examples(), rows), loss(own, mine) + loss(buffer, theirs))
+        torch.testing.assert_close(
+            2 * loss(lesson.join_examples(), rows), loss(own, mine) + loss(buffer, theirs)
+        )
 
 
 def seen_by(study, variant, monkeypatch):
@@ -140,7 +142,7 @@ def seen_by(study, variant, monkeypatch):
         order.append([examples.read(one) for one in chosen])
         return drawn(examples, iter(chosen), **settings)
 
-    monkeypatch.setattr(loop, "batches", spy)
+    monkeypatch.setattr(loop, "load_batches", spy)
     path = run(study, variant, "train.local_baseline=false")
     origin = {}
     for site in SITES:
@@ -188,7 +190,7 @@ def test_what_travels_is_counted_and_on_the_ledger(study, variant):
             expected = models * size + buffers * shape.n_bytes
             assert expected <= line["bytes"] <= expected + 128 * line["messages"]
             assert line["epsilon"] is None
-        account = read_lines(study.ledger(site))
+        account = read_lines(study.ledger_path(site))
         let_go = [entry["released"] for entry in account if entry.get("released")]
         buffers = [one for one in let_go if one.startswith("buffer")]
         assert sum(one.startswith("model") for one in let_go) == 2 * models
@@ -202,7 +204,7 @@ def test_a_buffer_is_balanced_drawn_from_its_own_generator_and_another_for_anoth
     found = [RunFolder(path).site_folder("S1").read_buffer() for path in (one, two)]
     for values, provenance in found:
         assert np.bincount(BufferShape(N_BUFFER, 16, 3, 2).unpack_samples(values).label).tolist() == [5, 5]
-        assert provenance["sha256"] == GeneratorFolder(study.generator("S1")).compute_digest("before")
+        assert provenance["sha256"] == GeneratorFolder(study.generator_path("S1")).compute_digest("before")
         assert (provenance["check"], provenance["differential_privacy"]) == ("passed", False)
     assert not np.array_equal(found[0][0], found[1][0])
     assert not np.array_equal(found[0][0], RunFolder(one).site_folder("S0").read_buffer()[0])
@@ -225,13 +227,15 @@ def test_a_hospital_lets_go_only_what_its_file_names(study):
         ("central", ["model"], "buffer"),
     ):
         refused(partial(allowed, variant, *allow), "sites/S1.toml", f"a {missing} without", "add allow = [")
-    assert not study.ledger("S1").exists()
+    assert not study.ledger_path("S1").exists()
     allowed("buffer_only", "buffer")
     allowed("no_buffer", "model")
 
 
 def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
+    ledger = PrivacyLedger(
+        tmp_path / "a.jsonl", site="a", run="r", terms=PrivacyTerms(1e-5, allow=("model",))
+    )
     given = {"schema": "ab" * 32, "mechanism": None, "content": "buffer"}
     words = "a buffer without differential privacy may not leave"
     refused(lambda: ledger.release(1, np.zeros(4, np.uint8), **given), words, error=WsiFlError)
@@ -239,7 +243,7 @@ def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
 
 
 def test_a_generator_must_be_there_checked_and_of_this_store(study):
-    check = study.generator("S1") / "check.json"
+    check = study.generator_path("S1") / "check.json"
     check.unlink()
     refused(lambda: run(study), "site S1: no buffer leaves it", "was not run", "unchecked", error=WsiFlError)
     unchecked = run(study, "replay", "replay.unchecked=true", "train.rounds=1")
@@ -249,7 +253,7 @@ def test_a_generator_must_be_there_checked_and_of_this_store(study):
     refused(lambda: run(study), "was not passed: a planted reason", error=WsiFlError)
     write_store(study, "S1", n_per_slide=14)
     refused(lambda: run(study), "generators/S1", "another store of site S1")
-    for file in study.generator("S1").iterdir():
+    for file in study.generator_path("S1").iterdir():
         file.unlink()
     refused(lambda: run(study), "no generator yet", "synthesize train --site S1", error=WsiFlError)
     run(study, "no_buffer", "train.rounds=1")  # needs none
@@ -316,7 +320,7 @@ def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
 @pytest.mark.parametrize("what", ["label", "length", "schema"])
 def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
     """One site of a run sends what it should not; the other two get what is right."""
-    party = RunContext.create(study, study.pipeline("small"), "replay")
+    party = RunContext.create(study, study.load_pipeline("small"), "replay")
     sites = [build_site(party, k) for k in range(3)]
     for site in sites:
         release_buffer(site, 1)
@@ -335,7 +339,9 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
         if site.index == victim:
             assert site.received_buffers == {} and site.rejected[0].startswith("buffer of site 0: ")
         else:
-            assert site.rejected == [] and np.array_equal(site.received_buffers[sender], sites[sender].buffer.values)
+            assert site.rejected == [] and np.array_equal(
+                site.received_buffers[sender], sites[sender].buffer.values
+            )
 
 
 class PowerCut(BaseException):
@@ -360,7 +366,7 @@ def cut(site, at, moment):
         real[1](where, *arguments, round_=round_, **more)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCut):
-        patch.setattr(loop, "checkpoint", checkpoint)
+        patch.setattr(loop, "write_checkpoint", checkpoint)
         patch.setattr(loop, "_log_round", log_round)
         yield
 
@@ -377,7 +383,7 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment):
     whole = run(study, variant, "train.rounds=3")
     with cut("S1", 2, moment):
         run(study, variant, "train.rounds=3")
-    path = sorted(study.runs.glob("0*"))[-1]
+    path = sorted(study.runs_path.glob("0*"))[-1]
     assert path != whole
     for site in SITES:  # a generator that is trained anew meanwhile changes nothing
         plant(study, site, seed=77)

@@ -10,7 +10,7 @@ from torch import nn
 
 from wsi_fl.federation import preflight
 from wsi_fl.hospitals.plans.approving import review_plan
-from wsi_fl.hospitals.plans.making import parse_plan_document, make_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.models import IMAGE_BUILDERS, create_model, parameters_digest, weights
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.runs.run import RunFolder
@@ -38,7 +38,9 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_at_every_door(study, name
     words = "is no plain name of an architecture"
     for role in ("private", "proxy"):
         refused(
-            lambda role=role: study.pipeline("small", [f"model.{role}='timm:{name}'"]), f"model.{role}", words
+            lambda role=role: study.load_pipeline("small", [f"model.{role}='timm:{name}'"]),
+            f"model.{role}",
+            words,
         )
     site = {"name": "S0", "private_model": f"timm:{name}"}
     refused(lambda: validate_model(SiteFile, site, "S0"), "private_model", words)
@@ -50,13 +52,13 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_at_every_door(study, name
     refused(lambda: make_plan(study, **plan), words)
     refused(lambda: train(study, method="proxyfl", overrides=given, backend="local"), words)
     for key in ("features.encoder", "mosaic.encoder") if ":" in name else ():
-        refused(lambda key=key: study.pipeline("small", [f"{key}='{name}'"]), key, words)
+        refused(lambda key=key: study.load_pipeline("small", [f"{key}='{name}'"]), key, words)
     assert not asked
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224.augreg_in21k", "efficientnet_b0"])
 def test_plain_names_are_taken(study, name):
-    assert study.pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
+    assert study.load_pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
 
 
 MLP = IMAGE_BUILDERS["mlp"]
@@ -92,7 +94,7 @@ def test_a_model_that_became_another_after_the_signature_is_not_trained(study, o
     assert learns["parameters"] == parameters_digest(usual) and len(learns["parameters"]) == 64
     review_plan(study, plan, "S0")
     party = RunContext.create(study, plan.pipeline(), "proxyfl")
-    run = RunFolder.create(study.runs, "proxyfl", "small")
+    run = RunFolder.create(study.runs_path, "proxyfl", "small")
     describe_run(party, RunRequest("small", agreement=plan.digest, parameters=plan.parameters), "0" * 32, run)
     with replace(party, run=run) as party:
         require_signed_model(build_site(party, 0), party)
@@ -133,7 +135,7 @@ def test_digests_are_compared_whole_and_shown_by_their_beginning(digits):
 
 
 def test_what_sites_bring_has_whole_digests(study):
-    with RunContext.create(study, study.pipeline("small", ["privacy.sigma=4"]), "proxyfl") as party:
+    with RunContext.create(study, study.load_pipeline("small", ["privacy.sigma=4"]), "proxyfl") as party:
         assert len(build_preflight(build_site(party, 0), party)["schema"]) == 64
 
 

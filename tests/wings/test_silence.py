@@ -20,8 +20,8 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.cross_site_evaluation import _CountsDigest, _ScoringOffer
 from wsi_fl.federation.preflight import PreflightDocument
 from wsi_fl.federation.roster import MembershipReply, ResumeState, _ReturnReply
-from wsi_fl.federation.shared import _HeldSites, _SumOffer, _SecretPieces
-from wsi_fl.hospitals.trust.letters import MessageHeader, Handshake
+from wsi_fl.federation.shared import _HeldSites, _SecretPieces, _SumOffer
+from wsi_fl.hospitals.trust.letters import Handshake, MessageHeader
 from wsi_fl.hospitals.work.taking_part import SiteGreeting
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import predict_examples, replace_nonfinite
@@ -32,7 +32,14 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.training import launch, ranks
 from wsi_fl.stages.training.carrying import StatisticsFile, StatisticsOffer
-from wsi_fl.stages.training.going_on import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
+from wsi_fl.stages.training.going_on import (
+    RunRequest,
+    RunState,
+    RunStates,
+    _FolderClaim,
+    _RunProposal,
+    select_run,
+)
 from wsi_fl.stages.training.summary import SummaryRow
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.stages.work.console import PrivateEvents, PrivateProgress
@@ -114,8 +121,30 @@ def table_of(page):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if line[:1] == "|"][2:]
 
 
-KINDS = (PreflightDocument, ResumeState, MembershipReply, _ReturnReply, SummaryRow, _RunProposal, _FolderClaim, mpcpa.Size, _ScoringOffer)
-KINDS += (_CountsDigest, RunState, RunStates, Handshake, MessageHeader, SiteGreeting, _SumOffer, _HeldSites, _SecretPieces, StatisticsOffer, StatisticsFile)
+KINDS = (
+    PreflightDocument,
+    ResumeState,
+    MembershipReply,
+    _ReturnReply,
+    SummaryRow,
+    _RunProposal,
+    _FolderClaim,
+    mpcpa.Size,
+    _ScoringOffer,
+)
+KINDS += (
+    _CountsDigest,
+    RunState,
+    RunStates,
+    Handshake,
+    MessageHeader,
+    SiteGreeting,
+    _SumOffer,
+    _HeldSites,
+    _SecretPieces,
+    StatisticsOffer,
+    StatisticsFile,
+)
 KINDS += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
 
 
@@ -141,7 +170,18 @@ def first_numbers():
     }
 
 
-FIRST = (_RunProposal, _FolderClaim, RunState, RunStates, StatisticsOffer, StatisticsFile, PreflightDocument, Handshake, MessageHeader, SiteGreeting)
+FIRST = (
+    _RunProposal,
+    _FolderClaim,
+    RunState,
+    RunStates,
+    StatisticsOffer,
+    StatisticsFile,
+    PreflightDocument,
+    Handshake,
+    MessageHeader,
+    SiteGreeting,
+)
 """What sites tell each other before anything is charged."""
 
 
@@ -321,8 +361,8 @@ def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_
 
 
 def test_no_peer_chooses_where_a_hospital_writes(study):
-    party = RunContext.create(study, study.pipeline("small"), "proxyfl")
-    before = {*study.root.parent.rglob("*"), study.runs}
+    party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")
+    before = {*study.root.parent.rglob("*"), study.runs_path}
     for name in ("../../PWNED/00001-x", "/tmp/x", "proxyfl-..\\x", "proxyfl-a/b", "", "PROXYFL-\x07"):
         told = Told(_RunProposal(number=3, name=name, identity="0" * 32))
         refused(partial(select_run, party, RunRequest("small"), told), "no name of a run", error=WsiFlError)
@@ -334,15 +374,17 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
         run.write_manifest({"id": "2", "config_sha256": ""})
 
     def late():
-        RunFolder.claim_folder(study.runs, 1, "fedavg-other", "2" * 32, describe)
+        RunFolder.claim_folder(study.runs_path, 1, "fedavg-other", "2" * 32, describe)
         return _RunProposal(number=1, name="proxyfl-small", identity="1" * 32)
 
     second = _RunProposal(number=1, name="proxyfl-small", identity="3" * 32)
     comm = Told(late, _FolderClaim(claimed=True), second, _FolderClaim(claimed=True))
-    run = select_run(RunContext.create(study, study.pipeline("small"), "proxyfl"), RunRequest("small"), comm)
+    run = select_run(
+        RunContext.create(study, study.load_pipeline("small"), "proxyfl"), RunRequest("small"), comm
+    )
     assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
     assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
-    assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
+    assert sorted(p.name for p in study.runs_path.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
 
 
 def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn_stays_so(study, capsys):
@@ -360,7 +402,7 @@ def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn
     assert evaluate(study, run) == before
     file.write_text(began.replace("real = false", REAL))
     assert evaluate(study, run)["merged"] is None
-    site = restore_study(study, RunFolder(study.run(run))).load_site("S1")
+    site = restore_study(study, RunFolder(study.find_run(run))).load_site("S1")
     assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
 
 
@@ -386,7 +428,7 @@ def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other
     def released(*overrides):
         fixed = ["train.rounds=2", "train.local_baseline=false", "privacy.insecure_seed=5"]
         run = train(study, method="proxyfl", overrides=[*fixed, *overrides], backend="local")["run"]
-        lines = [line for site in study.site_names() for line in read_lines(study.ledger(site))]
+        lines = [line for site in study.site_names() for line in read_lines(study.ledger_path(site))]
         mine = [line for line in lines if line["run"].startswith(Path(run).name)]
         return [line["released"] for line in mine if line.get("released")]
 

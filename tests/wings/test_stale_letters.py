@@ -24,7 +24,7 @@ def stale(monkeypatch):
                 left[end] -= 1
                 raise OSError(errno.ESTALE, "Stale file handle", path)
 
-    monkeypatch.setattr(module, "_opened", lambda path: (require_fresh(path), opened(path))[1])
+    monkeypatch.setattr(module, "_open_regular_file", lambda path: (require_fresh(path), opened(path))[1])
     monkeypatch.setattr(
         LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1]
     )
@@ -53,14 +53,17 @@ def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module, "_opened", fail)
+    monkeypatch.setattr(module, "_open_regular_file", fail)
     with pytest.raises(OSError, match="Input/output error") as told:
         share.read(9, "a")
     assert not isinstance(told.value, FileNotFoundError)
 
 
 def test_a_stale_hello_hides_no_other(tmp_path, stale):
-    share, names = SharedFolder(str(tmp_path)), [f"{site}~{HANDSHAKE}~{'0' * 32}.letter" for site in ("A", "B")]
+    share, names = (
+        SharedFolder(str(tmp_path)),
+        [f"{site}~{HANDSHAKE}~{'0' * 32}.letter" for site in ("A", "B")],
+    )
     for name in names:
         share.write(b"hello", f"wsi-fl-{TOPIC[:16]}", "C", name)
     stale[f"/{names[0]}"] = 9

@@ -95,8 +95,8 @@ def test_a_kit_that_runs_is_not_started_again(held, tmp_path, monkeypatch):
 def test_a_kit_that_runs_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
     settings = SimpleNamespace(comm=SimpleNamespace(timeout_s=60.0))
     plan = SimpleNamespace(digest="0" * 64, most_bytes=1, pipeline=lambda: settings)
-    monkeypatch.setattr(starting, "approved_plan", lambda *_: plan)
-    monkeypatch.setattr(starting, "_until_done", lambda *_: pytest.fail("a second one takes part"))
+    monkeypatch.setattr(starting, "load_approved_plan", lambda *_: plan)
+    monkeypatch.setattr(starting, "_take_part_until_done", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
     again = lambda: starting.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
@@ -149,7 +149,7 @@ def server(tmp_path_factory):
 
 @needs_flare
 def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypatch):
-    monkeypatch.setattr(starting, "_process", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(starting, "_flare_process", lambda *_: pytest.fail("it was started"))
     port = int(server.document["server"].rpartition(":")[2])
     words = f"port {port} cannot be opened", "end what has it"
     with socket.create_server(("127.0.0.1", port)):
@@ -161,8 +161,8 @@ def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypat
 def test_a_signal_is_the_usual_end(server, monkeypatch, sign):
     popen, said = subprocess.Popen, []
     monkeypatch.setattr(subprocess, "Popen", lambda _, **given: popen(["sleep", "60"], **given))
-    monkeypatch.setattr(starting, "_until", lambda *_: None)
-    monkeypatch.setattr(starting, "_forget_jobs", lambda _: os.kill(os.getpid(), sign))
+    monkeypatch.setattr(starting, "_wait_until", lambda *_: None)
+    monkeypatch.setattr(starting, "_delete_old_jobs", lambda _: os.kill(os.getpid(), sign))
     starting.start_kit(server, None, report=said.append)
     assert said[-1] == "server stopped" and (server.path / "console.txt").exists()
 

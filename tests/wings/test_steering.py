@@ -71,7 +71,7 @@ def hospital(root, trains):
     labels = np.arange(len(patients)) % 2
     write_features(study, "S0", rng.normal(size=(len(patients), 4)), labels, patients, split, patients)
     with (study.root / "table.csv").open("w", newline="") as file:
-        rows = csv.sealer(file)
+        rows = csv.writer(file)
         rows.writerow(["patient", "g"])
         # a value of a named patient that nobody agreed on: of those that train one of each kind
         rows.writerows(
@@ -99,7 +99,9 @@ def forged(plan, **sections):
     for name, keys in sections.items():
         settings[name] = {**settings.get(name, {}), **keys}
     text = plan.document["settings"]
-    return FederationPlan(plan.text.replace(json.dumps(text, ensure_ascii=False), json.dumps(tomli_w.dumps(settings))))
+    return FederationPlan(
+        plan.text.replace(json.dumps(text, ensure_ascii=False), json.dumps(tomli_w.dumps(settings)))
+    )
 
 
 def ground_seed(name, least=1e-3):
@@ -148,7 +150,7 @@ def attacks(plan, n, rng):
 
 def replies(study, pipeline, method="proxyfl"):
     """All that a hospital tells before ε: what it brings to the preflight, and its row of a summary."""
-    with RunContext.create(study, pipeline, method, RunFolder(study.runs / "attacked")) as party:
+    with RunContext.create(study, pipeline, method, RunFolder(study.runs_path / "attacked")) as party:
         site = build_site(party, 0)
         return build_preflight(site, party), build_row(site)
 
@@ -198,9 +200,11 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
     monkeypatch.setattr(
         SiteData, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1]
     )
-    monkeypatch.setattr(weights, "published_weights", lambda *given, **_: fetched.append(given))
+    monkeypatch.setattr(weights, "download_weights", lambda *given, **_: fetched.append(given))
     refusals = [[try_plan(study, me, plan) for plan in outside] for study in worlds]
-    assert all("exceeds the standing approval of S0" in text or "is damaged" in text for _, text in refusals[0])
+    assert all(
+        "exceeds the standing approval of S0" in text or "is damaged" in text for _, text in refusals[0]
+    )
     # by the plan's own text alone, before anything is opened: so the time of a refusal cannot depend on the store
     assert not opened and not fetched
     seen = [[*refusals[k], *(try_plan(study, me, plan) for plan in inside)] for k, study in enumerate(worlds)]
@@ -210,7 +214,9 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
     }  # also those without an answer
     for k, study in enumerate(worlds):  # nothing was spent, and the frame has had its runs
         seen[k].append(try_plan(study, me, plan))
-        assert not study.ledger_path("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
+        assert (
+            not study.ledger_path("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
+        )
     assert seen[0] == seen[1] and len(seen[0]) == n
     right = sum(guess_from(seen[k], name) == (bits[name] == bool(k)) for k in (0, 1) for name in NAMED)
     assert right == len(NAMED)  # of twice as many guesses
@@ -248,9 +254,9 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
     study = hospital(tmp_path / "study", NAMED)
     plan, me, asked = plan_of(study, identities), identities["S0"], []
     write_preapproval(study, make_preapproval(study, plan, "S0", epsilon=9.0, until="2099-01-31", runs=3), me)
-    for name in ("published_weights", "read_weights", "created"):
+    for name in ("download_weights", "read_weights", "create_timm_model"):
         monkeypatch.setattr(weights, name, lambda *given, **_: asked.append(given))
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *given: asked.append(given))
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *given: asked.append(given))
     for sections in (
         {"model": {"weights": "hub"}},
         {"model": {"proxy": "timm:resnet10t", "weights": "/srv/weights.pth"}},

@@ -10,8 +10,15 @@ from scipy.signal import convolve2d, upfirdn
 from torch.autograd import gradcheck, gradgradcheck
 
 from wsi_fl.synthesis import stylegan2
-from wsi_fl.synthesis.ada import Controller, _recolor_images, _Draws, _shift_images, _warp_images, augment_images
-from wsi_fl.synthesis.gan import GanState, _path_penalty, _r1_penalty, project_images, draw_samples, step
+from wsi_fl.synthesis.ada import (
+    Controller,
+    _Draws,
+    _recolor_images,
+    _shift_images,
+    _warp_images,
+    augment_images,
+)
+from wsi_fl.synthesis.gan import GanState, _path_penalty, _r1_penalty, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
 from wsi_fl.synthesis.state import balance_labels, quantize_images
@@ -56,7 +63,9 @@ def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
 
 
 @pytest.mark.parametrize(
-    ("resample", "gain", "rate"), [(upsample_maps, 2, (2, 1)), (downsample_maps, 1, (1, 2))], ids=["up", "down"]
+    ("resample", "gain", "rate"),
+    [(upsample_maps, 2, (2, 1)), (downsample_maps, 1, (1, 2))],
+    ids=["up", "down"],
 )
 def test_resampling_is_scipys(resample, gain, rate):
     x = double(2, 3, 8, 8)
@@ -177,7 +186,10 @@ def test_a_restored_state_goes_on_bit_for_bit():
             fresh = tiny_state(seed=99)
             fresh.load(broken.copy_tensors(), broken.build_document())
             broken = fresh
-    assert same(straight.copy_tensors(), broken.copy_tensors()) and straight.build_document() == broken.build_document()
+    assert (
+        same(straight.copy_tensors(), broken.copy_tensors())
+        and straight.build_document() == broken.build_document()
+    )
     assert straight.ada.p != 0.3
 
 
@@ -312,6 +324,9 @@ def test_p_rises_while_the_discriminator_is_too_sure_and_falls_else():
     start = Controller(0.5, 0.6, 100)
     assert start.observe_logits(sure).update_probability().p == pytest.approx(0.58)
     assert start.observe_logits(unsure).observe_logits(sure).update_probability().p == pytest.approx(0.34)
-    assert start.update_probability() == start and Controller(0.99, 0.6, 100).observe_logits(sure).update_probability().p == 1.0
+    assert (
+        start.update_probability() == start
+        and Controller(0.99, 0.6, 100).observe_logits(sure).update_probability().p == 1.0
+    )
     assert Controller(0.02, 0.6, 100).observe_logits(unsure).update_probability().p == 0.0
     assert Controller(0.5, None, 100).observe_logits(sure).update_probability().p == 0.5

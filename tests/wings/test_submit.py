@@ -12,7 +12,7 @@ from conftest import REAL, make_study, refused
 from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.work import submit as submitting
-from wsi_fl.hospitals.work.said import validate_replies, parse_reply, failure_reply
+from wsi_fl.hospitals.work.said import failure_reply, parse_reply, validate_replies
 from wsi_fl.hospitals.work.submit import submit_plan
 from wsi_fl.hospitals.work.taking_part import public_summary
 from wsi_fl.runs.run import RunFolder
@@ -42,14 +42,14 @@ def said(trained, monkeypatch):
     """What the hospitals answer."""
     study, summary = trained
     answers = {site: public_summary(study, site, dict(summary)) for site in SITES}
-    monkeypatch.setattr(submitting, "_run", lambda *_: answers)
+    monkeypatch.setattr(submitting, "_run_job", lambda *_: answers)
     return answers
 
 
 def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, tmp_path):
     study, summary = trained
     document = submit_plan(None, PLAN, out=tmp_path / "result")
-    kept = RunFolder(study.run(summary["run"])).site_folder("S1").read_document("scores")
+    kept = RunFolder(study.find_run(summary["run"])).site_folder("S1").read_document("scores")
     assert json.loads((tmp_path / "result" / "scores.json").read_text()) == kept
     assert "scores" not in json.loads((tmp_path / "result" / "summary.json").read_text())
     page = (tmp_path / "result" / "report.html").read_text()
@@ -65,7 +65,9 @@ def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, t
 
 def test_hospitals_that_hold_different_scores_are_named(said, tmp_path):
     said["S1"]["scores"] = said["S1"]["scores"] | {"round": 99}
-    refused(lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError)
+    refused(
+        lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -84,7 +86,7 @@ def test_no_result_takes_the_place_of_another(said, tmp_path, monkeypatch):
         for answer in said.values():
             answer["run"], answer["scores"] = run, None
         assert Path(kept()).parent == tmp_path and Path(kept()).is_dir()
-    monkeypatch.setattr(submitting, "_run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(submitting, "_run_job", lambda *_: pytest.fail("it ran"))
     refused(lambda: submit_plan(None, PLAN, out=tmp_path / name), "holds the result of runs/")
 
 
@@ -103,7 +105,9 @@ def test_a_run_a_visit_and_a_failure_come_through_as_they_are(done):
     both = {"S0": done, "S1": done}
     assert validate_replies(both, SITES, "work") == both
     assert validate_replies({"S0": done}, SITES, "work") == {"S0": done}
-    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {"S1": {"error": "no way"}}
+    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {
+        "S1": {"error": "no way"}
+    }
 
 
 def test_whatever_else_a_hospital_says_is_refused_by_name(done):
@@ -139,7 +143,11 @@ def test_a_reason_is_one_line_that_can_be_shown():
     assert failure_reply("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
     assert len(failure_reply("c" * 2000)["error"]) == 1000
     for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
-        refused(partial(validate_replies, {"S1": evil}, SITES, "work"), "S1 told what was not", error=ProtocolError)
+        refused(
+            partial(validate_replies, {"S1": evil}, SITES, "work"),
+            "S1 told what was not",
+            error=ProtocolError,
+        )
 
 
 def run_job(sites, what):
@@ -165,8 +173,8 @@ ANOTHER = "site S1 has signed another plan than federation/plan.json (12345678);
 )
 def test_others_go_on_after_what_is_one_hospitals_own_and_passes(monkeypatch, text):
     session = SimpleNamespace(submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:ABORTED")
-    monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(session))
-    monkeypatch.setattr(jobs, "_result", lambda *_: {"S1": failure_reply(text)})
+    monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
+    monkeypatch.setattr(jobs, "_download_replies", lambda *_: {"S1": failure_reply(text)})
     with pytest.raises(jobs.JobFailed) as told:
         run_job(SITES, "work")
     goes_on = text not in (PEOPLE, ANOTHER)
@@ -176,8 +184,8 @@ def test_others_go_on_after_what_is_one_hospitals_own_and_passes(monkeypatch, te
 def test_a_job_ends_for_a_certificate_that_was_withdrawn_and_for_who_was_there_long_enough(monkeypatch):
     clock, ended, gone = SimpleNamespace(now=0.0), [], []
     monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(jobs, "_answering", lambda _: [*SITES, "S2"])
-    monkeypatch.setattr(jobs, "_at_work", lambda _: {"1"})
+    monkeypatch.setattr(jobs, "_list_responding", lambda _: [*SITES, "S2"])
+    monkeypatch.setattr(jobs, "_running_job_ids", lambda _: {"1"})
     session = SimpleNamespace(abort_job=ended.append)
     watch = jobs._JobWatch(session, "1", SITES, 60.0, {"S2": 60.0}, lambda: gone)
     with pytest.raises(jobs.SiteReconnected, match="S2 is there again"):
@@ -200,7 +208,7 @@ def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil
 
     session = SimpleNamespace(submit_job=lambda _: "1", download_job_result=result)
     session.get_job_status = lambda _: "FINISHED:COMPLETED"
-    monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(session))
+    monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
     refused(partial(run_job, ["S1"], "check"), "site S1 told what was not agreed on", error=WsiFlError)
     evil.clear()
     evil.update({"site": "S1", "peers": [], "seconds": 0.5})

@@ -78,7 +78,7 @@ def digest_of(study):
 
 
 def tensors(study, phase="after"):
-    return load_file(study.generator("S1") / f"{phase}.safetensors")
+    return load_file(study.generator_path("S1") / f"{phase}.safetensors")
 
 
 def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
@@ -198,7 +198,9 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     train_generator(alone, site="S1", overrides=settings)
     code, said = interrupted(killed, settings, signal.SIGINT, 0)
     assert code == 1 and "start the same command again" in said and "Traceback" not in said
-    interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator_path("S1")).list_iterations()))
+    interrupted(
+        killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator_path("S1")).list_iterations())
+    )
     train_generator(killed, site="S1", overrides=settings)
     assert same(tensors(alone, "before"), tensors(killed, "before"))
     assert same(tensors(alone), tensors(killed))
@@ -247,7 +249,7 @@ def own(checked, tmp_path):
 
 def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
     study = own
-    path = study.generator("S1") / "check.json"
+    path = study.generator_path("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
     write_sealed(path, document)
@@ -272,10 +274,10 @@ def test_a_synthetic_store_is_a_patch_store_that_says_so_and_takes_the_place_of_
         assert pixels.std() > 1
     assert provenance == document["generator"] and provenance["differential_privacy"] is False
     assert (provenance["sha256"], provenance["check"]) == (digest_of(study), "passed")
-    with h5py.File(study.store("twin")) as file:
+    with h5py.File(study.store_path("twin")) as file:
         assert bool(file.attrs["synthetic"]) and int(file.attrs["version"]) == 1
     packed = study.root / "packed.h5"
-    pack_store(study.store("twin"), packed)
+    pack_store(study.store_path("twin"), packed)
     with PatchStore(packed) as store:
         assert json.loads(store.meta.generator) == provenance
         assert np.array_equal(store.read(np.arange(10)), pixels)
@@ -304,7 +306,7 @@ def test_features_of_synthetic_patches_say_so_too(own):
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
     known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
-    write_patches_as_bags(study.features("both"), known, table, np.zeros((len(table), 3), np.float32))
+    write_patches_as_bags(study.features_path("both"), known, table, np.zeros((len(table), 3), np.float32))
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
     (row,) = release_statistics(study, site="both", pipeline_name="gan", overrides=heads)["sites"]
     assert row["guarantee"] == "none"
@@ -315,7 +317,7 @@ def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(
     path = study.root / "sites" / "S1.toml"
     path.write_text(path.read_text().replace("real = false", "real = true"))
     refused(lambda: sample(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
-    assert not study.store("S1-synthetic").exists()
+    assert not study.store_path("S1-synthetic").exists()
     path.write_text(path.read_text() + '\nallow = ["generator"]\n')
     assert sample(study, site="S1", n_per_class=2, as_site=True)["site_file"]
 

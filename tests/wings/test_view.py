@@ -237,7 +237,7 @@ def test_a_body_ends_the_connection_and_is_no_second_request(server):
 
 def test_a_head_that_does_not_end_and_a_crowd_are_hung_up_on(predicted, monkeypatch):
     monkeypatch.setattr(servers, "_HEAD_S", 0.2)
-    monkeypatch.setattr(servers, "_MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(servers, "_MAX_CONNECTIONS", 3)
     with (
         served(gallery_of()) as running,
         sent(running, "GET / HTTP/1.1\r\nHost: ") as slow,
@@ -514,11 +514,15 @@ def test_errors_say_what_to_do(own, tmp_path):
     refused(lambda: build_gallery(study, run=run, pipeline="camelyon17"), "--pipeline")
     refused(lambda: build_gallery(study, predictions=tmp_path / "none"), "no such folder")
     (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
-    refused(lambda: layers_of(build_gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
+    refused(
+        lambda: layers_of(build_gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError
+    )
     score = folder / "C1" / ILL / "score.json"
     for damaged in (json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}), "[]"):
         score.write_text(damaged)
-        refused(lambda: build_gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
+        refused(
+            lambda: build_gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError
+        )
     shutil.rmtree(folder / "C1")
     refused(lambda: build_gallery(study, run=run, site="C1"), "no prediction of site C1", "wsi-fl predict")
     shutil.rmtree(folder)

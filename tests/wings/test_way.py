@@ -9,8 +9,21 @@ import pytest
 from conftest import refused
 from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
 
-from wsi_fl.hospitals.trust.certificates import issue_certificate, generate_key, build_request, build_root_certificate
-from wsi_fl.hospitals.trust.kit import Kit, _open_connection, parse_address, find_likely_reason, check_connection, find_proxy, server_address
+from wsi_fl.hospitals.trust.certificates import (
+    build_request,
+    build_root_certificate,
+    generate_key,
+    issue_certificate,
+)
+from wsi_fl.hospitals.trust.kit import (
+    Kit,
+    _open_connection,
+    check_connection,
+    find_likely_reason,
+    find_proxy,
+    parse_address,
+    server_address,
+)
 from wsi_fl.hospitals.trust.making import provision_federation
 from wsi_fl.types import WsiFlError
 
@@ -81,7 +94,9 @@ def test_a_server_without_a_port_is_reached_by_that_of_https_and_what_is_no_addr
 def test_a_device_that_opens_tls_is_named(founded, tmp_path):
     root_key, key = generate_key(), generate_key()
     root = build_root_certificate(root_key, "Hospital Proxy CA")
-    shown = issue_certificate(build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
+    shown = issue_certificate(
+        build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",)
+    )
     for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
         (tmp_path / name).write_text(text)
     with serving(tmp_path) as port:

@@ -17,15 +17,34 @@ from typer.testing import CliRunner
 from wires import Wire, at_once
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.relayed import SitePresence, SecureComm, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.lines.relayed import SecureComm, SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.lines.share import SharedFolder
-from wsi_fl.hospitals.plans.signed import FederationPlan, collect_approvals, record_approval, check_pinned_key, check_revoked
+from wsi_fl.hospitals.plans.signed import (
+    FederationPlan,
+    check_pinned_key,
+    check_revoked,
+    collect_approvals,
+    record_approval,
+)
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
-from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, key_fingerprint, verify_certificate, parse_revocation_list
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    NotTrusted,
+    key_fingerprint,
+    parse_revocation_list,
+    verify_certificate,
+)
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, ROOT_FILE, Kit, check_connection, refuse_revoked
-from wsi_fl.hospitals.trust.making import approve_request, approval_lines, install_certificate, provision_federation, create_renewal_request, create_request
-from wsi_fl.hospitals.trust.root import RootCA, sync_revocation_list, revoke_site, install_revocation_list
+from wsi_fl.hospitals.trust.making import (
+    approval_lines,
+    approve_request,
+    create_renewal_request,
+    create_request,
+    install_certificate,
+    provision_federation,
+)
+from wsi_fl.hospitals.trust.root import RootCA, install_revocation_list, revoke_site, sync_revocation_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work import taking_part
@@ -34,7 +53,7 @@ from wsi_fl.hospitals.work.submit import check_kit
 from wsi_fl.hospitals.work.taking_part import SiteGreeting
 from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.study.folder import Study
-from wsi_fl.types import Interrupted, ReportableError, NoCommonPlan, WsiFlError
+from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +108,9 @@ def test_a_withdrawn_certificate_is_refused_wherever_one_is_verified(one):
     said = json.loads(command("revoke", "C1", "--kit", one).stdout)
     trusted = identity_of(one, "coordinator").root
     assert (said["number"], parse_revocation_list(trusted).number) == (1, 1)
-    refused(lambda: verify_certificate(identity.certificate, trusted), "of C1 was withdrawn on", error=NotTrusted)
+    refused(
+        lambda: verify_certificate(identity.certificate, trusted), "of C1 was withdrawn on", error=NotTrusted
+    )
     assert verify_certificate(identity_of(one, "C2").certificate, trusted).name == "C2"
     assert json.loads(command("join", said["file"], "--kit", one / "C1").stdout)["newer"]
     refused(lambda: identity_of(one, "C1"), "cannot be used", "was withdrawn on", "needs a new key")
@@ -129,7 +150,11 @@ def test_lists_that_the_root_did_not_sign_are_refused(place, one):
     file = place / "list.pem"
     for text in (theirs, "\n".join(edited), ours[:-60], "-----BEGIN X509 CRL-----\n-----END X509 CRL-----\n"):
         file.write_text(text)
-        refused(lambda: install_revocation_list(file, one / "C1"), "not signed by this federation's root", "left as it")
+        refused(
+            lambda: install_revocation_list(file, one / "C1"),
+            "not signed by this federation's root",
+            "left as it",
+        )
         assert Kit.open(one / "C1").load_revocation_list().number == 0
     (one / "C1" / "startup" / REVOCATIONS_FILE).write_text(theirs)
     refused(lambda: identity_of(one, "C1"), "cannot be used", "not signed by this federation's root")
@@ -140,8 +165,14 @@ def test_an_older_list_takes_the_place_of_no_newer_one_and_nothing_but_the_list_
     kit, evil = Kit.open(one / "coordinator"), (place / "two" / "root" / ROOT_FILE).read_text()
     keys = {key_fingerprint(identity_of(one, name).certificate) for name in ("C1", "C2")}
     assert kit.load_revocation_list().number == 2 and set(parse_revocation_list(trusted_by(one)).keys) == keys
-    assert [kit.update_revocation_list(first), kit.update_revocation_list(second), kit.update_revocation_list(f"{evil}\n{second}")] == [False] * 3
-    assert kit.load_revocation_list().text == second and Kit.open(one / "C1").update_revocation_list(f"{second}\n{evil}")
+    assert [
+        kit.update_revocation_list(first),
+        kit.update_revocation_list(second),
+        kit.update_revocation_list(f"{evil}\n{second}"),
+    ] == [False] * 3
+    assert kit.load_revocation_list().text == second and Kit.open(one / "C1").update_revocation_list(
+        f"{second}\n{evil}"
+    )
     assert "CERTIFICATE" not in (one / "C1" / "startup" / REVOCATIONS_FILE).read_text()
 
 
@@ -187,7 +218,7 @@ def test_check_over_a_folder_uses_it_and_takes_its_list(place, one):
     assert (what, ok) == ("certificate", False) and "of C2 was withdrawn on" in said
 
 
-@pytest.mark.parametrize("cannot", ["write", "read", "remove"])
+@pytest.mark.parametrize("cannot", ["write", "read", "remove_file"])
 def test_check_fails_where_a_folder_cannot_be_used(one, monkeypatch, cannot):
     def denied(*_):
         raise PermissionError("Permission denied")
@@ -195,11 +226,11 @@ def test_check_fails_where_a_folder_cannot_be_used(one, monkeypatch, cannot):
     monkeypatch.setattr(SharedFolder, cannot, denied)
     document = check_kit(Kit.open(one / "C1"))
     assert not document["ok"] and "the folder cannot be used" in document["steps"][1]["said"]
-    assert not list((one / "share").glob("check-*")) or cannot == "remove"
+    assert not list((one / "share").glob("check-*")) or cannot == "remove_file"
 
 
 def test_start_takes_the_list_from_the_folder_before_anything_else(place, one, capfd, monkeypatch):
-    monkeypatch.setattr(kits, "SOON_DAYS", 1000)
+    monkeypatch.setattr(kits, "RENEWAL_DAYS", 1000)
     revoke_site("C2", one)
     begin = lambda name: take_part_by_folder(Study(place), Kit.open(one / name))  # noqa: E731
     refused(lambda: begin("C1"), "C1 has approved no plan")
@@ -253,7 +284,10 @@ def people(federation):
 
 
 def listed(federation, *identities):
-    more = {verify_certificate(one.certificate, one.root).number: key_fingerprint(one.certificate) for one in identities}
+    more = {
+        verify_certificate(one.certificate, one.root).number: key_fingerprint(one.certificate)
+        for one in identities
+    }
     return f"{federation.root}\n{certificates.extend_revocation_list(federation.root, federation.key, more)}"
 
 
@@ -273,7 +307,7 @@ def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, 
 
     def be(name):
         identity, line = who[name], Wire(name, ends)
-        given = {"withdrawn": lambda: gone, "attendance": SitePresence(identity, ("C1", "C2"), least)}
+        given = {"load_revoked": lambda: gone, "presence": SitePresence(identity, ("C1", "C2"), least)}
         comm = SecureComm(identity, ("C1", "C2"), (0, 1), line, 20, **given)
         assert comm.gather([SiteGreeting(site=name)], SiteGreeting) == [{"site": "C1"}, {"site": "C2"}]
         both.wait(10)
@@ -302,14 +336,18 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once_and_its_approval_d
     refused(lambda: check_revoked(plan, trusted, plan.sites), "a key of C2 that was withdrawn", "new plan")
     check_revoked(plan, trusted, ["C1"])  # without it a run can be finished
     knowing = Identity(good.name, good.key, good.certificate, trusted)
-    given = {"approved": "", "attendance": SitePresence(knowing, plan.sites, 2)}
+    given = {"approved": "", "presence": SitePresence(knowing, plan.sites, 2)}
     meeting = partial(taking_part._open_comm, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **given)
     refused(meeting, "a key of C2 that was withdrawn", error=NoCommonPlan)
-    coordinator = SimpleNamespace(identity=lambda: knowing)  # is told before anybody is asked
+    coordinator = SimpleNamespace(load_identity=lambda: knowing)  # is told before anybody is asked
     asking = partial(submitting._run_job, coordinator, plan, plan.sites, {}, SilentProgress())
     refused(asking, "a key of C2 that was withdrawn")
     check_revoked(plan, federation.root, plan.sites)
-    refused(lambda: check_pinned_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
+    refused(
+        lambda: check_pinned_key(plan, new.certificate, "C2"),
+        "another key of C2",
+        "a new key needs a new plan",
+    )
     for one in (good, bad):
         record_approval(Study(tmp_path), plan, one)
     assert collect_approvals(Study(tmp_path), plan, federation.root).signed == ("C1", "C2")
@@ -379,7 +417,9 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(one):
     folder, key = one / "C1", one / "C1" / "startup" / "client.key"
     old = identity_of(one, "C1")
     said = json.loads(command("renew", "--kit", folder, "--new-key").stdout)
-    assert said["fingerprint"] == create_renewal_request(folder, rotate=True)["fingerprint"]  # asking again makes no third key
+    assert (
+        said["fingerprint"] == create_renewal_request(folder, rotate=True)["fingerprint"]
+    )  # asking again makes no third key
     assert identity_of(one, "C1").certificate == old.certificate
     approved = json.loads(command("approve", said["file"], "--kit", one).stdout)
     assert approved["withdrew"]["number"] == 1
@@ -396,7 +436,9 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(one):
 def test_a_plan_of_before_a_new_key_asks_for_a_new_plan(place, one):
     old = identity_of(one, "C1")
     sites = [{"name": "C1", "key": key_fingerprint(old.certificate)}]
-    record_approval(Study(place), FederationPlan(json.dumps({"format": "wsi-fl plan", "version": 1, "sites": sites})), old)
+    record_approval(
+        Study(place), FederationPlan(json.dumps({"format": "wsi-fl plan", "version": 1, "sites": sites})), old
+    )
     approved = approve_request(Path(create_renewal_request(one / "C1", rotate=True)["file"]), one)
     install_certificate(Path(approved["file"]), one / "C1")
     words = "this plan names an older key of C1; ask for a new plan, and sign it"
@@ -409,7 +451,9 @@ def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place, one):
     foreign = shutil.copytree(place / "two" / "C1", place / "foreign")
     ask = Path(create_renewal_request(foreign, rotate=True)["file"])
     refused(lambda: approve_request(ask, one), "another key already", "revoke C1")
-    good, mine = (Path(create_renewal_request(folder, rotate=True)["file"]) for folder in (stolen, one / "C2"))
+    good, mine = (
+        Path(create_renewal_request(folder, rotate=True)["file"]) for folder in (stolen, one / "C2")
+    )
     other = create_request(place / "thief", name="C1", organization="x")
     file = Path(other["file"])
     bent = json.loads(good.read_text()) | {"request": json.loads(file.read_text())["request"]}

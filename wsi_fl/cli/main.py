@@ -30,7 +30,9 @@ class _CommandGroup(TyperGroup):
         """Write the groups; commands of other packages stand in the last one."""
         listed = self.list_commands(ctx)
         grouped_names = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
-        others = [name for name in listed if name not in grouped_names and not self.get_command(ctx, name).hidden]
+        others = [
+            name for name in listed if name not in grouped_names and not self.get_command(ctx, name).hidden
+        ]
         for title, names in {**GROUPS, "Other packages": others}.items():
             rows = [
                 (name, self.get_command(ctx, name).get_short_help_str(200))
@@ -106,7 +108,7 @@ def start_demo(
     out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
 ) -> None:
     """Simulate four hospitals' slides, tile, train local and federated models, and report each hospital's benefit."""
-    from wsi_fl.demo.run import run_demo, render_demo_lines
+    from wsi_fl.demo.run import render_demo_lines, run_demo
 
     print_document(run_demo(out), as_json, render_demo_lines)
 

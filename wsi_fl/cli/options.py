@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from typer import Argument, Option
 
-from wsi_fl.system.machine import is_first_rank, count_ranks
+from wsi_fl.system.machine import count_ranks, is_first_rank
 from wsi_fl.types import UsageError, WsiFlError, make_printable
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ def _escape_unprintable(line: str) -> str:
     """Return an equivalent line of JSON with unprintable characters escaped."""
     if line.isprintable():
         return line
-    return "".join(character if make_printable(character) == character else json.dumps(character)[1:-1] for character in line)
+    return "".join(
+        character if make_printable(character) == character else json.dumps(character)[1:-1]
+        for character in line
+    )
 
 
 _C = TypeVar("_C", bound=Callable[..., None])

@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, parse_sites, find_study, print_document, run_work, take_gpus
+from wsi_fl.cli.options import (
+    Gpus,
+    Json,
+    Pipeline,
+    Set,
+    find_study,
+    parse_sites,
+    print_document,
+    run_work,
+    take_gpus,
+)
 from wsi_fl.types import UsageError
 
 
@@ -78,7 +88,12 @@ def tile_sites(
     from wsi_fl.slides.reading.probe import start_ahead
 
     start_ahead()
-    from wsi_fl.stages.prepare.tile import estimate_tiling, render_estimate_lines, tile_slides, render_tile_lines
+    from wsi_fl.stages.prepare.tile import (
+        estimate_tiling,
+        render_estimate_lines,
+        render_tile_lines,
+        tile_slides,
+    )
 
     work, lines = (estimate_tiling, render_estimate_lines) if dry_run else (tile_slides, render_tile_lines)
     run_work("tile", partial(work, study, **scope), as_json, lines)

@@ -18,8 +18,8 @@ from wsi_fl.cli.options import (
     Run,
     Set,
     SiteGpus,
-    parse_sites,
     find_study,
+    parse_sites,
     print_document,
     run_work,
     take_gpus,
@@ -46,7 +46,7 @@ def release_statistics(
     """Release noisy class statistics of a site's features for one-shot global heads."""
     scope = parse_sites("statistics", site, all_sites, pipeline, overrides)
     study = find_study()
-    from wsi_fl.stages.training.release import release_statistics, release_lines
+    from wsi_fl.stages.training.release import release_lines, release_statistics
 
     print_document(release_statistics(study, repeat=repeat, **scope), as_json, release_lines)
 
@@ -136,7 +136,9 @@ def train(
             return stage.resume_series(study, resume, **run_options) or summary
         keys = study.load_pipeline(study.pipeline_name(pipeline), options["overrides"]).train
         if is_series or (keys.folds is not None and keys.fold is None):  # a run per fold
-            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options)
+            return stage.train_series(
+                study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options
+            )
         return stage.train(study, **options, **run_options)
 
     run_work("train", run_training, as_json, stage.train_lines)
@@ -221,7 +223,7 @@ def run_benchmark(
     as_json: Json = False,
 ) -> None:
     """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
-    from wsi_fl.stages.bench import run_benchmark, render_bench_lines, parse_cells, parse_numbers
+    from wsi_fl.stages.bench import parse_cells, parse_numbers, render_bench_lines, run_benchmark
 
     work = partial(
         run_benchmark,
@@ -333,7 +335,11 @@ def report_clinical(
     study = find_study()
     from wsi_fl.stages.answers.clinical import describe_clinically, render_clinical_lines
 
-    print_document(describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines)
+    print_document(
+        describe_clinically(study, runs, prevalence=prevalence, by=by, least=least),
+        as_json,
+        render_clinical_lines,
+    )
 
 
 def plan_size(
@@ -416,4 +422,6 @@ def export_files(
         raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
     from wsi_fl.stages.prepare.importing import export_features, render_feature_export
 
-    print_document(export_features(study, site=site, form=form, out=out, tensors=tensors), as_json, render_feature_export)
+    print_document(
+        export_features(study, site=site, form=form, out=out, tensors=tensors), as_json, render_feature_export
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import simulate_archive, simulate_slide, plan_slides, write_pyramid
+from wsi_fl.demo.phantom import plan_slides, simulate_archive, simulate_slide, write_pyramid
 from wsi_fl.models.weights import random_weights
 from wsi_fl.stages.answers.compare import compare_methods, render_comparison_lines
 from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
@@ -19,9 +19,9 @@ from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.prepare.bags import make_features
 from wsi_fl.stages.prepare.directions import build_projection, render_projection_lines
 from wsi_fl.stages.prepare.init import init_study
-from wsi_fl.stages.prepare.tile import tile_slides, render_tile_lines
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.training.train import summary_lines, train
-from wsi_fl.stages.work.console import ProgressBars, Lines, print_lines, print_message
+from wsi_fl.stages.work.console import Lines, ProgressBars, print_lines, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import UsageError
@@ -125,7 +125,9 @@ def _build_projection(study: Study) -> None:
         write_pyramid(public / f"{slide.name}.tif", simulate_slide(slide), _PUBLIC_MPP)
     out = study.root / _PROJECTION
     with ProgressBars("projection") as bars:
-        document = build_projection(study, [public], out=out, pipeline_name=_PIPELINE, n_dimensions=_N_DIMENSIONS, watcher=bars)
+        document = build_projection(
+            study, [public], out=out, pipeline_name=_PIPELINE, n_dimensions=_N_DIMENSIONS, watcher=bars
+        )
     print_lines(render_projection_lines(document))
 
 
@@ -168,7 +170,12 @@ def _prepare_study(folder: Path) -> Study:
         shutil.rmtree(unfinished, ignore_errors=True)
         size = {"n_sites": _N_SITES, "patients_per_site": _PATIENTS_PER_SITE, "size_px": _SLIDE_PX}
         with ProgressBars("simulate") as bars:
-            simulate_archive(unfinished, **size, metastasis_shares=_METASTASIS_SHARES, progress=partial(bars.update, "slides"))
+            simulate_archive(
+                unfinished,
+                **size,
+                metastasis_shares=_METASTASIS_SHARES,
+                progress=partial(bars.update, "slides"),
+            )
         unfinished.rename(archive)
     init_study(root, archive=archive, pipeline=_PIPELINE)
     return Study(root)

@@ -14,16 +14,16 @@ from wsi_fl.federation.documents import check_length, decode_document, encode_do
 from wsi_fl.federation.message import (
     HEADER_BYTES,
     NUMBERS,
-    PendingReceive,
-    RawBuffer,
-    PendingSend,
     Message,
     Outgoing,
     PayloadType,
+    PendingReceive,
+    PendingSend,
+    RawBuffer,
     body_length,
+    compute_tag,
     pack_message,
     unpack_message,
-    compute_tag,
 )
 from wsi_fl.system.bulk import BufferPool
 from wsi_fl.types import ReportableError, UsageError, WsiFlError, single_line
@@ -81,7 +81,7 @@ class Comm(Protocol):
     ) -> list[Message]:
         """Send all messages, and wait for those from the expected (sender, receiver) pairs with a local receiver.
 
-        Raises `PeerTimeout` when a message does not arrive in time, and `NotAgreed` when it has another length than
+        Raises `PeerTimeout` when a message does not arrive in time, and `ProtocolError` when it has another length than
         announced.
 
         Args:
@@ -93,7 +93,7 @@ class Comm(Protocol):
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the JSON document of each running site, in site order: plans and tallies, never data.
 
-        Raises `NotAgreed` when a document is not of the agreed kind (none is used then), and `PeerTimeout` when it does
+        Raises `ProtocolError` when a document is not of the agreed kind (none is used then), and `PeerTimeout` when it does
         not arrive in time.
 
         Args:
@@ -150,7 +150,9 @@ class LocalComm:
         """
         start = time.perf_counter()
         arrived = [
-            unpack_message(*pack_message(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind)
+            unpack_message(
+                *pack_message(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind
+            )
             for item in outgoing
         ]
         pairs = {(message.sender, message.receiver) for message in arrived}
@@ -172,7 +174,7 @@ class LocalComm:
     def exchange_documents(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
-        """Return the documents as their receivers would read them; see `Comm.hand`."""
+        """Return the documents as their receivers would read them; see `Comm.exchange_documents`."""
         return {
             pair: decode_document(encode_document(document, kind, pair[0]), kind, pair[0])
             for pair, document in documents.items()
@@ -215,7 +217,7 @@ class MpiComm:
         names: of all sites of the study, for messages; default: their indices.
         report_waiting: called now and then while this rank waits for peers.
         report_late: called again and again with the sites that are later than timeout_s; the launcher decides which sites
-            dropped out. Without it such a wait raises PeerLate.
+            dropped out. Without it such a wait raises PeerTimeout.
     """
 
     timeout_s: float
@@ -256,7 +258,9 @@ class MpiComm:
         packed = [(item.receiver, *pack_message(item, round_, hop)) for item in outgoing]
         sends = []
         for receiver, head, body in packed:
-            sends += self._start_send(receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag)
+            sends += self._start_send(
+                receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag
+            )
         headers = [bytearray(HEADER_BYTES) for _ in sources]
         self._wait_all(
             [self._start_receive(h, self._mpi.BYTE, s, tag) for h, s in zip(headers, sources, strict=True)],
@@ -284,37 +288,56 @@ class MpiComm:
         local_text = encode_document(document, kind, self._site_name(local_site))
         others = [site for site in self.running if site != local_site]
         limit = inf if patient and self.report_late is None else self.timeout_s
-        texts = self._exchange_texts(dict.fromkeys(others, local_text), others, limit) | {local_site: local_text}
+        texts = self._exchange_texts(dict.fromkeys(others, local_text), others, limit) | {
+            local_site: local_text
+        }
         return [decode_document(texts[site], kind, self._site_name(site)) for site in self.running]
 
     def exchange_documents(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
-        """Return the documents for this rank; see `Comm.hand`."""
+        """Return the documents for this rank; see `Comm.exchange_documents`."""
         (local_site,) = self.sites
-        outgoing_texts = {to: encode_document(document, kind, self._site_name(local_site)) for (_, to), document in documents.items()}
-        texts = self._exchange_texts(outgoing_texts, [site for site, to in expected if to == local_site], self.timeout_s)
-        return {(site, local_site): decode_document(text, kind, self._site_name(site)) for site, text in texts.items()}
+        outgoing_texts = {
+            to: encode_document(document, kind, self._site_name(local_site))
+            for (_, to), document in documents.items()
+        }
+        texts = self._exchange_texts(
+            outgoing_texts, [site for site, to in expected if to == local_site], self.timeout_s
+        )
+        return {
+            (site, local_site): decode_document(text, kind, self._site_name(site))
+            for site, text in texts.items()
+        }
 
-    def _exchange_texts(self, outgoing_texts: Mapping[int, bytes], senders: Sequence[int], limit_s: float) -> dict[int, bytes]:
+    def _exchange_texts(
+        self, outgoing_texts: Mapping[int, bytes], senders: Sequence[int], limit_s: float
+    ) -> dict[int, bytes]:
         """Send texts to ranks and receive the texts of the senders, the lengths first."""
         tag = _GATHER_TAG + 2 * (self._n_gathered % 4096)
         self._n_gathered += 1
         packed = {
-            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in outgoing_texts.items()
+            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8))
+            for k, text in outgoing_texts.items()
         }
         sends = []
         for site, (length, text) in packed.items():
             sends += self._start_send(site, (length, self._mpi.INT64_T), (text, self._mpi.BYTE), tag)
         lengths = {site: np.empty(1, np.int64) for site in senders}
         self._wait_all(
-            [self._start_receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders], senders, None, limit_s
+            [self._start_receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders],
+            senders,
+            None,
+            limit_s,
         )
         for site in senders:
             check_length(int(lengths[site][0]), self._site_name(site))
         texts = {site: np.empty(lengths[site][0], np.uint8) for site in senders}
         self._wait_all(
-            [self._start_receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders], senders, None, limit_s
+            [self._start_receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders],
+            senders,
+            None,
+            limit_s,
         )
         self._wait_all(sends, [site for site in packed for _ in range(2)], None, limit_s)
         return {site: text.tobytes() for site, text in texts.items()}

@@ -43,7 +43,7 @@ def encode_document(document: _T, kind: type[_T], site: object) -> bytes:
     """Return the text of a document of an agreed TypedDict, after the checks that peers will make.
 
     Raises:
-        NotAgreed: when it is not of this kind, too long, or holds a non-finite number.
+        ProtocolError: when it is not of this kind, too long, or holds a non-finite number.
     """
     try:
         text = json.dumps(document, allow_nan=False).encode()
@@ -58,7 +58,7 @@ def check_length(n_bytes: int, site: object) -> None:
     """Refuse an announced length before memory is allocated for it.
 
     Raises:
-        NotAgreed: when it is negative, or more than MOST_BYTES.
+        ProtocolError: when it is negative, or more than MOST_BYTES.
     """
     if not 0 <= n_bytes <= MAX_BYTES:
         raise ProtocolError(f"site {site} announced a document of {n_bytes} bytes; at most {MAX_BYTES}")
@@ -68,7 +68,7 @@ def decode_document(text: bytes, kind: type[_T], site: object, *, max_values: in
     """Parse the text of a document of an agreed TypedDict; messages name its sender `site`.
 
     Raises:
-        NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep,
+        ProtocolError: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep,
             has too many values, or is not of this kind.
     """
     check_length(len(text), site)

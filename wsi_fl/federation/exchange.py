@@ -52,7 +52,9 @@ def exchange_models(
     for site in sites:
         site_messages = [message for message in arrived if message.receiver == site.index]
         if site_messages or site.push is not None:
-            site.push = _mix_messages(site, method, matrix, site_messages, comm.n_sites, returning, is_single=hop == 0)
+            site.push = _mix_messages(
+                site, method, matrix, site_messages, comm.n_sites, returning, is_single=hop == 0
+            )
 
 
 def _mix_messages(
@@ -100,7 +102,9 @@ def _mix_messages(
         else:
             accepted.append(_message_state(message))
             if not is_returning:
-                site.distances = [*site.distances, _compute_distance(accepted[-1], local_vector)][-_DISTANCE_HISTORY:]
+                site.distances = [*site.distances, _compute_distance(accepted[-1], local_vector)][
+                    -_DISTANCE_HISTORY:
+                ]
     return mix_states(site.push or PushSum(np.zeros_like(local_vector), 0.0), local_share, accepted)
 
 
@@ -133,7 +137,9 @@ def _find_statistics_problem(message: Message, site: Site, method: Method, *, is
     unknown = (None, None)
     announced = site.announced_units.get(message.sender, unknown) if is_single else unknown
     rows = site.units.kind == "row" and site.canaries is None  # of canaries about half have a row
-    return explain_invalid_statistics(site.global_head(method), torch.tensor(_message_state(message).z), *announced, rows=rows)
+    return explain_invalid_statistics(
+        site.global_head(method), torch.tensor(_message_state(message).z), *announced, rows=rows
+    )
 
 
 def _find_distance_problem(message: Message, local_vector: Vector, distances: Sequence[float]) -> str:

@@ -18,10 +18,10 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.examples import Examples, concatenate_examples, find_problem, build_tensor
+from wsi_fl.learning.examples import Examples, build_tensor, concatenate_examples, find_problem
 from wsi_fl.learning.local import DPSettings, Learner, load_site_rows
 from wsi_fl.learning.metrics import fill_patient_names
-from wsi_fl.learning.units import row_units, patient_units
+from wsi_fl.learning.units import patient_units, row_units
 from wsi_fl.models.directions import N_RANDOM, Projection
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.guarantee import PrivacyTerms
@@ -153,7 +153,9 @@ def federate(
     with TemporaryDirectory() as temporary:
         built_sites = []
         for index, name in enumerate(sites):
-            train = concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else sites[name]
+            train = (
+                concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else sites[name]
+            )
             units = row_units(len(train)) if unit == "row" else patient_units(train.patient, None, name)
             plan, site_folder = None, Path(folder or temporary) / name
             if sigma is not None:
@@ -189,7 +191,10 @@ def federate(
             raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
         return {
             site.name: SiteResult(
-                {role: site.learners[role].model for role in (("shared",) if row.is_oneshot else row.learners)},
+                {
+                    role: site.learners[role].model
+                    for role in (("shared",) if row.is_oneshot else row.learners)
+                },
                 site.ledger.epsilon() if site.plan else None,
                 site.ledger.guarantee(),
                 round_lines[site.name],
@@ -212,7 +217,9 @@ def _make_dp_settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> D
         rows = np.arange(min(_MEASURED_ROWS, len(train)))
         patient = None
         if plan.unit == "patient":
-            patient = torch.from_numpy(np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1])
+            patient = torch.from_numpy(
+                np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1]
+            )
         engine = select_engine(model, build_tensor(train.read(rows)), patient)
     return DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
 

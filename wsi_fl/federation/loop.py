@@ -20,19 +20,25 @@ from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.roster import Membership, enter_round, collect_membership, find_first_rounds, update_membership
+from wsi_fl.federation.roster import (
+    Membership,
+    collect_membership,
+    enter_round,
+    find_first_rounds,
+    update_membership,
+)
 from wsi_fl.federation.scoring import choose_prediction_model, evaluate_site
 from wsi_fl.federation.shared import aggregate_statistics
 from wsi_fl.federation.site import (
     Schedule,
     Site,
-    write_checkpoint,
-    reissue_model,
     reissue_buffer,
+    reissue_model,
     relay_mixture,
-    release_model,
     release_buffer,
+    release_model,
     restore_checkpoint,
+    write_checkpoint,
 )
 from wsi_fl.federation.topology import Matrix, list_hops, list_receivers
 from wsi_fl.learning.examples import load_batches
@@ -77,12 +83,16 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         if method.mixing_role is not None:
             _exchange_round(active_sites, method, schedule, comm, membership, releases, round_=round_)
         for matrix in _buffer_hops(method, schedule, comm, round_, membership.present):
-            buffers = {k.index: reissue_buffer(k, round_) for k in active_sites if list_receivers(matrix, k.index)}
+            buffers = {
+                k.index: reissue_buffer(k, round_) for k in active_sites if list_receivers(matrix, k.index)
+            }
             pass_buffers(active_sites, comm, matrix, buffers, round_=round_, hop=BUFFERS)
         for site in active_sites:
             tally = comm.traffic[site.index].traffic_since(previous_traffic[site.index])
             is_first_round = round_ == first_rounds[site.index]
-            _log_round(site, method, schedule, tally, round_=round_, is_first_round=is_first_round, report=report)
+            _log_round(
+                site, method, schedule, tally, round_=round_, is_first_round=is_first_round, report=report
+            )
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
@@ -122,7 +132,9 @@ def _exchange_round(
         if hop > 0:
             relaying_sites = [site for site in sites if list_receivers(matrix, site.index)]
             releases = {site.index: relay_mixture(site, method, round_) for site in relaying_sites}
-        exchange_models(sites, method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning)
+        exchange_models(
+            sites, method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning
+        )
     for site in sites:
         if site.push is not None and site.push.w <= 0:  # all messages to it were rejected
             site.push = previous_states[site.index]
@@ -133,7 +145,9 @@ def _train_and_record(
     site: Site, method: Method, schedule: Schedule, round_: int, report: _Report, *, sends_buffer: bool
 ) -> Release | None:
     start = time.perf_counter()
-    previous_vectors = {role: k.parameter_vector() for role, k in site.learners.items() if role != method.mixing_role}
+    previous_vectors = {
+        role: k.parameter_vector() for role, k in site.learners.items() if role != method.mixing_role
+    }
     site.losses = _train_round(site, method, schedule, round_, report)
     _freeze_diverged(site, previous_vectors, round_)
     for role, learner in site.learners.items():
@@ -190,12 +204,16 @@ def _train_round(
     training_set = None if site.receives else site.training_sources().build_training_set(method.learns_from)
     if training_set is not None and not all(k.frozen for role, k in site.learners.items() if role != LOCAL):
         losses |= learn(
-            training_set, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
+            training_set,
+            site.plan,
+            lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise),
         )
     local_learner = site.learners.get(LOCAL)
     if local_learner is not None and not (local_learner.fitted or local_learner.frozen):
         local_set = TrainingSet(site.train, row_units(len(site.train)))
-        losses |= learn(local_set, None, lambda batch, noise: {LOCAL: take_supervised_step(local_learner, batch, noise)})
+        losses |= learn(
+            local_set, None, lambda batch, noise: {LOCAL: take_supervised_step(local_learner, batch, noise)}
+        )
     return losses
 
 
@@ -217,7 +235,9 @@ def _train_batches(
     """
     seed = schedule.seed if plan is None else schedule.insecure_seed
     noise, sampler, views = (
-        CipherStream.from_entropy() if seed is None else CipherStream.from_seed(seed, site.index, round_, purpose)
+        CipherStream.from_entropy()
+        if seed is None
+        else CipherStream.from_seed(seed, site.index, round_, purpose)
         for purpose in ("noise", "batches", "views")
     )
     if plan is None:
@@ -230,7 +250,9 @@ def _train_batches(
             require_plan(plan, trainer, n=training_set.units.n, steps=len(rows), delta=delta, mode=mode)
     dropout = views.randbelow(2**63)  # only local models have dropout, none with differential privacy
     augment = schedule.make_augment(views)
-    images = load_batches(training_set.join_examples(), iter(rows), augment=augment, device=site.device, draws=views)
+    images = load_batches(
+        training_set.join_examples(), iter(rows), augment=augment, device=site.device, draws=views
+    )
     labelled_batches = training_set.units.attach_units(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(dropout)

@@ -198,7 +198,7 @@ class PendingReceive:
         """Return whether the message was received, as an MPI request does.
 
         Raises:
-            NotAgreed: when it has another length; then it is not received.
+            ProtocolError: when it has another length; then it is not received.
         """
         while self._pending_parts:
             status = self.mpi.Status()

@@ -71,7 +71,7 @@ class Disclosure:
             permission alone, given by name in the site's file.
         timing: all rounds, once (in the first round), or before the first or after the last round.
         stage_module: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
-            `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.
+            `bring_generated` and `hand_over_models` before and after the rounds, and `count_bytes`.
     """
 
     kind: DisclosureKind
@@ -143,7 +143,12 @@ class Method:
     def round_disclosure(self) -> Disclosure | None:
         """Return the disclosure that is mixed in rounds, or None."""
         return next(
-            (disclosure for disclosure in self.disclosures if disclosure.is_in_rounds and disclosure.kind in ("model", "sums")), None
+            (
+                disclosure
+                for disclosure in self.disclosures
+                if disclosure.is_in_rounds and disclosure.kind in ("model", "sums")
+            ),
+            None,
         )
 
     @property
@@ -216,7 +221,10 @@ _ROUND_KEYS = (
 )
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
-_TAUGHT_PAIR = {"private": Role(dp=False, has_teacher=True), "proxy": Role(dp=True, common=True, has_teacher=True)}
+_TAUGHT_PAIR = {
+    "private": Role(dp=False, has_teacher=True),
+    "proxy": Role(dp=True, common=True, has_teacher=True),
+}
 """A private model and a proxy with differential privacy that teach each other."""
 _WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
@@ -242,11 +250,15 @@ def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: Ciph
     teacher_logits = private_logits.detach() if private_logits is not None and weights.beta else None
     losses = {"proxy": take_mutual_step(proxy, teacher_logits, weights.beta, batch, noise)}
     proxy_logits = proxy.predict_logits(x) if len(x) and weights.alpha else None
-    losses["private"] = take_mutual_step(private, proxy_logits, weights.alpha, batch, noise, logits=private_logits)
+    losses["private"] = take_mutual_step(
+        private, proxy_logits, weights.alpha, batch, noise, logits=private_logits
+    )
     return losses
 
 
-def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def _step_statistics(
+    learners: Learners, batch: Batch, weights: Weights, noise: CipherStream
+) -> dict[str, float]:
     """Compute the class statistics of all rows; the private model was fitted before."""
     from wsi_fl.learning.local import compute_statistics
 
@@ -262,7 +274,7 @@ def _oneshot_method() -> Method:
     """
     statistics = Disclosure("sums", "star", "shared", timing="once")
     row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _step_statistics, (statistics,))
-    by_files = replace(row, shares=(replace(statistics, by=FILES),), learns_from="nothing")
+    by_files = replace(row, disclosures=(replace(statistics, route=FILES),), learns_from="nothing")
     return replace(row, variants={("train.from_released", True): by_files})
 
 
@@ -279,9 +291,15 @@ _BUILT_IN = {
         step_private,
         (Disclosure("model", "exponential"),),
     ),
-    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)),
+    "cwt": Method(
+        "CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)
+    ),
     "fml": Method(
-        "FML", "proxies averaged, central", _TAUGHT_PAIR, _step_mutual, (Disclosure("model", "star", "proxy"),)
+        "FML",
+        "proxies averaged, central",
+        _TAUGHT_PAIR,
+        _step_mutual,
+        (Disclosure("model", "star", "proxy"),),
     ),
     DEFAULT_METHOD: Method(
         "ProxyFL",

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Amount, Count, SiteName, PrintableText
+from wsi_fl.federation.documents import Amount, Count, PrintableText, SiteName
 from wsi_fl.types import NoCommonPlan, encoder_differences
 
 _Scalar = PrintableText | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
@@ -97,7 +97,9 @@ def compare_sites(documents: Sequence[Mapping[str, Any]]) -> None:
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise NoCommonPlan(f"two ranks are site {duplicates[0]}; give every rank the same list of sites")
-    disagreements = (_find_odd(label, dict(zip(names, values, strict=True))) for label, values in _list_values(documents))
+    disagreements = (
+        _find_odd(label, dict(zip(names, values, strict=True))) for label, values in _list_values(documents)
+    )
     problems = [problem for problem in disagreements if problem]
     if problems:
         raise NoCommonPlan(_shorten("sites disagree: " + " | ".join(problems), _MAX_MESSAGE_CHARS))
@@ -119,7 +121,8 @@ def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
                 [
                     f"{size * mpp:.3g} µm ({size} px at {mpp:.3g} µm/px)"  # rounded: files differ in the last digits
                     for size, mpp in (
-                        (document.get("size_px") or 0, float(document.get("mpp") or 0)) for document in documents
+                        (document.get("size_px") or 0, float(document.get("mpp") or 0))
+                        for document in documents
                     )
                 ],
             )

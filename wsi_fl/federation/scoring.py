@@ -11,10 +11,26 @@ import numpy as np
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import predict_examples, replace_nonfinite
-from wsi_fl.learning.metrics import Probabilities, find_operating_point, aggregate_slides
-from wsi_fl.learning.stacking import MIN_PATIENTS, Ensemble, gate_ensemble, is_worse_than_local, single_local_ensemble, single_federated_ensemble, weight_by_sample_size
-from wsi_fl.learning.tasks import score_predictions, fold_strata
-from wsi_fl.learning.validation import COMMON, LOCAL, ENSEMBLE, combine_predictions, select_model, score_candidates, roles_of_choice
+from wsi_fl.learning.metrics import Probabilities, aggregate_slides, find_operating_point
+from wsi_fl.learning.stacking import (
+    MIN_PATIENTS,
+    Ensemble,
+    gate_ensemble,
+    is_worse_than_local,
+    single_federated_ensemble,
+    single_local_ensemble,
+    weight_by_sample_size,
+)
+from wsi_fl.learning.tasks import fold_strata, score_predictions
+from wsi_fl.learning.validation import (
+    COMMON,
+    ENSEMBLE,
+    LOCAL,
+    combine_predictions,
+    roles_of_choice,
+    score_candidates,
+    select_model,
+)
 from wsi_fl.models.shared_head import SharedHead
 
 
@@ -27,7 +43,10 @@ def evaluate_site(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     model_choice, ensemble = schedule.prediction_model, None
     if model_choice in ("auto", ENSEMBLE):
         chosen = choose_prediction_model(site, schedule, alive) or {"model": "private"}
-        model_choice, ensemble = chosen["model"], Ensemble.parse_document(chosen["ensemble"]) if "ensemble" in chosen else None
+        model_choice, ensemble = (
+            chosen["model"],
+            Ensemble.parse_document(chosen["ensemble"]) if "ensemble" in chosen else None,
+        )
     if not site.learners.keys() >= set(roles_of_choice(model_choice, ensemble, site.learners)):
         model_choice = "private"
     if len(site.learners) > 1:
@@ -38,9 +57,14 @@ def evaluate_site(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
         if common and name == sets[-1][0]:
             role_names[common] = None
         predictions = _predict_roles(site, role_names, examples, alive)
-        line[name] = score_predictions(combine_predictions(predictions, model_choice, ensemble), examples.label, examples.task)
+        line[name] = score_predictions(
+            combine_predictions(predictions, model_choice, ensemble), examples.label, examples.task
+        )
         if common and name == sets[-1][0]:
-            line[common] = {"on": name, **score_predictions(predictions[common], examples.label, examples.task)}
+            line[common] = {
+                "on": name,
+                **score_predictions(predictions[common], examples.label, examples.task),
+            }
     return line
 
 
@@ -49,7 +73,9 @@ def _common(site: Site) -> str:
     return next((role for role in COMMON if role in site.learners), "")
 
 
-def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
+def choose_prediction_model(
+    site: Site, schedule: Schedule, alive: Callable[[], None]
+) -> dict[str, Any] | None:
     """Return the choice of a site's prediction model, as its run stores it; None where there is no choice.
 
     For classes, and with a one-shot global head, it is the ensemble of local and federated model. Otherwise it is the
@@ -68,16 +94,28 @@ def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], 
         scores[name] = score_candidates(predictions, examples.label, task)
     common = _common(site)
     has_global_head = common != "" and isinstance(site.learners[common].model, SharedHead)
-    if schedule.prediction_model == ENSEMBLE or has_global_head or (has_local_baseline and task.kind == "classes"):
+    if (
+        schedule.prediction_model == ENSEMBLE
+        or has_global_head
+        or (has_local_baseline and task.kind == "classes")
+    ):
         choice = _choose_ensemble(site, predictions, alive) | scores
-        is_local = has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
+        is_local = (
+            has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
+        )
         return choice | {"model": LOCAL} if is_local else choice
     if examples is None:
         return {"model": LOCAL, "by": "validation", "n": 0} if has_local_baseline else None
-    return {"model": select_model(predictions, examples.label, task), "by": "validation", "n": len(examples)} | scores
+    return {
+        "model": select_model(predictions, examples.label, task),
+        "by": "validation",
+        "n": len(examples),
+    } | scores
 
 
-def _choose_ensemble(site: Site, validation_predictions: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
+def _choose_ensemble(
+    site: Site, validation_predictions: Mapping[str, Probabilities], alive: Callable[[], None]
+) -> dict[str, Any]:
     """Return a site's ensemble, as its run stores it, given predictions on its validation split by role.
 
     A site that lacks a class, or has a single number or no event, uses the federated model; so does a site with a
@@ -93,14 +131,33 @@ def _choose_ensemble(site: Site, validation_predictions: Mapping[str, Probabilit
         ensemble, held_out = single_federated_ensemble(site.n_classes), None
     else:
         if site.validation is not None and local_role == LOCAL:
-            candidates = {role: predictions for role, predictions in validation_predictions.items() if role != LOCAL}
+            candidates = {
+                role: predictions for role, predictions in validation_predictions.items() if role != LOCAL
+            }
             federated_role = select_model(candidates, site.validation.label)
         held_out = _find_held_out(site, local_role, federated_role, validation_predictions, alive)
         if isinstance(head, SharedHead):
-            predictions = {} if held_out else _predict_roles(site, (local_role, federated_role), site.train, alive)
-            rows, local_predictions, federated_predictions = held_out or (site.train, predictions[local_role], predictions[federated_role])
-            ensemble = weight_by_sample_size(local_predictions, federated_predictions, rows.label, head.effective_sample_sizes(), task, rows.patient)
-            if held_out and ensemble.weight and is_worse_than_local(ensemble, local_predictions, federated_predictions, rows.label, task):
+            predictions = (
+                {} if held_out else _predict_roles(site, (local_role, federated_role), site.train, alive)
+            )
+            rows, local_predictions, federated_predictions = held_out or (
+                site.train,
+                predictions[local_role],
+                predictions[federated_role],
+            )
+            ensemble = weight_by_sample_size(
+                local_predictions,
+                federated_predictions,
+                rows.label,
+                head.effective_sample_sizes(),
+                task,
+                rows.patient,
+            )
+            if (
+                held_out
+                and ensemble.weight
+                and is_worse_than_local(ensemble, local_predictions, federated_predictions, rows.label, task)
+            ):
                 ensemble = single_local_ensemble(site.n_classes)
         elif held_out is None:
             ensemble = single_local_ensemble(site.n_classes)
@@ -111,8 +168,12 @@ def _choose_ensemble(site: Site, validation_predictions: Mapping[str, Probabilit
         "model": ENSEMBLE,
         "by": ENSEMBLE,
         "n": 0 if held_out is None else len(held_out[0]),
-        "ensemble": asdict(replace(ensemble, own=local_role, shared=federated_role, of_logits=task.kind == "classes")),
-        "slide_threshold": None if held_out is None else _find_slide_threshold(ensemble(*held_out[1:]), held_out[0]),
+        "ensemble": asdict(
+            replace(ensemble, own=local_role, shared=federated_role, of_logits=task.kind == "classes")
+        ),
+        "slide_threshold": None
+        if held_out is None
+        else _find_slide_threshold(ensemble(*held_out[1:]), held_out[0]),
     }
 
 
@@ -121,7 +182,11 @@ _HeldOutPredictions = tuple[Examples, Probabilities, Probabilities]
 
 
 def _find_held_out(
-    site: Site, local_role: str, federated_role: str, validation_predictions: Mapping[str, Probabilities], alive: Callable[[], None]
+    site: Site,
+    local_role: str,
+    federated_role: str,
+    validation_predictions: Mapping[str, Probabilities],
+    alive: Callable[[], None],
 ) -> _HeldOutPredictions | None:
     """Return rows held out of both models, with their predictions; None where there are none.
 
@@ -134,12 +199,19 @@ def _find_held_out(
     if site.held_out is not None and all(
         isinstance(learner.model, SharedHead) or (is_noisy and learner.is_private) for learner in models
     ):
-        federated_predictions = combine_predictions(_predict_roles(site, roles_of_choice(federated_role, there=site.learners), site.train, alive), federated_role)
+        federated_predictions = combine_predictions(
+            _predict_roles(site, roles_of_choice(federated_role, there=site.learners), site.train, alive),
+            federated_role,
+        )
         return site.train, site.held_out, federated_predictions
     rows = site.validation
     if rows is None or len(np.unique(fold_strata(rows.label, rows.task))) < 2:
         return None
-    return rows, validation_predictions[local_role], combine_predictions(validation_predictions, federated_role)
+    return (
+        rows,
+        validation_predictions[local_role],
+        combine_predictions(validation_predictions, federated_role),
+    )
 
 
 _MAX_HELD_OUT_EPSILON = 10.0  # the largest ε with which training rows count as held out
@@ -158,6 +230,7 @@ def _predict_roles(
 ) -> dict[str, Probabilities]:
     """Return the predictions float64[n, classes] of a site's models by role."""
     predictions = {
-        role: predict_examples(site.learners[role].predict_logits, examples, site.device, alive=alive) for role in role_names
+        role: predict_examples(site.learners[role].predict_logits, examples, site.device, alive=alive)
+        for role in role_names
     }
     return {role: replace_nonfinite(values, examples) for role, values in predictions.items()}

@@ -33,13 +33,20 @@ from wsi_fl.privacy.discrete import (
     STEPS_PER_UNIT,
     discrete_gaussian,
     noise_multiplier,
-    quantize,
     quantization_sensitivity,
+    quantize,
     share_sigma,
 )
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, count_attempts
 from wsi_fl.privacy.ledger_file import Release, run_id
-from wsi_fl.privacy.masks import KeyPair, SecureSum, mask_values, vote_threshold, sum_messages, require_enough_sites
+from wsi_fl.privacy.masks import (
+    KeyPair,
+    SecureSum,
+    mask_values,
+    require_enough_sites,
+    sum_messages,
+    vote_threshold,
+)
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.sums import explain_invalid_statistics
 from wsi_fl.types import NoCommonPlan, WsiFlError
@@ -75,7 +82,7 @@ class _HeldSites(TypedDict):
 
 
 class _SecretPieces(TypedDict):
-    """A document of `masks.Part` for a site: public keys and shares of seeds, a vote, or opened shares."""
+    """A document of `masks.SecureSum` for a site: public keys and shares of seeds, a vote, or opened shares."""
 
     pieces: Annotated[list[Annotated[str, Field(pattern="^([0-9a-f]{32}){1,2}$")]], Field(max_length=10_001)]
 
@@ -147,7 +154,9 @@ def _aggregate_all(
 
     def build_mask(site: Site) -> _Mask:
         position = present.index(site.index)
-        return lambda values: mask_values(values, position, keys[site.index], publics, terms.mask_context(site))
+        return lambda values: mask_values(
+            values, position, keys[site.index], publics, terms.mask_context(site)
+        )
 
     messages = {site.index: _mask_statistics(site, terms, build_mask(site)) for site in local_sites}
     others = {site.index: [k for k in present if k != site.index] for site in local_sites}
@@ -184,21 +193,31 @@ def _exchange_masked(
 
 def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Comm, *, round_: int) -> None:
     parts = {
-        site.index: SecureSum(site.index, terms.present, terms.colluding, terms.dropouts, terms.mask_context(site))
+        site.index: SecureSum(
+            site.index, terms.present, terms.colluding, terms.dropouts, terms.mask_context(site)
+        )
         for site in local_sites
     }
     responding = {k: [other for other in terms.present if other != k] for k in parts}
     """The sites that each site has heard in time so far, and still waits for."""
 
-    def exchange_documents(kind: type[_T], make_document: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
+    def exchange_documents(
+        kind: type[_T], make_document: Callable[[int, int], _T]
+    ) -> dict[int, dict[int, _T]]:
         pairs = [(k, to) for k in parts for to in responding[k]]
-        replies = comm.exchange_documents({(k, to): make_document(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs])
+        replies = comm.exchange_documents(
+            {(k, to): make_document(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs]
+        )
         for k in parts:
             responding[k] = [other for other in responding[k] if (other, k) in replies]
         return {k: {other: replies[other, k] for other in responding[k]} for k in parts}
 
-    def exchange_pieces(make_pieces: Callable[[int, int], Sequence[bytes]]) -> dict[int, dict[int, tuple[bytes, ...]]]:
-        replies = exchange_documents(_SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]})
+    def exchange_pieces(
+        make_pieces: Callable[[int, int], Sequence[bytes]],
+    ) -> dict[int, dict[int, tuple[bytes, ...]]]:
+        replies = exchange_documents(
+            _SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]}
+        )
         return {
             k: {other: tuple(map(bytes.fromhex, reply["pieces"])) for other, reply in site_replies.items()}
             for k, site_replies in replies.items()
@@ -214,22 +233,37 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
         parts[k].join(holdings)
     # 2. messages, charged from here on
     local_messages = {
-        site.index: _mask_statistics(site, terms, parts[site.index].mask_values, parts[site.index].sum_context) for site in local_sites
+        site.index: _mask_statistics(
+            site, terms, parts[site.index].mask_values, parts[site.index].sum_context
+        )
+        for site in local_sites
     }
     arrived = _exchange_masked(local_messages, responding, terms, comm, lossy=True)
     responding |= {k: [message.sender for message in arrived[k]] for k in parts}
     valid_messages = {
-        k: {message.sender: message for message in arrived[k] if not _find_problem(message, local_messages[k])} | {k: local_messages[k]} for k in parts
+        k: {
+            message.sender: message for message in arrived[k] if not _find_problem(message, local_messages[k])
+        }
+        | {k: local_messages[k]}
+        for k in parts
     }
     # 3. votes for the sites whose messages all have, and then one seed of each site
-    local_votes = {k: parts[k].vote_survivors(valid_messages[k], holdings) for k, holdings in exchange_holdings(valid_messages).items()}
+    local_votes = {
+        k: parts[k].vote_survivors(valid_messages[k], holdings)
+        for k, holdings in exchange_holdings(valid_messages).items()
+    }
     votes = exchange_pieces(lambda k, _: local_votes[k])
     local_openings = {k: parts[k].open_shares(votes[k]) for k in parts}
     openings = exchange_pieces(lambda k, _: local_openings[k])
     for site in local_sites:
         k, part = site.index, parts[site.index]
         vectors = {other: _read_numbers(valid_messages[k][other]) for other in part.survivors}
-        _open_sum(site, terms.method, part.compute_total(vectors, openings[k] | {k: local_openings[k]}), len(vectors))
+        _open_sum(
+            site,
+            terms.method,
+            part.compute_total(vectors, openings[k] | {k: local_openings[k]}),
+            len(vectors),
+        )
         write_checkpoint(site, round_)
     for k in parts:
         if lost_sites := sorted({*terms.present} - {k, *responding[k]}):
@@ -241,7 +275,9 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
 
 def _find_refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
     """Return why a site makes no further attempt; "" where it makes one."""
-    is_affordable = site.plan is None or site.ledger.fits_budget(site.ledger.last_final_round() + 1, site.plan)
+    is_affordable = site.plan is None or site.ledger.fits_budget(
+        site.ledger.last_final_round() + 1, site.plan
+    )
     approved = site.ledger.references.get("approved", "")
     n_attempts = count_attempts(site.ledger.entries, site.name, approved)
     if n_attempts and _is_done(site, method):
@@ -284,9 +320,15 @@ def _mask_statistics(site: Site, terms: _SumTerms, mask: _Mask, binding: bytes =
         n_lacking = terms.colluding + terms.dropouts
         share = _compute_share(site.plan, len(exact), len(terms.present), n_lacking)
         seed = terms.insecure_seed
-        stream = CipherStream.from_entropy() if seed is None else CipherStream.from_seed(seed, "shares", site.index)
+        stream = (
+            CipherStream.from_entropy()
+            if seed is None
+            else CipherStream.from_seed(seed, "shares", site.index)
+        )
         values = values + discrete_gaussian(share, len(values), stream)
-    head.set_noisy_statistics(torch.from_numpy(exact), torch.from_numpy(values / STEPS_PER_UNIT), (share / STEPS_PER_UNIT) ** 2)
+    head.set_noisy_statistics(
+        torch.from_numpy(exact), torch.from_numpy(values / STEPS_PER_UNIT), (share / STEPS_PER_UNIT) ** 2
+    )
     masked_values, head_schema = mask(values), schema_digest(head)
     release = site.ledger.release(
         terms.attempt,

@@ -18,7 +18,7 @@ from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.examples import Augment, Examples, concatenate_examples
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.units import Canaries, TrainingSources, PrivacyUnits
+from wsi_fl.learning.units import Canaries, PrivacyUnits, TrainingSources
 from wsi_fl.models import schema_digest
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
@@ -160,7 +160,11 @@ class Site:
 
     def training_examples(self) -> Examples:
         """Return the examples for batches: training rows and included canaries."""
-        return self.train if self.canaries is None else concatenate_examples([self.train, self.canaries.select_planted()])
+        return (
+            self.train
+            if self.canaries is None
+            else concatenate_examples([self.train, self.canaries.select_planted()])
+        )
 
     def training_sources(self) -> TrainingSources:
         """Return the sources of training examples."""
@@ -221,14 +225,18 @@ def release_model(site: Site, method: Method, round_: int) -> Release | None:
 
 def _hash_local_models(site: Site) -> str:
     """Return the SHA-256 of the parameters of local models with differential privacy."""
-    return digest_values(np.concatenate([k.parameter_vector() for k in site.learners.values() if k.is_private]))
+    return digest_values(
+        np.concatenate([k.parameter_vector() for k in site.learners.values() if k.is_private])
+    )
 
 
 def relay_mixture(site: Site, method: Method, round_: int) -> Release:
     """Return a site's mixture, computed from releases alone, to be passed on; recorded in the ledger."""
     assert site.push is not None
     agreed_schema = schema_digest(site.mixing_learner(method).model)
-    return site.ledger.relay_mixture(round_, site.push.x, own_sha256=site.release_digest, schema=agreed_schema, weight=site.push.w)
+    return site.ledger.relay_mixture(
+        round_, site.push.x, own_sha256=site.release_digest, schema=agreed_schema, weight=site.push.w
+    )
 
 
 def reissue_model(site: Site, method: Method, round_: int) -> Release | None:
@@ -241,7 +249,9 @@ def reissue_model(site: Site, method: Method, round_: int) -> Release | None:
     return site.ledger.release_again(round_, site.push.x, schema=agreed_schema, weight=site.push.w)
 
 
-def release_once(ledger: PrivacyLedger, round_: int, values: ReleaseValues, agreed_schema: str, content: str) -> Release:
+def release_once(
+    ledger: PrivacyLedger, round_: int, values: ReleaseValues, agreed_schema: str, content: str
+) -> Release:
     """Return a release without differential privacy, once in a run; after a restart the same bytes.
 
     Args:
@@ -267,7 +277,9 @@ def release_buffer(site: Site, round_: int) -> None:
     """Record the release of a site's buffer in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
-    site.buffer_release = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
+    site.buffer_release = site.ledger.release(
+        round_, values, schema=shape.schema, mechanism=None, content=_BUFFER
+    )
 
 
 def reissue_buffer(site: Site, round_: int) -> Release:

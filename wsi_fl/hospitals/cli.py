@@ -80,7 +80,9 @@ def provision(
     from wsi_fl.hospitals.trust.making import provision_federation, provision_lines
 
     site_names = [site.strip() for site in sites.split(",") if site.strip()]
-    document = provision_federation(folder, federation=name, server=server, shared_folder=shared, sites=site_names)
+    document = provision_federation(
+        folder, federation=name, server=server, shared_folder=shared, sites=site_names
+    )
     print_document(document, as_json, provision_lines)
 
 
@@ -112,7 +114,7 @@ def join(
 ) -> None:
     """Put the certificate beside the key, which completes the kit; or let a kit take a list of withdrawn ones."""
     from wsi_fl.hospitals.trust.making import install_certificate, kit_lines
-    from wsi_fl.hospitals.trust.root import revocation_lines, install_revocation_list
+    from wsi_fl.hospitals.trust.root import install_revocation_list, revocation_lines
 
     if file.suffix == ".pem":
         print_document(install_revocation_list(file, kit), as_json, revocation_lines)
@@ -122,7 +124,9 @@ def join(
 
 @app.command()
 def plan(
-    method: Annotated[str, Option(help=f"What the hospitals run: {list_names(lambda row: bool(row.disclosures))}.")],
+    method: Annotated[
+        str, Option(help=f"What the hospitals run: {list_names(lambda row: bool(row.disclosures))}.")
+    ],
     pipeline: Pipeline = None,
     overrides: Set = None,
     out: Annotated[Path, Option(help="The file to write.")] = Path("plan.json"),
@@ -134,18 +138,28 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
-    from wsi_fl.hospitals.plans.making import plan_lines, make_plan
+    from wsi_fl.hospitals.plans.making import make_plan, plan_lines
     from wsi_fl.hospitals.plans.signed import check_revoked
     from wsi_fl.hospitals.trust.root import RootCA
 
     root = None if kit is None else RootCA.open(kit)
     keys = root.load_keys() if root else {}
     new_plan = make_plan(
-        _load_study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
+        _load_study(study),
+        method=method,
+        pipeline_name=pipeline,
+        overrides=overrides or [],
+        out=out,
+        keys=keys,
     )
     if root:
         check_revoked(new_plan, root.trust_pem, new_plan.sites)
-    document = {"plan": str(out), "sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
+    document = {
+        "plan": str(out),
+        "sha256": new_plan.digest,
+        "sites": new_plan.sites,
+        "most_bytes": new_plan.most_bytes,
+    }
     print_document(document, as_json, plan_lines)
 
 
@@ -177,7 +191,7 @@ def approve(
     if not file.exists():
         raise UsageError(f"{file}: no such file; give a plan, or a hospital's certificate request")
     if is_request(file):
-        from wsi_fl.hospitals.trust.making import approve_request, approval_lines
+        from wsi_fl.hospitals.trust.making import approval_lines, approve_request
 
         print_document(approve_request(file, kit, fingerprint, unchecked=unchecked), as_json, approval_lines)
         return
@@ -185,7 +199,13 @@ def approve(
 
 
 def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
-    from wsi_fl.hospitals.plans.approving import describe_excess, review_plan, review_lines, sign_plan, signature_lines
+    from wsi_fl.hospitals.plans.approving import (
+        describe_excess,
+        review_lines,
+        review_plan,
+        sign_plan,
+        signature_lines,
+    )
     from wsi_fl.hospitals.plans.signed import FederationPlan
     from wsi_fl.stages.work.console import print_lines
 
@@ -279,7 +299,7 @@ def submit(
 ) -> None:
     """Run a signed plan at its hospitals."""
     from wsi_fl.hospitals.plans.signed import FederationPlan
-    from wsi_fl.hospitals.work.submit import submit_plan, submission_lines
+    from wsi_fl.hospitals.work.submit import submission_lines, submit_plan
     from wsi_fl.stages.work.console import ProgressBars
 
     file = plan or _find_signed_plan()
@@ -353,7 +373,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Run a demo with a server and four hospitals with simulated slides, all as processes of this machine."""
-    from wsi_fl.hospitals.demo import run_federation_demo, federation_demo_lines
+    from wsi_fl.hospitals.demo import federation_demo_lines, run_federation_demo
 
     print_document(run_federation_demo(out), as_json, federation_demo_lines)
 
@@ -412,9 +432,13 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Write a record of your releases, what of them stays with others, and the remaining steps."""
-    from wsi_fl.hospitals.dossier.page import write_departure, departure_lines
+    from wsi_fl.hospitals.dossier.page import departure_lines, write_departure
 
-    print_document(write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval), as_json, departure_lines)
+    print_document(
+        write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval),
+        as_json,
+        departure_lines,
+    )
 
 
 @app.command()
@@ -429,7 +453,11 @@ def backup(
 
     opened_kit = _open_kit(kit)
     document = write_backup(opened_kit, _find_hospital_study(opened_kit, study), out)
-    print_document(document, as_json, lambda result: [f"{result['file']} holds the key of {result['name']}: protect it as the kit"])
+    print_document(
+        document,
+        as_json,
+        lambda result: [f"{result['file']} holds the key of {result['name']}: protect it as the kit"],
+    )
 
 
 @app.command()
@@ -443,7 +471,9 @@ def restore(
     from wsi_fl.hospitals.work.backup import restore_backup, restore_lines
     from wsi_fl.study.folder import Study
 
-    print_document(restore_backup(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines)
+    print_document(
+        restore_backup(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines
+    )
 
 
 @app.command("preapprove")
@@ -475,7 +505,7 @@ def frame(
     as_json: Json = False,
 ) -> None:
     """Sign a standing approval: plans within it run here for weeks without a further signature, others are refused."""
-    from wsi_fl.hospitals.plans.admitting import preapproval_lines, make_preapproval, add_codes
+    from wsi_fl.hospitals.plans.admitting import add_codes, make_preapproval, preapproval_lines
     from wsi_fl.hospitals.plans.frames import require_preapproval, write_preapproval
     from wsi_fl.hospitals.plans.signed import FederationPlan
     from wsi_fl.stages.work.console import print_lines
@@ -511,7 +541,11 @@ def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
     from wsi_fl.stages.work.console import TextLine
 
     revoked = revoke_preapproval(_load_study(study), _open_kit(kit).load_identity())
-    print_document(dict(revoked), as_json, lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")])
+    print_document(
+        dict(revoked),
+        as_json,
+        lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")],
+    )
 
 
 @app.command()
@@ -544,7 +578,9 @@ def census(
     identity = _open_kit(kit).load_identity()
     if collect:
         responses = [censuses.read_response(path, identity.root) for path in files or []]
-        print_document(censuses.collect_responses(responses, epsilon or 1.0), as_json, censuses.feasibility_lines)
+        print_document(
+            censuses.collect_responses(responses, epsilon or 1.0), as_json, censuses.feasibility_lines
+        )
         return
     pairs = [option.partition("=") for option in column or []]
     columns = {name: values.split(",") for name, _, values in pairs}
@@ -592,13 +628,18 @@ def rehearse(
     as_json: Json = False,
 ) -> None:
     """Run a plan with your own data alone, for its time, memory and ε; nothing leaves and nothing is spent."""
-    from wsi_fl.hospitals.plans.rehearsing import dry_run_plan, dry_run_lines
+    from wsi_fl.hospitals.plans.rehearsing import dry_run_lines, dry_run_plan
     from wsi_fl.hospitals.plans.signed import FederationPlan
     from wsi_fl.stages.work.console import ProgressBars
 
     with ProgressBars("rehearse") as bars:
         document = dry_run_plan(
-            _load_study(study), FederationPlan.load(file), _open_kit(kit).name, rounds=rounds, keep=keep, watcher=bars
+            _load_study(study),
+            FederationPlan.load(file),
+            _open_kit(kit).name,
+            rounds=rounds,
+            keep=keep,
+            watcher=bars,
         )
     print_document(document, as_json, dry_run_lines)
 
@@ -621,8 +662,12 @@ def evidence(
     opened_kit = None if kit is None else _open_kit(kit)
     if verify is not None:
         result = verify_evidence(verify, opened_kit.load_identity().root if opened_kit else None)
-        print_document(result, as_json, partial(verification_lines, folder=verify, vouched=opened_kit is not None))
+        print_document(
+            result, as_json, partial(verification_lines, folder=verify, vouched=opened_kit is not None)
+        )
         return
     if opened_kit is None:
         raise UsageError("which hospital's evidence? give --kit DIR; or --verify DIR, to check a folder")
-    print_document(make_evidence(_load_study(study), opened_kit, out), as_json, lambda _: [str(out / "index.html")])
+    print_document(
+        make_evidence(_load_study(study), opened_kit, out), as_json, lambda _: [str(out / "index.html")]
+    )

@@ -28,7 +28,7 @@ from wsi_fl.demo.run import write_untrained_weights
 from wsi_fl.hospitals.flare.files import require_flare
 from wsi_fl.learning.counts import CrossSiteScores, score_cross_site
 from wsi_fl.stages.answers.between import render_cross_site_lines
-from wsi_fl.stages.work.console import TextLine, Lines, print_message
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, read_object, write_json, write_text
@@ -213,7 +213,9 @@ def run_federation_demo(folder: Path) -> _DemoResult:
     require_flare()
     root = folder.resolve()
     if (root / _RESULT_FILE).is_file():
-        print_message(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
+        print_message(
+            f"{folder}: this demo has finished; for another one remove the folder, or choose another --out"
+        )
         return cast(_DemoResult, read_object(root / _RESULT_FILE, "remove the folder"))
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
@@ -265,7 +267,9 @@ class _FederationDemo:
             "seconds": round(time.monotonic() - started_s, 1),
             "run": summary["run"],
             "sites": summary["sites"],
-            "scores": score_cross_site(read_json(self.coordinator.working_folder / summary["out"] / "scores.json")),
+            "scores": score_cross_site(
+                read_json(self.coordinator.working_folder / summary["out"] / "scores.json")
+            ),
             "report": str(self.coordinator.working_folder / summary["report"]),
             "reports": {
                 place.name: str(place.working_folder / summary["run"] / "report" / "index.html")
@@ -279,7 +283,9 @@ class _FederationDemo:
         write_untrained_weights(weights)
         for index, place in enumerate(self.hospitals):
             archive = place.folder / "archive"
-            simulate_archive(archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only_site=index)
+            simulate_archive(
+                archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only_site=index
+            )
             _copy_file(weights, place.working_folder / _WEIGHTS)
 
     def _prepare_hospital(self, place: DemoMachine) -> None:
@@ -296,7 +302,9 @@ class _FederationDemo:
     def _provision_federation(self) -> None:
         """Provision the federation, give the server its kit, and approve the hospitals' requests."""
         chief, address = self.coordinator, f"localhost:{find_free_port()}"
-        federation = self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
+        federation = self.run(
+            chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address
+        )
         self.fingerprints["root"] = federation["fingerprint"]
         self.server.folder.mkdir()
         shutil.move(chief.working_folder / _FOUNDED / "server", self.server.folder / "kit")
@@ -334,7 +342,9 @@ class _FederationDemo:
     def _run_training(self) -> dict[str, Any]:
         chief, kit = self.coordinator, _FOUNDED / "coordinator"
         self.crew.start_server(self.server, "federation", "start", "kit")
-        self.crew.run_parallel(lambda place: self.crew.start_server(place, "federation", "start", _KIT), self.hospitals)
+        self.crew.run_parallel(
+            lambda place: self.crew.start_server(place, "federation", "start", _KIT), self.hospitals
+        )
         self.run(chief, "federation", "check", kit, "--plan", "plan.json")
         return self.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
 

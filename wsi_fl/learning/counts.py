@@ -71,7 +71,9 @@ class CrossSiteCounts(TypedDict):
     counts: dict[str, dict[str, PredictionCounts]]
 
 
-def count_predictions(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None) -> PredictionCounts:
+def count_predictions(
+    probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None
+) -> PredictionCounts:
     """Return the counts of a model's predictions, without classes of too few examples.
 
     Args:
@@ -82,7 +84,11 @@ def count_predictions(probabilities: Probabilities, labels: Labels, patient: NDA
     names = np.full(len(labels), "") if patient is None else patient
     patient_index = np.unique(fill_patient_names(names), return_inverse=True)[1]
     is_reported = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= MIN_EXAMPLES))
-    probabilities, labels, patient_index = probabilities[is_reported], labels[is_reported], patient_index[is_reported]
+    probabilities, labels, patient_index = (
+        probabilities[is_reported],
+        labels[is_reported],
+        patient_index[is_reported],
+    )
     counts: PredictionCounts = {
         "n": len(labels),
         "confusion": confusion_matrix(probabilities, labels),
@@ -98,7 +104,9 @@ def count_predictions(probabilities: Probabilities, labels: Labels, patient: NDA
             np.bincount(bins[labels == c], minlength=N_BINS).tolist() for c in (1, 0)
         )
         pairs = int((labels == 1).sum()) * int((labels == 0).sum())
-        counts["concordant"] = round(2 * (compute_auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
+        counts["concordant"] = (
+            round(2 * (compute_auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
+        )
     return counts
 
 
@@ -162,7 +170,12 @@ def unpack_counts(values: _Flat, n_models: int, n_classes: int) -> list[Predicti
 
 def _parse_row(row: NDArray[np.float64], n_classes: int) -> PredictionCounts:
     table = row[: n_classes**2].reshape(n_classes, n_classes).astype(int)
-    counts: PredictionCounts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
+    counts: PredictionCounts = {
+        "n": int(table.sum()),
+        "confusion": table.tolist(),
+        "positives": [],
+        "negatives": [],
+    }
     if n_classes == 2:
         bins, high = row[4 : 4 + 2 * N_BINS].reshape(2, N_BINS).astype(int), row[-N_BINS:]
         widths = np.diff(high, prepend=0.0)
@@ -247,12 +260,15 @@ def _total_auroc(counts: Sequence[PredictionCounts]) -> tuple[float, float] | tu
 
 def _count_pairs(positive: PredictionCounts, negative: PredictionCounts) -> tuple[float, float]:
     """Return the number of pairs in order by their bins, uncertain ones counting half, and half of the uncertain."""
-    highs = [np.asarray(counts.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for counts in (positive, negative)]
+    highs = [
+        np.asarray(counts.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for counts in (positive, negative)
+    ]
     low, low_negative = (np.concatenate([[0.0], high])[:-1] for high in highs)
     is_ordered = low[:, None] >= highs[1]
     uncertain = ~is_ordered & (highs[0][:, None] > low_negative)
     ordered, half = (
-        np.asarray(positive["positives"]) @ mask @ np.asarray(negative["negatives"]) for mask in (is_ordered, uncertain)
+        np.asarray(positive["positives"]) @ mask @ np.asarray(negative["negatives"])
+        for mask in (is_ordered, uncertain)
     )
     return float(ordered + half / 2), float(half / 2)
 

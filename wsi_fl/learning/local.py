@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from wsi_fl.learning.examples import Examples, load_batches
 from wsi_fl.learning.metrics import fill_patient_names
 from wsi_fl.learning.tasks import CLASSES, MutualLoss, Task
-from wsi_fl.models.checkpoint import Adam, load_slots, copy_slots, strip_prefix
+from wsi_fl.models.checkpoint import Adam, copy_slots, load_slots, strip_prefix
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
@@ -68,7 +68,9 @@ class Learner:
     ) -> None:
         self.model = model.to(device)
         use_bfloat16 = bfloat16 and dp is None
-        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if use_bfloat16 else nullcontext
+        self._precision = (
+            partial(torch.autocast, device.type, torch.bfloat16) if use_bfloat16 else nullcontext
+        )
         self.task = task
         self.device = device
         self._portion = BatchSizeFinder()
@@ -80,7 +82,10 @@ class Learner:
         if dp is None and device.type == "cpu":  # GPUs have no GroupNorm of that order
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = Adam(
-            trainable_parameters(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
+            trainable_parameters(self.model),
+            lr=lr,
+            weight_decay=weight_decay,
+            fused=device.type in ("cpu", "cuda"),
         )
         self.trainer = None if dp is None else _build_trainer(self.model, self.optimizer, dp)
         """The differentially private trainer; None without."""
@@ -102,7 +107,7 @@ class Learner:
         """Take one optimizer step on the mean loss of a batch, and return the loss; only DP learners use empty batches.
 
         Args:
-            logits: the logits of x in training mode, where they are known; for learners without DP.
+            predict_logits: the logits of x in training mode, where they are known; for learners without DP.
             patient: int64[b], the patient of each example; for DP learners with the privacy unit patient.
         """
         if self.frozen or self.fitted:
@@ -112,7 +117,9 @@ class Learner:
             return self.trainer.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
-        loss = self._portion.run_with_fitting_batch(len(x), lambda k: self._run_backward(x, loss_of, logits, k))
+        loss = self._portion.run_with_fitting_batch(
+            len(x), lambda k: self._run_backward(x, loss_of, logits, k)
+        )
         self.optimizer.step()
         return loss
 
@@ -132,7 +139,9 @@ class Learner:
             return _predict_chunks(self._call_model, x, chunk_rows)
         from torch.utils.checkpoint import checkpoint
 
-        parts = [checkpoint(self._call_model, part, use_reentrant=False) for part in torch.split(x, chunk_rows)]
+        parts = [
+            checkpoint(self._call_model, part, use_reentrant=False) for part in torch.split(x, chunk_rows)
+        ]
         return torch.cat(parts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +193,9 @@ class Learner:
         load_slots(self.optimizer, tensors, "optimizer")
 
 
-def _build_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisyStatistics:
+def _build_trainer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings
+) -> DPTrainer | NoisyStatistics:
     """Return the private trainer of a model: class statistics for one-shot global heads, else DP-SGD."""
     if isinstance(model, SharedHead):
         return NoisyStatistics(dp.sigma, dp.clip, dp.batch_size, dp.unit)
@@ -197,7 +208,9 @@ def load_site_rows(learner: Learner, rows: Examples) -> None:
     assert isinstance(head, SharedHead)
     if not len(rows):
         return
-    patient = torch.from_numpy(np.unique(fill_patient_names(rows.patient), return_inverse=True)[1]).to(learner.device)
+    patient = torch.from_numpy(np.unique(fill_patient_names(rows.patient), return_inverse=True)[1]).to(
+        learner.device
+    )
     for x, y in load_batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
         head.set_local_statistics(head.embed_rows(x), learner.task.statistics_columns(y), patient)
 
@@ -207,7 +220,9 @@ def compute_statistics(learner: Learner, batch: Batch, noise: CipherStream) -> N
     head = learner.model
     assert isinstance(head, SharedHead)
     x, y, *patients = batch
-    dp = learner.trainer if isinstance(learner.trainer, NoisyStatistics) else NoisyStatistics(0.0, 1.0, len(x))
+    dp = (
+        learner.trainer if isinstance(learner.trainer, NoisyStatistics) else NoisyStatistics(0.0, 1.0, len(x))
+    )
     dp.fill(head, x, learner.task.statistics_columns(y), noise, patients[0] if patients else None)
 
 
@@ -311,7 +326,10 @@ def replace_nonfinite(predictions: NDArray[np.float64], examples: Examples) -> N
 
 @torch.no_grad()
 def example_losses(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _PREDICTION_ROWS
+    predict: Callable[[Tensor], Tensor],
+    examples: Examples,
+    device: torch.device,
+    batch_size: int = _PREDICTION_ROWS,
 ) -> NDArray[np.float64]:
     """Return the loss float64[n] of every example, in order, in double precision for confident predictions."""
     parts = [np.zeros(0)]

@@ -13,12 +13,12 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import (
     Labels,
     Probabilities,
-    compute_calibration,
+    aggregate_slides,
+    build_class_measure,
     choose_classes,
+    compute_calibration,
     confusion_matrix,
     score_unweighted,
-    build_class_measure,
-    aggregate_slides,
 )
 from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, score_intervals, score_predictions
 
@@ -69,10 +69,22 @@ class PredictionTable:
         """Return the table of several sites' test examples, in order, by site."""
         examples = [*parts.values()]
         truth, slide, patient = (
-            np.concatenate([getattr(part_examples, name) for part_examples in examples]) for name in ("label", "slide", "patient")
+            np.concatenate([getattr(part_examples, name) for part_examples in examples])
+            for name in ("label", "slide", "patient")
         )
         part = np.repeat([*parts], [len(part_examples) for part_examples in examples])
-        return cls(site, model, part, slide, patient, truth, predictions, outputs, examples[0].task, extra_columns or {})
+        return cls(
+            site,
+            model,
+            part,
+            slide,
+            patient,
+            truth,
+            predictions,
+            outputs,
+            examples[0].task,
+            extra_columns or {},
+        )
 
     def __len__(self) -> int:
         return len(self.truth)
@@ -90,7 +102,16 @@ class PredictionTable:
         predictions = {model: values[rows] for model, values in self.predictions.items()}
         extra_columns = {name: values[rows] for name, values in self.extra_columns.items()}
         return PredictionTable(
-            self.site, self.model, part, slide, patient, truth, predictions, self.outputs, self.task, extra_columns
+            self.site,
+            self.model,
+            part,
+            slide,
+            patient,
+            truth,
+            predictions,
+            self.outputs,
+            self.task,
+            extra_columns,
         )
 
     @property
@@ -105,7 +126,9 @@ class PredictionTable:
 
     def group_by(self, column: str) -> dict[str, PredictionTable]:
         """Return the groups of equal values in a column of names, in order of first appearance."""
-        values = getattr(self, column) if column in ("part", "slide", "patient") else self.extra_columns[column]
+        values = (
+            getattr(self, column) if column in ("part", "slide", "patient") else self.extra_columns[column]
+        )
         names, first = np.unique(values, return_index=True)
         return {str(name): self.select_rows(values == name) for name in names[np.argsort(first)]}
 
@@ -120,7 +143,9 @@ class PredictionTable:
         return np.char.add(np.char.add(self.part, "/"), names)
 
 
-def measure_predictions(table: PredictionTable, *, repeats: int, with_slides: bool, threshold: float | None) -> dict[str, object]:
+def measure_predictions(
+    table: PredictionTable, *, repeats: int, with_slides: bool, threshold: float | None
+) -> dict[str, object]:
     """Return scores, intervals, confusion and calibration of a site's prediction model, for examples and for slides.
 
     Args:
@@ -136,14 +161,21 @@ def measure_predictions(table: PredictionTable, *, repeats: int, with_slides: bo
         summary: dict[str, object] = {**score_predictions(predictions, truth, table.task)}
         summary["intervals"] = score_intervals(predictions, truth, patient, table.task, repeats=repeats)
         if table.task.kind == "classes":
-            summary |= {"confusion": confusion_matrix(predictions, truth), "calibration": compute_calibration(predictions, truth)}
+            summary |= {
+                "confusion": confusion_matrix(predictions, truth),
+                "calibration": compute_calibration(predictions, truth),
+            }
         return summary
 
     patient, slide_scores = table.qualify_names(table.patient), None
     if with_slides and table.task.kind == "classes":
-        slides = aggregate_slides(table.model_predictions, table.truth, table.qualify_names(table.slide), threshold=threshold)
+        slides = aggregate_slides(
+            table.model_predictions, table.truth, table.qualify_names(table.slide), threshold=threshold
+        )
         if slides:
-            slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {"threshold": threshold}
+            slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {
+                "threshold": threshold
+            }
     return {
         **summarize_scores(table.model_predictions, table.truth, patient),
         "slides": slide_scores,
@@ -156,9 +188,13 @@ def score_tumor_types(table: PredictionTable) -> dict[str, dict[str, float | Non
     if "tumor_type" not in table.extra_columns:
         return {}
     groups = table.group_by("tumor_type")
-    scores = {kind: score_predictions(groups[kind].model_predictions, groups[kind].truth) for kind in sorted(set(groups) - {""})}
+    scores = {
+        kind: score_predictions(groups[kind].model_predictions, groups[kind].truth)
+        for kind in sorted(set(groups) - {""})
+    }
     return {
-        kind: {name: values[name] for name in ("n", "accuracy", "macro_accuracy")} for kind, values in scores.items()
+        kind: {name: values[name] for name in ("n", "accuracy", "macro_accuracy")}
+        for kind, values in scores.items()
     }
 
 
@@ -181,7 +217,14 @@ def _decide_classes(
     mean = np.average(site_probabilities, axis=0, weights=site_weights)
     if rule in _MEAN_RULES:
         return choose_classes(mean), mean
-    shares = np.average([np.eye(probabilities.shape[1])[choose_classes(probabilities)] for probabilities in site_probabilities], axis=0, weights=site_weights)
+    shares = np.average(
+        [
+            np.eye(probabilities.shape[1])[choose_classes(probabilities)]
+            for probabilities in site_probabilities
+        ],
+        axis=0,
+        weights=site_weights,
+    )
     if rule == "absolute":
         return np.where(shares.max(1) > 0.5, shares.argmax(1), _REJECTED_CLASS), shares
     has_most = shares >= shares.max(1, keepdims=True) - 1e-12

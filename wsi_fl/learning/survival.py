@@ -60,7 +60,12 @@ def compute_concordances(risk: _Floats, truth: NDArray[Any], weights: NDArray[np
         later = (time > time[batch]) | (~observed & (time == time[batch]))
         # 2. concordant pairs count 1, ties of risk 1/2
         differences = risk[batch] - risk
-        scores = np.where(np.abs(differences) <= _RISK_TOLERANCE, np.float32(0.5), (differences > 0).astype(np.float32)) * later
+        scores = (
+            np.where(
+                np.abs(differences) <= _RISK_TOLERANCE, np.float32(0.5), (differences > 0).astype(np.float32)
+            )
+            * later
+        )
         # 3. sums over pairs, each weighted by the counts of both patients
         weight = weights[:, batch[:, 0]].T.astype(np.float64)
         concordant += (weight * (scores @ floats)).sum(0)
@@ -93,16 +98,23 @@ def compute_integrated_briers(
         for mask in (np.ones_like(observed), ~observed)
     )
     n_watched = n_leaving[:, ::-1].cumsum(1)[:, ::-1] - (n_leaving - n_censored)
-    uncensored = np.cumprod(1 - np.divide(n_censored, n_watched, out=np.zeros(n_censored.shape), where=n_censored > 0), axis=1)
+    uncensored = np.cumprod(
+        1 - np.divide(n_censored, n_watched, out=np.zeros(n_censored.shape), where=n_censored > 0), axis=1
+    )
     uncensored = np.where(uncensored > 0, uncensored, np.inf)  # such times are never observed
     from_start = np.concatenate([np.ones((len(weights), 1)), uncensored], axis=1)
     at_end = from_start[:, np.searchsorted(times, end, "right")]
     # 2. BS(t) = mean of π(t)² [y ≤ t, event] / G(y) + (1 − π(t))² [y > t] / G(t)
     is_later = time[:, None] > end
     failed = (weights / uncensored[:, time_index]) @ (predictions**2 * (~is_later & observed[:, None]))
-    brier = (failed + (weights @ ((1 - predictions) ** 2 * is_later)) / at_end) / weights.sum(1, keepdims=True)
+    brier = (failed + (weights @ ((1 - predictions) ** 2 * is_later)) / at_end) / weights.sum(
+        1, keepdims=True
+    )
     # 3. its mean over the ends within the observed times, by trapezoids
-    first, last = np.where(n_leaving > 0, times, np.inf).min(1), np.where(n_leaving > 0, times, -np.inf).max(1)
+    first, last = (
+        np.where(n_leaving > 0, times, np.inf).min(1),
+        np.where(n_leaving > 0, times, -np.inf).max(1),
+    )
     within = (first[:, None] <= end) & (end < last[:, None])
     has_both = within[:, 1:] & within[:, :-1]
     area = np.where(has_both, widths * (brier[:, 1:] + brier[:, :-1]) / 2.0, 0).sum(1)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, fill_patient_names
-from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, selection_score, fold_strata
+from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
+from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -104,7 +104,10 @@ def _fit_task_head(
         tensor = torch.from_numpy(outputs)
         return float(task.compute_losses(tensor, targets).mean()), task.predict(tensor).numpy()
 
-    column, fit = task.statistics_columns(targets).numpy(), _fit_ridge if task.kind == "number" else _fit_hazards
+    column, fit = (
+        task.statistics_columns(targets).numpy(),
+        _fit_ridge if task.kind == "number" else _fit_hazards,
+    )
     folds = list(_split_folds(column > np.median(column), patient))
     return _cross_validate(x, column, n_outputs, fit, evaluate_outputs, folds)
 
@@ -138,7 +141,11 @@ def _cross_validate(
             outputs[fold] = rows[fold] @ weight.T + bias
         loss, predictions = evaluate(outputs)
         candidates.append((loss, strength, predictions))
-    best = min(candidates, key=lambda candidate: candidate[0]) if candidates else (None, _DEFAULT_STRENGTH / d, None)
+    best = (
+        min(candidates, key=lambda candidate: candidate[0])
+        if candidates
+        else (None, _DEFAULT_STRENGTH / d, None)
+    )
     weight, bias = fit(rows, truth, best[1], n_outputs)
     return FittedHead(weight @ basis.T, bias, best[1], best[0], best[2])
 
@@ -164,7 +171,9 @@ def _fit_hazards(
     row, interval_index = np.nonzero(interval < n_reached[:, None])
     event = observed[row] & (interval_index == column[row])
     if not 0 < event.sum() < len(event):
-        return np.zeros((n_outputs, rows.shape[1])), np.full(n_outputs, -_UNSEEN_LOGIT if event.any() else _UNSEEN_LOGIT)
+        return np.zeros((n_outputs, rows.shape[1])), np.full(
+            n_outputs, -_UNSEEN_LOGIT if event.any() else _UNSEEN_LOGIT
+        )
     scale = _INTERVAL_SCALE * np.sqrt(rows.shape[1])
     person_periods = np.concatenate([rows[row], scale * (interval_index[:, None] == interval)], axis=1)
     model = LogisticRegression(C=strength, fit_intercept=False, solver="newton-cg").fit(person_periods, event)
@@ -237,7 +246,9 @@ def _class_balanced_loss(probabilities: Probabilities, labels: Labels) -> float:
 
 def log_losses(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return float64[n], the log-loss of every row of float64[n, classes]."""
-    losses: NDArray[np.float64] = -np.log(np.clip(probabilities[np.arange(len(labels)), labels], _MIN_PROBABILITY, None))
+    losses: NDArray[np.float64] = -np.log(
+        np.clip(probabilities[np.arange(len(labels)), labels], _MIN_PROBABILITY, None)
+    )
     return losses
 
 
@@ -299,12 +310,18 @@ def tune_hyperparameters(
     def fold_loss(settings: HyperParameters) -> float:
         if settings not in results:
             predictions = [train_and_predict(settings, ~fold) for fold in parts[:folds]]
-            results[settings] = selection_loss(np.concatenate(predictions), labels[tested_rows], task), predictions
+            results[settings] = (
+                selection_loss(np.concatenate(predictions), labels[tested_rows], task),
+                predictions,
+            )
         return results[settings][0]
 
     balances = (True, False) if task.kind == "classes" else (False,)
     best = min((replace(defaults, balance=balance) for balance in balances), key=fold_loss)
-    best = min((replace(best, weight_decay=decay) for decay in (defaults.weight_decay, *_WEIGHT_DECAYS)), key=fold_loss)
+    best = min(
+        (replace(best, weight_decay=decay) for decay in (defaults.weight_decay, *_WEIGHT_DECAYS)),
+        key=fold_loss,
+    )
     best = min((replace(best, lr=factor * defaults.lr) for factor in (1.0, *_RATE_FACTORS)), key=fold_loss)
     if not np.any(parts, axis=0).all():  # rows without a cross-validated prediction
         return best, None

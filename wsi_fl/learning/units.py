@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples, Inputs, draw_epoch_rows, concatenate_examples, select_examples
+from wsi_fl.learning.examples import Examples, Inputs, concatenate_examples, draw_epoch_rows, select_examples
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class PrivacyUnits:
             parts.append(rows if is_small else rows[sampler.permutation(len(rows))[: self.max_rows]])
         return np.concatenate(parts)
 
-    def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
+    def epoch_batches(
+        self, batch_size: int, epochs: int, *, sampler: CipherStream
+    ) -> Iterator[NDArray[np.int64]]:
         """Yield the rows of the batches of `epochs` shuffled passes over the units with rows, without privacy."""
         units = np.unique(self.of_row)
         for chosen in draw_epoch_rows(len(units), batch_size, epochs, sampler=sampler):
@@ -182,7 +184,11 @@ class TrainingSet:
 
     def join_examples(self) -> Examples:
         """Return both parts concatenated, the examples of epochs first."""
-        return self.epoch_examples if self.replayed is None else concatenate_examples([self.epoch_examples, self.replayed])
+        return (
+            self.epoch_examples
+            if self.replayed is None
+            else concatenate_examples([self.epoch_examples, self.replayed])
+        )
 
     def private_batches(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
         """Return the rows of `join_examples` for every batch of a round under differential privacy.
@@ -194,7 +200,9 @@ class TrainingSet:
             raise WsiFlError("a privacy plan covers this site's rows only, without replayed examples")
         return [self.units.draw_rows(chosen, sampler) for chosen in plan.draw_batches(sampler)]
 
-    def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
+    def epoch_batches(
+        self, batch_size: int, epochs: int, *, sampler: CipherStream
+    ) -> list[NDArray[np.int64]]:
         """Return the rows of every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
@@ -205,7 +213,10 @@ class TrainingSet:
             return epoch_rows
         replayed_rows = _draw_replayed([len(rows) for rows in epoch_rows], len(self.replayed), sampler)
         n = len(self.epoch_examples)
-        return [np.concatenate([local_part, n + replayed_part]) for local_part, replayed_part in zip(epoch_rows, replayed_rows, strict=True)]
+        return [
+            np.concatenate([local_part, n + replayed_part])
+            for local_part, replayed_part in zip(epoch_rows, replayed_rows, strict=True)
+        ]
 
 
 def _draw_replayed(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[NDArray[np.int64]]:

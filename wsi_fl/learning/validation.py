@@ -148,7 +148,9 @@ def _patient_classes(patient_index: NDArray[np.int64], label: NDArray[np.int64],
 # ---- the prediction model
 
 
-def roles_of_choice(model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
+def roles_of_choice(
+    model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return the roles of the models for a prediction model."""
     if model == ENSEMBLE and ensemble is not None:
         return tuple(dict.fromkeys((*roles_of_choice(ensemble.own), *roles_of_choice(ensemble.shared))))
@@ -165,7 +167,9 @@ def combine_predictions(
     """
     if model == ENSEMBLE:
         assert ensemble is not None
-        return ensemble(combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared))
+        return ensemble(
+            combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared)
+        )
     predictions = [predicted[role] for role in roles_of_choice(model, there=predicted)]
     return predictions[0] if len(predictions) == 1 else np.mean(predictions, axis=0)
 
@@ -174,8 +178,14 @@ def score_candidates(
     predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
 ) -> dict[str, float | None]:
     """Return the selection score of every choice possible with these models, the local model first."""
-    choices = [choice for choice in (LOCAL, *MODEL_CHOICES) if set(roles_of_choice(choice, there=predicted)) <= predicted.keys()]
-    return {choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices}
+    choices = [
+        choice
+        for choice in (LOCAL, *MODEL_CHOICES)
+        if set(roles_of_choice(choice, there=predicted)) <= predicted.keys()
+    ]
+    return {
+        choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices
+    }
 
 
 def select_model(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> str:

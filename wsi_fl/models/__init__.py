@@ -54,7 +54,9 @@ class StartWeights:
     cache: Path | None = None
 
 
-def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None) -> nn.Module:
+def create_model(
+    name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None
+) -> nn.Module:
     """Build a model initialised deterministically from a seed.
 
     Args:
@@ -103,7 +105,10 @@ def _build_feature_model(name: str, n_classes: int, shape: Bags | Vectors) -> nn
     kind = "bags" if isinstance(shape, Bags) else "vectors"
     family, *options = name.split(":")
     if family == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
-        n, head_kind = int(options[0]) if options else N_RANDOM, cast(HeadKind, options[1] if len(options) > 1 else "classes")
+        n, head_kind = (
+            int(options[0]) if options else N_RANDOM,
+            cast(HeadKind, options[1] if len(options) > 1 else "classes"),
+        )
         return SharedHead(n_classes, shape.n_features, bags=kind == "bags", projection=n, kind=head_kind)
     sees, _, builders = _FEATURE_BUILDERS[kind]
     if name not in builders:

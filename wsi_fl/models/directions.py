@@ -81,11 +81,17 @@ def random_projection(n_features: int, n: int = N_RANDOM) -> Projection:
 
     d = min(n, n_features)
     stream = torch.Generator().manual_seed(_SEED)
-    components = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(d * n_features)
-    return Projection(np.zeros(n_features, np.float32), components.astype(np.float32), np.eye(d) * (_WITHIN_CLASS_SHARE / d))
+    components = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(
+        d * n_features
+    )
+    return Projection(
+        np.zeros(n_features, np.float32), components.astype(np.float32), np.eye(d) * (_WITHIN_CLASS_SHARE / d)
+    )
 
 
-def fit_projection(x: NDArray[np.float32], origin: ProjectionOrigin | None = None, n: int = N_PUBLIC) -> Projection:
+def fit_projection(
+    x: NDArray[np.float32], origin: ProjectionOrigin | None = None, n: int = N_PUBLIC
+) -> Projection:
     """Fit a projection of n components to features x float32[m, n_features] of public patches, m > n.
 
     Raises:
@@ -125,7 +131,13 @@ def choose_n_components(x: NDArray[np.float32], rows: int, variance: float) -> i
     """
     v = fit_projection(x).covariance.trace() / N_PUBLIC
     effective_rows = v * (rows / 2) ** 2 / variance
-    return int(np.clip(9 * np.cbrt(effective_rows), _MIN_COMPONENTS, max(_MIN_COMPONENTS, min(_MAX_COMPONENTS, len(x) // 2))))
+    return int(
+        np.clip(
+            9 * np.cbrt(effective_rows),
+            _MIN_COMPONENTS,
+            max(_MIN_COMPONENTS, min(_MAX_COMPONENTS, len(x) // 2)),
+        )
+    )
 
 
 def normalize_rows(x: NDArray[np.float32]) -> NDArray[np.float64]:

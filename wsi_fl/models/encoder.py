@@ -20,11 +20,11 @@ from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform
 from wsi_fl.models.weights import (
     State,
     create_timm_model,
-    weights_digest,
-    load_weights,
     download_weights,
+    load_weights,
     read_weights,
     refuse_file_name,
+    weights_digest,
 )
 from wsi_fl.system.ordered import prefetch_items
 from wsi_fl.types import UsageError, WsiFlError, encoder_label
@@ -52,7 +52,9 @@ class Network(nn.Module):
         super().__init__()
         self.model, self.transform = model, transform
         pool_name = getattr(model, "global_pool", "")
-        default_pooling = f"pooling {pool_name}" if isinstance(pool_name, str) and pool_name else "the model's own pooling"
+        default_pooling = (
+            f"pooling {pool_name}" if isinstance(pool_name, str) and pool_name else "the model's own pooling"
+        )
         self.pooling = pooling or default_pooling
         for name, values in (("mean", transform.mean), ("sd", transform.sd)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
@@ -76,7 +78,9 @@ class Network(nn.Module):
         transform = self.transform
         size = transform.resize_px or transform.px
         if size and images.shape[-2:] != (size, size):
-            images = functional.interpolate(images, (size, size), mode=transform.interpolation, antialias=True)
+            images = functional.interpolate(
+                images, (size, size), mode=transform.interpolation, antialias=True
+            )
             images = images.clamp_(0, 1)
         if size and transform.px and transform.px < size:
             first = (size - transform.px) // 2
@@ -268,7 +272,9 @@ def _build_from_preset(
     return Network(model, preset.transform, preset.pooling)
 
 
-def _build_from_timm(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
+def _build_from_timm(
+    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
+) -> Network:
     refuse_file_name(name)
     try:
         model = create_timm_model(name, "features", num_classes=0)
@@ -294,7 +300,9 @@ def _input_config(model: nn.Module) -> dict[str, Any]:
 
 def _require_input_px(fixed_px: int, input_px: int | None) -> int:
     if input_px not in {None, fixed_px}:
-        raise UsageError(f"input_px = {input_px}: this encoder takes only patches of {fixed_px} px; leave it out")
+        raise UsageError(
+            f"input_px = {input_px}: this encoder takes only patches of {fixed_px} px; leave it out"
+        )
     return fixed_px
 
 

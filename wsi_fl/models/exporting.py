@@ -137,7 +137,9 @@ def input_name(shape: Shape) -> str:
 
 
 @torch.no_grad()
-def _check_difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
+def _check_difference(
+    path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape
+) -> float:
     """Return the largest error over a batch and a single example: a file must work for any batch size."""
     batch = _example_batch(shape)
     logits = cast(Tensor, model(batch))
@@ -145,7 +147,9 @@ def _check_difference(path: Path, model: nn.Module, read_back: Callable[[Tensor]
     scale = max(1.0, float(logits.abs().max()))
     tolerance = max(_TOLERANCE, min(_MAX_NOISE, 2 * float((logits - single_logits).abs().max()) / scale))
     files = ((logits, read_back(batch)), (single_logits[:1], read_back(batch[:1].contiguous())))
-    difference = float(torch.stack([(expected - actual).abs().max() for expected, actual in files]).max()) / scale
+    difference = (
+        float(torch.stack([(expected - actual).abs().max() for expected, actual in files]).max()) / scale
+    )
     if not difference <= tolerance:
         raise WsiFlError(
             f"{path}: gives other numbers than the model (by {difference:.1e}); it is not written"

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wsi_fl.models.cnn import FrozenNorm, group_norm
-from wsi_fl.models.weights import create_timm_model, weights_digest, load_weights, download_weights, read_weights
+from wsi_fl.models.weights import (
+    create_timm_model,
+    download_weights,
+    load_weights,
+    read_weights,
+    weights_digest,
+)
 from wsi_fl.types import Images, UsageError, single_line
 
 if TYPE_CHECKING:
@@ -26,7 +32,9 @@ if TYPE_CHECKING:
 def build_timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
     """Build a timm architecture with random weights, ready for per-example gradients."""
     description = f"{n_classes} classes and {in_channels} channels"
-    return _replace_batch_norm(create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels))
+    return _replace_batch_norm(
+        create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels)
+    )
 
 
 def _replace_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
@@ -113,7 +121,9 @@ def _fit_size(model: Any, name: str, size_px: int) -> None:
         try:
             model.set_input_size(img_size=size_px)
         except Exception as error:  # each architecture has its own way to refuse
-            raise UsageError(f"timm makes no {name} of images of {size_px} px: {single_line(error)}") from None
+            raise UsageError(
+                f"timm makes no {name} of images of {size_px} px: {single_line(error)}"
+            ) from None
 
 
 def _classifier_layers(model: Any) -> list[nn.Module]:

@@ -107,7 +107,9 @@ class SharedHead(nn.Module):
         self.released = nn.Buffer(torch.zeros(n_values, dtype=torch.float64))
         self.noiseless_statistics = nn.Buffer(torch.zeros(n_values - self.shape[0], dtype=torch.float64))
         self.local_sums = nn.Buffer(torch.zeros(self.shape, dtype=torch.float64))
-        self.scatter = nn.Buffer(torch.zeros(projection.n_components, projection.n_components, dtype=torch.float64))
+        self.scatter = nn.Buffer(
+            torch.zeros(projection.n_components, projection.n_components, dtype=torch.float64)
+        )
         self.design_effect = nn.Buffer(torch.ones((), dtype=torch.float64))
         self.rows_per_unit = nn.Buffer(torch.ones((), dtype=torch.float64))
         self.clip_scale = nn.Buffer(torch.tensor(_PATIENT_CLIP if patients else 1.0, dtype=torch.float64))
@@ -302,10 +304,16 @@ class SharedHead(nn.Module):
         # 2. The sums of others and the weight of their examples.
         statistics = self.sum_of_other_sites()
         sums, counts = self.unpack_statistics(statistics)
-        other_sums, local_sums = torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1), self.local_sums / self.design_effect
+        other_sums, local_sums = (
+            torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1),
+            self.local_sums / self.design_effect,
+        )
         noise = statistics[-len(counts) :].clamp(min=0).max() / _SCALE**2 * self.clip_scale**2
         baseline = build_baseline(local_sums[:, -1] + other_sums[:, -1])
-        other_information, design_effect = baseline.information @ other_sums[:, -1], self.design_effect / self.rows_per_unit
+        other_information, design_effect = (
+            baseline.information @ other_sums[:, -1],
+            self.design_effect / self.rows_per_unit,
+        )
         hidden = noise * baseline.residuals.square().sum() / (residual_variance * within.trace() / d)
         weight = other_information / (other_information * design_effect + hidden).clamp(min=_TINY)
         # 3. The step from all examples.
@@ -313,10 +321,14 @@ class SharedHead(nn.Module):
         model = build_baseline(all_sums[:, -1])
         middle = all_sums[:, :-1].sum(0) / all_sums[:, -1].sum().clamp(min=_TINY)
         gradient = model.residuals @ (all_sums[:, :-1] - all_sums[:, -1:] * middle)
-        information = torch.stack([model.information @ local_sums[:, -1], model.information @ all_sums[:, -1]])
+        information = torch.stack(
+            [model.information @ local_sums[:, -1], model.information @ all_sums[:, -1]]
+        )
         sampled = residual_variance * (information[0] + weight**2 * other_information * design_effect)
         uncertainty = weight**2 * noise * model.residuals.square().sum()
-        slope = _shrink_slope(gradient, information[1].clamp(min=_TINY), within, residual_variance, sampled, uncertainty)
+        slope = _shrink_slope(
+            gradient, information[1].clamp(min=_TINY), within, residual_variance, sampled, uncertainty
+        )
         return slope, middle, model, information / 4
 
     @torch.no_grad()
@@ -345,7 +357,9 @@ class SharedHead(nn.Module):
             fraction = _signal_fraction(means[rows > 0], rows[rows > 0], inverse, v)
             weights, bias = fraction * weights, fraction * bias
         # a class without statistics is never predicted
-        return torch.where(rows > 0, weights, 0.0), torch.where(rows > 0, bias, bias.new_tensor(_UNKNOWN_LOGIT))
+        return torch.where(rows > 0, weights, 0.0), torch.where(
+            rows > 0, bias, bias.new_tensor(_UNKNOWN_LOGIT)
+        )
 
     @torch.no_grad()
     def effective_sample_sizes(self) -> tuple[float, float]:
@@ -354,7 +368,9 @@ class SharedHead(nn.Module):
             local_rows, federated_rows = self.newton_step()[3].tolist()
             return local_rows, federated_rows
         row_counts = self.local_sums[:, -1] / self.design_effect, self.class_means()[1]
-        local_rows, federated_rows = (float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in row_counts)
+        local_rows, federated_rows = (
+            float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in row_counts
+        )
         return local_rows, federated_rows
 
     @torch.no_grad()
@@ -465,7 +481,9 @@ def _sum_by_column(z: Tensor, y: Tensor, n_columns: int, *, weights: bool) -> Te
     if not y.is_floating_point():
         return _sum_groups(with_count, y, n_columns)
     share, first = y[:, None], torch.zeros(len(y), dtype=torch.int64)
-    return _sum_groups(with_count * (1 - share), first, n_columns) + _sum_groups(with_count * share, first + 1, n_columns)
+    return _sum_groups(with_count * (1 - share), first, n_columns) + _sum_groups(
+        with_count * share, first + 1, n_columns
+    )
 
 
 def _sum_groups(rows: Tensor, group: Tensor, n: int) -> Tensor:

@@ -124,7 +124,11 @@ def load_weights(model: nn.Module, state: State, source: str, *, assign: bool = 
     available = {name: tensor for name, tensor in tensors.items() if not _is_counter(name)}
     missing = sorted(expected.keys() - available.keys())
     extra = sorted(name for name in available.keys() - expected.keys() if not _is_classifier(name, model))
-    mismatched = [name for name, tensor in expected.items() if name in available and available[name].shape != tensor.shape]
+    mismatched = [
+        name
+        for name, tensor in expected.items()
+        if name in available and available[name].shape != tensor.shape
+    ]
     problems = []
     if missing:
         name, shape = missing[0], list(expected[missing[0]].shape)
@@ -133,7 +137,11 @@ def load_weights(model: nn.Module, state: State, source: str, *, assign: bool = 
         name, shape = extra[0], list(available[extra[0]].shape)
         problems.append(f"it has {name!r} (shape {shape}), which the encoder has not{_count_others(extra)}")
     if mismatched:
-        name, shape, expected_shape = mismatched[0], list(available[mismatched[0]].shape), list(expected[mismatched[0]].shape)
+        name, shape, expected_shape = (
+            mismatched[0],
+            list(available[mismatched[0]].shape),
+            list(expected[mismatched[0]].shape),
+        )
         problems.append(f"{name!r} has shape {shape} instead of {expected_shape}{_count_others(mismatched)}")
     if problems:
         encoder = getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
@@ -163,7 +171,9 @@ def _rename_keys(state: State, names_wanted: Iterable[str]) -> tuple[dict[str, t
     for _ in range(3):  # wrappers are nested
         modern = {old: _OLD_DENSENET.sub(r"\1\2.", name) for old, name in names.items()}
         unpacked = {
-            old: "features." + name.removeprefix(_KIMIANET_PREFIX) if name.startswith(_KIMIANET_PREFIX) else name
+            old: "features." + name.removeprefix(_KIMIANET_PREFIX)
+            if name.startswith(_KIMIANET_PREFIX)
+            else name
             for old, name in modern.items()
         }
         for trial, kimianet in ((modern, False), (unpacked, unpacked != modern)):
@@ -262,7 +272,9 @@ def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
             content = content[key]
     tensors = {}
     if isinstance(content, Mapping):
-        tensors = {str(name): tensor.clone() for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+        tensors = {
+            str(name): tensor.clone() for name, tensor in content.items() if isinstance(tensor, torch.Tensor)
+        }
     if not tensors:
         raise WsiFlError(f"{path}: holds no tensors by name; give the encoder's state_dict")
     return tensors

@@ -131,7 +131,9 @@ def _integrate_step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) ->
     density = np.exp(-(x**2) / 2) * (_GRID_STEP / np.sqrt(2 * np.pi))
     u = rate * np.expm1(x / sigma - 1 / (2 * sigma**2))
     linear = np.outer(order, u)
-    remainder = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT_ROUND_OFF * np.abs(linear)
+    remainder = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT_ROUND_OFF * np.abs(
+        linear
+    )
     rdp: NDArray[np.float64] = np.log1p((remainder @ density) * (1 + _INTEGRAL_ROUND_OFF)) / (order - 1)
     return rdp
 
@@ -192,9 +194,15 @@ def renyi_epsilon(
 def pricing_method(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
     """Return how ε is computed: exactly, by Rényi divergences, or as if nothing was sampled."""
     applied = [mechanism for mechanism in mechanisms if mechanism.steps]
-    if any(mechanism.sigma <= 0 for mechanism in applied) or all(mechanism.sample_rate == 1 for mechanism in applied):
+    if any(mechanism.sigma <= 0 for mechanism in applied) or all(
+        mechanism.sample_rate == 1 for mechanism in applied
+    ):
         return "exact"
-    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_gaussian_mu(applied), delta) else "unsampled"
+    return (
+        "rdp"
+        if renyi_epsilon(applied, delta) < _gaussian_epsilon(_gaussian_mu(applied), delta)
+        else "unsampled"
+    )
 
 
 def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
@@ -229,7 +237,9 @@ def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) 
     return min(unsampled, float(high.min()))
 
 
-def _bernoulli_divergence(p: NDArray[np.float64], q: float, order: NDArray[np.float64]) -> NDArray[np.float64]:
+def _bernoulli_divergence(
+    p: NDArray[np.float64], q: float, order: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the Rényi divergence, for every order, of a coin with probability p of heads from a coin with q."""
     with np.errstate(divide="ignore"):
         heads = order * np.log(p) + (1 - order) * np.log(q)
@@ -385,7 +395,9 @@ def _mixture_epsilon(mechanisms: Sequence[Mechanism], delta: float, k: int) -> f
     # 1. Rényi divergences in both directions, added over all steps
     total = np.zeros((2, len(_GROUP_ORDERS)))
     for mechanism in mechanisms:
-        total = total + mechanism.steps * np.array(_group_divergences(mechanism.sigma, mechanism.sample_rate, k))
+        total = total + mechanism.steps * np.array(
+            _group_divergences(mechanism.sigma, mechanism.sample_rate, k)
+        )
     # 2. turned into ε (Canonne, Kamath and Steinke, 2020, proposition 12); the worse direction counts
     spent = total + np.log1p(-1 / _GROUP_ORDERS) - np.log(delta * _GROUP_ORDERS) / (_GROUP_ORDERS - 1)
     return max(0.0, float(spent.min(axis=1).max()))

@@ -61,12 +61,16 @@ class RankedScores:
         above, below, positions = [], [], []
         for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
             positive_rows, negative_rows = (
-                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
+                rows[np.argsort(score[rows])]
+                for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
             )
             above.append(positive_rows)
             below.append(negative_rows)
             positions.append(
-                [first + np.searchsorted(score[negative_rows], score[positive_rows], side) for side in ("left", "right")]
+                [
+                    first + np.searchsorted(score[negative_rows], score[positive_rows], side)
+                    for side in ("left", "right")
+                ]
             )
         self._above, self._below = (np.concatenate(arrays).astype(np.int32) for arrays in (above, below))
         self._positions = np.concatenate(positions, axis=1)
@@ -86,7 +90,10 @@ class RankedScores:
         twice = below + up_to - 2 * ends[self._target_of_positive]
         positive_weights = np.take(weights, self._above).astype(np.float64)
         # 3. sums by target
-        twice_wins, n_positive = self._sum_by_target(positive_weights * twice), self._sum_by_target(positive_weights)
+        twice_wins, n_positive = (
+            self._sum_by_target(positive_weights * twice),
+            self._sum_by_target(positive_weights),
+        )
         pairs = n_positive * np.diff(ends)
         areas = np.full(len(pairs), np.nan)
         np.divide(twice_wins / 2, pairs, out=areas, where=pairs > 0)
@@ -120,17 +127,31 @@ def auroc_interval(
     Args:
         member_patients, other_patients: the patient of each row.
     """
-    (member_clusters, n_member_clusters), (other_clusters, n_other_clusters) = _number_clusters(member_patients), _number_clusters(other_patients)
+    (member_clusters, n_member_clusters), (other_clusters, n_other_clusters) = (
+        _number_clusters(member_patients),
+        _number_clusters(other_patients),
+    )
     if min(n_member_clusters, n_other_clusters) < 2 or not repeats:
         return None
     ranked = _rank_scores(members, others)
     rng = np.random.default_rng(seed)
     bootstrap_aurocs = [
-        ranked.compute_aurocs(np.concatenate([resample_clusters(rng, member_clusters, n_member_clusters), resample_clusters(rng, other_clusters, n_other_clusters)]))[0]
+        ranked.compute_aurocs(
+            np.concatenate(
+                [
+                    resample_clusters(rng, member_clusters, n_member_clusters),
+                    resample_clusters(rng, other_clusters, n_other_clusters),
+                ]
+            )
+        )[0]
         for _ in range(repeats)
     ]
     low, high = (float(q) for q in np.quantile(np.array(bootstrap_aurocs), INTERVAL_QUANTILES))
-    return [*share_interval(low, min(n_member_clusters, n_other_clusters))] if low == high and low in (0, 1) else [low, high]
+    return (
+        [*share_interval(low, min(n_member_clusters, n_other_clusters))]
+        if low == high and low in (0, 1)
+        else [low, high]
+    )
 
 
 def share_interval(share: float, n: float) -> tuple[float, float]:
@@ -224,7 +245,11 @@ def canary_bound(
             continue
         n_correct = _count_correct(order, included, half)
         bound = CanaryBound(
-            m, 2 * half, n_correct, _lower_epsilon(m, 2 * half, n_correct, delta, error), n_correct_of_all / max(1, m // 2 * 2)
+            m,
+            2 * half,
+            n_correct,
+            _lower_epsilon(m, 2 * half, n_correct, delta, error),
+            n_correct_of_all / max(1, m // 2 * 2),
         )
         best = bound if best is None or bound.epsilon > best.epsilon else best
     return best or CanaryBound(m, 0, 0, 0.0, 0.0)
@@ -257,7 +282,9 @@ def _lower_epsilon(m: int, guesses: int, n_correct: int, delta: float, error: fl
     low, high = 0.0, _MAX_EPSILON
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (middle, high) if _p_value(m, guesses, n_correct, middle, delta) <= error else (low, middle)
+        low, high = (
+            (middle, high) if _p_value(m, guesses, n_correct, middle, delta) <= error else (low, middle)
+        )
     return low
 
 
@@ -363,18 +390,24 @@ def measure_exposure(
         `sigma`, `draws`, the bound `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
             the `population`) its `groups` and a `curve` of (false positive rate, true positive rate of all, of the most
             exposed). A group has its median and largest μ (None where infinite), and by rate the true positive rate
-            `exact`, and `drawn` by redraws with an `interval` of 95 % or more. `beyond` names groups above the
+            `exact`, and `empirical_tpr` by redraws with an `interval` of 95 % or more. `beyond` names groups above the
             guarantee, with a false alarm rate of 10⁻⁶ each.
     """
     from scipy.stats import binomtest
 
     limits = {rate: float(best_test_tpr(1 / sigma, rate)) for rate in _FALSE_POSITIVE_RATES} if sigma else {}
     noise = np.stack([draw() for _ in range(_NOISE_DRAWS)]) if draw and sigma else None
-    empirical_tpr = {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES} if noise is not None else {}
+    empirical_tpr = (
+        {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES}
+        if noise is not None
+        else {}
+    )
     attackers, beyond = {}, set()
     for attacker in ("others", "population"):
         mu = compute_mu(parts, sigma, others_known=attacker == "others")
-        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
+        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(
+            groups
+        )
         rows = []
         for name, mask in group_masks.items():
             rates_found: dict[str, Any] = {}
@@ -392,9 +425,16 @@ def measure_exposure(
                     over = over or test.pvalue < _FALSE_ALARM_RATE
                 if over:
                     beyond.add(name)
-            median, largest = (float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max()))
-            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found})
-        curve = [[x, *(float(best_test_tpr(mu[group_masks[g]], x).mean()) for g in list(group_masks)[:2])] for x in _CURVE_RATES]
+            median, largest = (
+                float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max())
+            )
+            rows.append(
+                {"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found}
+            )
+        curve = [
+            [x, *(float(best_test_tpr(mu[group_masks[g]], x).mean()) for g in list(group_masks)[:2])]
+            for x in _CURVE_RATES
+        ]
         attackers[attacker] = {"groups": rows, "curve": curve}
     return {
         "sigma": sigma,

@@ -108,7 +108,10 @@ class _RowSelector:
         """Return a compiled function that gets the row, since its calls cannot be observed."""
 
         def call_with_row(*args: Any, **kwargs: Any) -> Any:
-            return function(*map(self._select_in_tensor, args), **{k: self._select_in_tensor(v) for k, v in kwargs.items()})
+            return function(
+                *map(self._select_in_tensor, args),
+                **{k: self._select_in_tensor(v) for k, v in kwargs.items()},
+            )
 
         return call_with_row
 
@@ -123,7 +126,9 @@ class _RowSelector:
         cells = dict(enumerate(function.__closure__ or ()))
         contents = {str(k): cell.cell_contents for k, cell in cells.items() if _is_filled(cell)}
         names = {
-            name: function.__globals__[name] for name in _global_names(function) if name in function.__globals__
+            name: function.__globals__[name]
+            for name in _global_names(function)
+            if name in function.__globals__
         }
         defaults = {str(k): value for k, value in enumerate(function.__defaults__ or ())}
         parts = (contents, names, defaults, function.__kwdefaults__ or {})

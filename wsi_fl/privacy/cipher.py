@@ -77,7 +77,9 @@ class CipherStream:
 
     def uniform(self, n: int) -> NDArray[np.float64]:
         """Return float64[n], uniform in [0, 1), multiples of 2⁻⁵³."""
-        numbers: NDArray[np.float64] = np.multiply(self.random_words(n) >> np.uint64(64 - _MANTISSA_BITS), 2.0**-_MANTISSA_BITS)
+        numbers: NDArray[np.float64] = np.multiply(
+            self.random_words(n) >> np.uint64(64 - _MANTISSA_BITS), 2.0**-_MANTISSA_BITS
+        )
         return numbers
 
     def randbelow(self, n: int) -> int:
@@ -158,7 +160,10 @@ class _NormalBlocks:
 
     def fill_ahead(self, n: int, cipher: CipherContext) -> None:
         """Fill blocks up to n numbers, or to the most that are held in memory at once."""
-        while len(self._blocks) < _MAX_BLOCKS_AHEAD and sum(len(filled.numbers) for filled in self._blocks) - self._at < n:
+        while (
+            len(self._blocks) < _MAX_BLOCKS_AHEAD
+            and sum(len(filled.numbers) for filled in self._blocks) - self._at < n
+        ):
             block = self._free_blocks.pop() if self._free_blocks else _NormalBlock(self._device)
             block.fill_block(cipher)
             self._blocks.append(block)

@@ -50,7 +50,9 @@ def discrete_gaussian(
     if not 0 < sigma <= _MAX_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
     bits, variance = stream or CipherStream.from_entropy(), Fraction(sigma) ** 2
-    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
+    return np.fromiter(
+        (_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size
+    )
 
 
 def _bernoulli_exp(n: int, d: int, bits: CipherStream) -> bool:

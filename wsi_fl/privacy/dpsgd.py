@@ -40,7 +40,7 @@ from wsi_fl.privacy.gradients import (
 )
 from wsi_fl.privacy.independence import UNTRAINABLE, ModelSnapshot, model_origin, train_without_dropout
 from wsi_fl.privacy.losses import LossOf, RowwiseLoss, is_mean_of_rows, loss_of_rows
-from wsi_fl.privacy.measurement import ROW_BY_ROW, check_per_example_gradients, select_engine, are_rows_equal
+from wsi_fl.privacy.measurement import ROW_BY_ROW, are_rows_equal, check_per_example_gradients, select_engine
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.system.bulk import BatchSizeFinder, rows_at_once
 from wsi_fl.types import UsageError, WsiFlError, single_line
@@ -100,7 +100,9 @@ def _sum_unit_gradients(
             all_outputs = torch.zeros_like(outputs).index_copy(0, part, logits)
             loss = loss_of_rows(loss_of, all_outputs, part.tolist()) * (len(x) / len(rows))
             part_gradient = torch.autograd.grad(loss, trainable_parameters(model), allow_unused=True)
-            gradient = [add_gradients(total, addend) for total, addend in zip(gradient, part_gradient, strict=True)]
+            gradient = [
+                add_gradients(total, addend) for total, addend in zip(gradient, part_gradient, strict=True)
+            ]
             outputs[part] = logits.detach()
         squares = x.new_zeros(1, dtype=torch.float64)
         squares = sum((square_norms(g.reshape(1, -1)) for g in gradient if g is not None), squares)
@@ -143,7 +145,9 @@ def _disable_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _require_all_parameters(parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _require_all_parameters(
+    parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Refuse an optimizer of other parameters than the model's.
 
     Raises:
@@ -312,7 +316,9 @@ class DPTrainer:
         if x.dim() == 4 and not x.is_cuda and self.engine == "ghost":
             x = x.contiguous(memory_format=torch.channels_last)  # faster by a third
         rows_of = partial(sum_in_parts, ENGINES[self.engine], self._model, x, loss_of, weigh)
-        return self._batch_finder.run_with_fitting_batch(rows_at_once(len(x), x.shape[1:], gpu=x.is_cuda), lambda k: rows_of(at_once=k))
+        return self._batch_finder.run_with_fitting_batch(
+            rows_at_once(len(x), x.shape[1:], gpu=x.is_cuda), lambda k: rows_of(at_once=k)
+        )
 
     def _require_same_parameters(self, x: Tensor) -> None:
         """Refuse a model with other trained parameters than at the beginning, or rows of another type.

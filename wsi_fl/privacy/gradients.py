@@ -58,7 +58,9 @@ class _ModuleCall(NamedTuple):
     output: GradientEdge
 
 
-def _ghost_clipping(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
+def _ghost_clipping(
+    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh
+) -> tuple[GradientSums, Tensor]:
     # 1. forward: record input and output of every layer
     with _record_calls(model) as records:
         logits = model(x)
@@ -257,7 +259,9 @@ def _find_obstacle(model: nn.Module) -> str | None:
     owner: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         module_parameters = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if module_parameters and (not _is_supported(type(module)) or not module_parameters.keys() <= {"weight", "bias"}):
+        if module_parameters and (
+            not _is_supported(type(module)) or not module_parameters.keys() <= {"weight", "bias"}
+        ):
             kind = type(module).__name__
             return f"it has no rule for the parameters of {f'{name} ({kind})' if name else kind}"
         for parameter in module_parameters.values():
@@ -325,7 +329,11 @@ def _linear_ghost(module: nn.Linear, a: Tensor, g: Tensor) -> _LayerGradients | 
         return None
     bias_gradients = g.sum(1) if n_positions > 1 else g.squeeze(1)
     bias_squares = square_norms(bias_gradients)
-    squares = _inner_products(_gram_matrix(a), _gram_matrix(g)) if n_positions > 1 else square_norms(a) * bias_squares
+    squares = (
+        _inner_products(_gram_matrix(a), _gram_matrix(g))
+        if n_positions > 1
+        else square_norms(a) * bias_squares
+    )
     bias = _trainable_bias(module)
     if bias is not None:
         squares = squares + bias_squares
@@ -342,7 +350,9 @@ def _conv2d_ghost(module: nn.Conv2d, a: Tensor, g: Tensor) -> _LayerGradients | 
     """Return gradients from A[b, c, h, w] and G[b, p, h', w']; None where these are smaller than inner products."""
     pad_left, pad_right, pad_top, pad_bottom = module._reversed_padding_repeated_twice
     n_pixels = (a.shape[2] + pad_top + pad_bottom) * (a.shape[3] + pad_left + pad_right)
-    if not (module.weight.requires_grad and _is_ghost_smaller(n_pixels, module.weight.numel() // module.groups)):
+    if not (
+        module.weight.requires_grad and _is_ghost_smaller(n_pixels, module.weight.numel() // module.groups)
+    ):
         return None
     squares = _patch_squares(module, a, g)
     bias = _trainable_bias(module)
@@ -367,7 +377,9 @@ def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
     size = g.shape[2:]
     parts = []
     for images, rows in zip(torch.split(x, at_once), torch.split(g.flatten(2), at_once), strict=True):
-        parts.append(_inner_products(_patch_gram(module, images, size), (rows.mT @ rows).view(-1, *size, *size)))
+        parts.append(
+            _inner_products(_patch_gram(module, images, size), (rows.mT @ rows).view(-1, *size, *size))
+        )
     return torch.cat(parts).view(-1, module.groups).sum(1)
 
 
@@ -429,7 +441,9 @@ def _gain_gradients(
 
 
 def _rule_frozen_norm(module: FrozenNorm, a: Tensor, g: Tensor) -> _ParameterGradients:
-    return _gain_gradients(module, lambda: module.normalize_input(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2))
+    return _gain_gradients(
+        module, lambda: module.normalize_input(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2)
+    )
 
 
 def _rule_group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor) -> _ParameterGradients:

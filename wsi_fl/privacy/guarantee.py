@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, max_tpr, epsilon
-from wsi_fl.privacy.ledger_file import LedgerEntry, Guarantee
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon, max_tpr
+from wsi_fl.privacy.ledger_file import Guarantee, LedgerEntry
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
@@ -200,5 +200,7 @@ def entries_epsilon(entries: Collection[LedgerEntry], delta: float, *, seeded: b
 def weakest_guarantee(entries: Collection[LedgerEntry], terms: Guarantee = "guaranteed") -> Guarantee:
     """Return the weakest guarantee of the terms and of lines of a ledger."""
     spent = [entry for entry in entries if entry.mechanism or entry.is_unprotected]
-    guarantees: set[Guarantee] = {"none" if entry.insecure or entry.is_unprotected else entry.guarantee for entry in spent}
+    guarantees: set[Guarantee] = {
+        "none" if entry.insecure or entry.is_unprotected else entry.guarantee for entry in spent
+    }
     return min({terms, *guarantees}, key=_WEAKEST_FIRST.index)

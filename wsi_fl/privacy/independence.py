@@ -113,13 +113,19 @@ def model_origin(model: nn.Module) -> ModelOrigin:
     parts = {id(part) for part in model.modules()}
     if not all(_is_trusted(value, parts) for part in other_parts for value in vars(part).values()):
         return "custom"
-    return "built-in" if all(type(part).__module__.startswith(_OWN_PACKAGE) for part in other_parts) else "library"
+    return (
+        "built-in"
+        if all(type(part).__module__.startswith(_OWN_PACKAGE) for part in other_parts)
+        else "library"
+    )
 
 
 def _is_changed(part: nn.Module) -> bool:
     """Return whether a module has hooks, or it or its class another `forward`."""
     forward = getattr(getattr_static(type(part), "forward"), "__module__", None)
-    changed = _is_in_packages(type(part).__module__, _TRUSTED_PACKAGES) and not _is_in_packages(forward, _TRUSTED_PACKAGES)
+    changed = _is_in_packages(type(part).__module__, _TRUSTED_PACKAGES) and not _is_in_packages(
+        forward, _TRUSTED_PACKAGES
+    )
     return changed or "forward" in vars(part) or any(getattr(part, hooks, None) for hooks in _HOOK_ATTRIBUTES)
 
 
@@ -261,7 +267,9 @@ def _content_key(value: object, depth: int = 0) -> object:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         content = [_content_key(item, depth + 1) for item in value]
     else:
-        slots = [name for kind in type(value).__mro__ for name in _as_strings(vars(kind).get("__slots__", ()))]
+        slots = [
+            name for kind in type(value).__mro__ for name in _as_strings(vars(kind).get("__slots__", ()))
+        ]
         attributes = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
         content = id(value), _content_key(attributes, depth + 1)
     return content

@@ -23,14 +23,23 @@ from wsi_fl.privacy.guarantee import (
     LedgerRound,
     PrivacyTerms,
     collect_mechanisms,
-    reportable_max_tpr,
-    entries_epsilon,
-    weakest_guarantee,
-    lifetime_entries,
     collect_rounds,
     collect_units,
+    entries_epsilon,
+    lifetime_entries,
+    reportable_max_tpr,
+    weakest_guarantee,
 )
-from wsi_fl.privacy.ledger_file import SEAL, LedgerEntry, Guarantee, LedgerFile, Release, ReleaseValues, digest_values, run_id
+from wsi_fl.privacy.ledger_file import (
+    SEAL,
+    Guarantee,
+    LedgerEntry,
+    LedgerFile,
+    Release,
+    ReleaseValues,
+    digest_values,
+    run_id,
+)
 from wsi_fl.types import WsiFlError
 
 
@@ -197,7 +206,9 @@ class PrivacyLedger:
     def _epsilon_with(self, round_: int, mechanism: Mechanism) -> float:
         """Return ε once this round has been recorded."""
         entry = LedgerEntry.model_validate(self._build_entry(round_, mechanism, "") | {"prev": "0" * 64})
-        return epsilon(collect_mechanisms([*self._entries_in_scope(self.terms.lifetime), entry]), self.terms.delta)
+        return epsilon(
+            collect_mechanisms([*self._entries_in_scope(self.terms.lifetime), entry]), self.terms.delta
+        )
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
         """Record one round of training under `mechanism`, and `content` if that leaves the site; return its number.
@@ -234,7 +245,9 @@ class PrivacyLedger:
             if self.terms.lifetime:
                 return lifetime_entries(self._file.entries, self.terms.unit)
         return [
-            e for e in self._file.entries if lifetime or (e.site == self.site and e.run_id in self._counted_runs)
+            e
+            for e in self._file.entries
+            if lifetime or (e.site == self.site and e.run_id in self._counted_runs)
         ]
 
     def _entries_of_this_run(self) -> list[LedgerEntry]:
@@ -315,7 +328,9 @@ class PrivacyLedger:
             self._append_entry(self._line_head(round_) | {"relayed": sha256})
         return self._seal_release(round_, vector, schema, weight, sha256)
 
-    def _seal_release(self, round_: int, vector: ReleaseValues, schema: str, weight: float, sha256: str) -> Release:
+    def _seal_release(
+        self, round_: int, vector: ReleaseValues, schema: str, weight: float, sha256: str
+    ) -> Release:
         return Release(self.site, round_, schema, vector, weight, sha256, seal=SEAL)
 
     def summary(self) -> dict[str, Any]:

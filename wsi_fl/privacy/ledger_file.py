@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import file_lock, append_line, require_regular_file, read_json, refuse_unavailable, write_json
+from wsi_fl.system.files import (
+    append_line,
+    file_lock,
+    read_json,
+    refuse_unavailable,
+    require_regular_file,
+    write_json,
+)
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
@@ -187,7 +194,9 @@ class LedgerFile:
     def write_heads(self) -> None:
         """Write the state of the ledger into the heads. The caller holds the lock and has caught up."""
         for head in self._writable_heads():
-            record = _LedgerHead(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
+            record = _LedgerHead(
+                lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve())
+            )
             write_json(head, record.model_dump())
             self._known_heads.add(head)
 

@@ -110,7 +110,9 @@ def mask_values(
         if other == place:
             continue
         # 2. the secret stream of this pair of sites
-        mask = _pair_mask(_exchange_secret(private, publics[other], other), place, other, publics, context, len(values))
+        mask = _pair_mask(
+            _exchange_secret(private, publics[other], other), place, other, publics, context, len(values)
+        )
         # 3. added by one site of the pair and subtracted by the other, so that it cancels in the sum
         if place < other:
             total += mask
@@ -265,7 +267,9 @@ class SecureSum:
 
     def take_parcels(self, parcels: Mapping[int, _Parcel]) -> list[int]:
         """Keep well-formed parcels of other sites; return the sites whose parcels are here."""
-        self._received |= {site: parcel for site, parcel in parcels.items() if [len(k) for k in parcel] == _PARCEL_LENGTHS}
+        self._received |= {
+            site: parcel for site, parcel in parcels.items() if [len(k) for k in parcel] == _PARCEL_LENGTHS
+        }
         return sorted(self._received)
 
     def join(self, reports: Iterable[Collection[int]]) -> None:
@@ -289,7 +293,10 @@ class SecureSum:
     def mask_values(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return uint64[n], the values int64[n] under both masks."""
         self._take_step(1)
-        paired, self_seed = self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS]), self._seeds[_SELF_MASK]
+        paired, self_seed = (
+            self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS]),
+            self._seeds[_SELF_MASK],
+        )
         return paired + _self_mask(self_seed, self.sum_context, len(values))
 
     def vote_survivors(self, received: Collection[int], reports: Iterable[Collection[int]]) -> _Parcel:
@@ -333,7 +340,11 @@ class SecureSum:
         """
         self._take_step(4)
         opening_lengths = [_SEED_BYTES] * (1 + len(self.participants))
-        openings = {site: opening for site, opening in openings.items() if [len(k) for k in opening] == opening_lengths}
+        openings = {
+            site: opening
+            for site, opening in openings.items()
+            if [len(k) for k in opening] == opening_lengths
+        }
         seeds = {site: self._recover_seed(site, openings) for site in self.participants}
         parts = [messages[site] for site in self.survivors]
         n = len(parts[0])
@@ -360,7 +371,9 @@ class SecureSum:
     def _mask_pairs(self, values: NDArray[np.int64], site: int, seed: bytes) -> NDArray[np.uint64]:
         """Return uint64[n], values under the pairwise masks of a site with all other masking sites."""
         publics = [self._received[other][_PAIR_MASKS] for other in self.participants]
-        return mask_values(values, self.participants.index(site), KeyPair.from_seed(seed), publics, self.sum_context)
+        return mask_values(
+            values, self.participants.index(site), KeyPair.from_seed(seed), publics, self.sum_context
+        )
 
     def _recover_seed(self, site: int, openings: Mapping[int, _Parcel]) -> bytes:
         key, place = self._received[site][self._seed_kind(site)], 1 + self.participants.index(site)
@@ -376,5 +389,7 @@ class SecureSum:
 
     def _take_step(self, step: int) -> None:
         if step != self._step:
-            raise WsiFlError(f"a site {_STEP_NAMES[step]} once in a sum, and in order; every sum needs fresh keys")
+            raise WsiFlError(
+                f"a site {_STEP_NAMES[step]} once in a sum, and in order; every sum needs fresh keys"
+            )
         self._step += 1

@@ -19,8 +19,8 @@ from wsi_fl.privacy.accounting import (
     WHOLE_ORDERS,
     Mechanism,
     epsilon,
-    renyi_epsilon,
     find_sigma,
+    renyi_epsilon,
     steps_per_epoch,
 )
 from wsi_fl.privacy.cipher import CipherStream
@@ -171,7 +171,11 @@ def require_plan(
 def list_differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
     """Return the differences of two plans, as "sigma was 1.4 and is 0.7"."""
     pairs = [(f.name, getattr(planned, f.name), getattr(today, f.name)) for f in fields(PrivacyPlan)]
-    return [f"{name} was {old_value} and is {new_value}" for name, old_value, new_value in pairs if old_value != new_value]
+    return [
+        f"{name} was {old_value} and is {new_value}"
+        for name, old_value, new_value in pairs
+        if old_value != new_value
+    ]
 
 
 _STEPS_PER_EPOCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

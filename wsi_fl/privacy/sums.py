@@ -21,8 +21,8 @@ from wsi_fl.privacy.discrete import (
     NOISE_MARGIN,
     STEPS_PER_UNIT,
     discrete_gaussian,
-    quantize,
     quantization_sensitivity,
+    quantize,
 )
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
@@ -57,7 +57,9 @@ class NoisyStatistics:
         noisy = self.add_noise(exact, stream) if self.sigma else exact
         head.set_noisy_statistics(exact, *head.weight_by_precision(noisy, (self.sigma * self.clip) ** 2))
 
-    def clip_statistics(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
+    def clip_statistics(
+        self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None
+    ) -> Tensor:
         """Return the class statistics float64[k] of n rows, each unit clipped to `clip`.
 
         A patient counts with the mean of its rows of each class, or of all where they share columns, jointly clipped.
@@ -82,9 +84,11 @@ class NoisyStatistics:
         return total
 
     def add_noise(self, statistics: Tensor, stream: CipherStream) -> Tensor:
-        """Return float64[k] with discrete Gaussian noise of the stream, in steps of 1 / `SCALE`."""
+        """Return float64[k] with discrete Gaussian noise of the stream, in steps of 1 / `STEPS_PER_UNIT`."""
         values = quantize(statistics.cpu().numpy(), STEPS_PER_UNIT)
-        steps = self.sigma * quantization_sensitivity(self.clip, STEPS_PER_UNIT, len(values)) * (1 + NOISE_MARGIN)
+        steps = (
+            self.sigma * quantization_sensitivity(self.clip, STEPS_PER_UNIT, len(values)) * (1 + NOISE_MARGIN)
+        )
         noise = discrete_gaussian(steps, len(values), stream)
         return torch.from_numpy((values + noise) / STEPS_PER_UNIT).to(statistics.device)
 
@@ -152,7 +156,10 @@ def _find_problems(
     if length > max_length:
         yield f"it is {length:.3g} long, where {n} units and their noise make at most {max_length:.3g}"
     # 3. the counts add up to n rows at most, and noise; fewer where validation rows or a fold are held out of n
-    n_counted, tolerance = float(counts.sum()) / _COUNT_PER_ROW, noise * classes**0.5 * norm.isf(8 * test_rate) / _COUNT_PER_ROW
+    n_counted, tolerance = (
+        float(counts.sum()) / _COUNT_PER_ROW,
+        noise * classes**0.5 * norm.isf(8 * test_rate) / _COUNT_PER_ROW,
+    )
     if rows and n_counted - n > tolerance + round_off / _COUNT_PER_ROW:
         yield f"it counts {n_counted:.3g} rows, where {n} were announced and noise makes at most {tolerance:.3g}"
 

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from wsi_fl.privacy.audit import best_test_tpr as found_at
-from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, open_figure, shorten_label, render_svg
-from wsi_fl.report.words import DASH, Finding, Json, is_number, format_number, format_percent
+from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, open_figure, render_svg, shorten_label
+from wsi_fl.report.words import DASH, Finding, Json, format_number, format_percent, is_number
 
 _MODEL_TITLES = {
     "private": "Private model",
@@ -79,12 +79,16 @@ def list_audit_findings(audit: Json) -> Iterator[Finding]:
             auroc = format_number(row["own"]["auroc"])
             yield Finding(tone, f"{subject}: its losses reveal members of the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
-            lower, upper = (format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
+            lower, upper = (
+                format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper")
+            )
             text = f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}."
             yield Finding("bad", text)
     for influence in audit.get("influence") or ():
         if influence["refused"]:
-            yield Finding("bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}.")
+            yield Finding(
+                "bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}."
+            )
     for site in _sites_with_tails(audit):
         name, tail = site["site"], site["tail"]
         if tail["beyond"]:
@@ -105,7 +109,9 @@ def build_statistics_tables(audit: Json) -> list[tuple[str, tuple[str, ...], lis
     tails = [
         [site["site"], group["group"], str(group["n"]), *_format_cells(site["tail"], group, other)]
         for site in _sites_with_tails(audit)
-        for group, other in zip(*(attacker["groups"] for attacker in site["tail"]["attackers"].values()), strict=True)
+        for group, other in zip(
+            *(attacker["groups"] for attacker in site["tail"]["attackers"].values()), strict=True
+        )
     ]
     influence_rows = [
         [
@@ -131,7 +137,12 @@ def _format_cells(tail: Json, group: Json, other: Json) -> list[str]:
     shares = ((tail["guaranteed"] or {}).get("0.01"), at_01_percent["exact"], other["found"]["0.01"]["exact"])
     max_mu = format_number(group["most"], 2) if is_number(group["most"]) else "∞"
     interval_text = f"{100 * low:.1f}–{format_percent(high, 1)}" if is_number(low) else DASH
-    return [max_mu, format_percent(at_1_percent["exact"], 1), interval_text, *(format_percent(share, 1) for share in shares)]
+    return [
+        max_mu,
+        format_percent(at_1_percent["exact"], 1),
+        interval_text,
+        *(format_percent(share, 1) for share in shares),
+    ]
 
 
 def _sites_with_tails(audit: Json) -> list[Json]:
@@ -154,12 +165,16 @@ def _roc_chart(
     curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], title: str
 ) -> Chart:
     """Return a chart of true against false positive rates on log axes; the dashed line is guessing."""
-    lowest_rate = max(_MIN_FALSE_POSITIVE_RATE, min(point[0] for points in curves.values() for point in points))
+    lowest_rate = max(
+        _MIN_FALSE_POSITIVE_RATE, min(point[0] for points in curves.values() for point in points)
+    )
     with open_figure(width_in=3.3, height_in=3.0, left_in=0.65) as (figure, axes):
         axes.plot([lowest_rate / 2, 1], [lowest_rate / 2, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
         for site, points in curves.items():
             visible = [(x, y) for x, y in points if y > 0]
-            axes.plot([x for x, _ in visible], [y for _, y in visible], color=colors.get(site, INK), alpha=0.9)
+            axes.plot(
+                [x for x, _ in visible], [y for _, y in visible], color=colors.get(site, INK), alpha=0.9
+            )
         axes.set(xscale="log", yscale="log", xlim=(lowest_rate, 1), ylim=(lowest_rate / 2, 1.1))
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
         for axis in (axes.xaxis, axes.yaxis):

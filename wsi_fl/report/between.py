@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from wsi_fl.learning.counts import CrossSiteScores, Constant, CountScores, ModelScores, CrossSiteCounts, sum_confusions, score_cross_site
+from wsi_fl.learning.counts import (
+    Constant,
+    CountScores,
+    CrossSiteCounts,
+    CrossSiteScores,
+    ModelScores,
+    score_cross_site,
+    sum_confusions,
+)
 from wsi_fl.report import figures, words
 from wsi_fl.report.fill import fill_template
-from wsi_fl.report.words import SCORES, Json, is_number, format_number
+from wsi_fl.report.words import SCORES, Json, format_number, is_number
 
 _Metric = Literal["accuracy", "macro_accuracy", "auroc"]
 _METRICS: tuple[_Metric, ...] = ("accuracy", "macro_accuracy", "auroc")
@@ -33,7 +41,8 @@ def build_cross_site_section(cross_site: CrossSiteScores | None) -> dict[str, ob
     hospitals, models = cross_site["hospitals"], cross_site["models"]
     sizes = {name: max(model["hospitals"][name]["n"] for model in models.values()) for name in hospitals}
     present = {
-        name: max(model["hospitals"][name].get("n_classes", 0) for model in models.values()) for name in hospitals
+        name: max(model["hospitals"][name].get("n_classes", 0) for model in models.values())
+        for name in hospitals
     }
     return {
         "hospitals": hospitals,
@@ -46,7 +55,9 @@ def build_cross_site_section(cross_site: CrossSiteScores | None) -> dict[str, ob
     }
 
 
-def _metric_table(hospitals: list[str], models: Mapping[str, ModelScores], metric: _Metric) -> dict[str, object] | None:
+def _metric_table(
+    hospitals: list[str], models: Mapping[str, ModelScores], metric: _Metric
+) -> dict[str, object] | None:
     """Return the table of a metric; a cell is a score and the bound of its error (`within`), None where exact."""
 
     def score_cell(scores: CountScores) -> dict[str, float | None]:
@@ -70,7 +81,9 @@ def _metric_table(hospitals: list[str], models: Mapping[str, ModelScores], metri
 
 def _best_model_sentence(models: Mapping[str, ModelScores], constant: Constant | None) -> str:
     """Return a sentence on the models with the highest accuracy on all test parts together."""
-    accuracies = {name: accuracy for name, model in models.items() if is_number(accuracy := model["merged"]["accuracy"])}
+    accuracies = {
+        name: accuracy for name, model in models.items() if is_number(accuracy := model["merged"]["accuracy"])
+    }
     top = max(accuracies.values(), default=None)
     if top is None:
         return ""
@@ -87,7 +100,9 @@ def _best_model_sentence(models: Mapping[str, ModelScores], constant: Constant |
     if len(best_models) == len(accuracies):
         return f"There all models do equally well, {score}."
     prefix = "both " if len(best_models) == 2 else "each "
-    return f"There the models of {', '.join(best_models[:-1])} and {best_models[-1]} do best, {prefix}{score}."
+    return (
+        f"There the models of {', '.join(best_models[:-1])} and {best_models[-1]} do best, {prefix}{score}."
+    )
 
 
 def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
@@ -104,7 +119,9 @@ def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
         "sites": sites,
         "slots": figures.assign_color_slots([row["site"] for row in sites]),
         "rounds": max((row["rounds"] for row in sites), default=0),
-        "epsilon": words.format_span([row["epsilon"] for row in sites_with_epsilon]) if sites_with_epsilon else None,
+        "epsilon": words.format_span([row["epsilon"] for row in sites_with_epsilon])
+        if sites_with_epsilon
+        else None,
         "without": [row["site"] for row in sites if row not in sites_with_epsilon],
         "between": None,
     }

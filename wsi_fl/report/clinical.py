@@ -43,16 +43,30 @@ def build_clinical_cells(document: Json) -> list[dict[str, str]]:
         for name, measures in site["classes"].items():
             at_prevalence = measures.get("at_prevalence") or {}
             share = "" if prevalence is None else words.format_stated_percent(prevalence)
-            predictive = {f"{measure.upper()} at {share}": _format_interval(at_prevalence.get(measure)) for measure in ("ppv", "npv")}
-            calibration = {
-                part: _format_interval((measures["calibration"] or {}).get(part)) for part in ("slope", "intercept")
+            predictive = {
+                f"{measure.upper()} at {share}": _format_interval(at_prevalence.get(measure))
+                for measure in ("ppv", "npv")
             }
-            row = {"site": site["site"], "class": name, "patients": str(measures["n"]), "cases": str(measures["cases"])}
+            calibration = {
+                part: _format_interval((measures["calibration"] or {}).get(part))
+                for part in ("slope", "intercept")
+            }
+            row = {
+                "site": site["site"],
+                "class": name,
+                "patients": str(measures["n"]),
+                "cases": str(measures["cases"]),
+            }
             row |= {"case from": format_number(site["point"], 2)}
-            row |= {measure: _format_interval(measures[measure]) for measure in ("sensitivity", "specificity")}
+            row |= {
+                measure: _format_interval(measures[measure]) for measure in ("sensitivity", "specificity")
+            }
             row |= {measure.upper(): _format_interval(measures[measure]) for measure in ("ppv", "npv")}
             row |= {} if prevalence is None else predictive
-            row |= {"AUROC": _format_interval(measures["auroc"]), "AUPRC": format_number(measures["auprc"], 2)}
+            row |= {
+                "AUROC": _format_interval(measures["auroc"]),
+                "AUPRC": format_number(measures["auprc"], 2),
+            }
             rows.append(row | calibration)
     return rows
 
@@ -74,7 +88,8 @@ def _list_subgroups(document: Json) -> list[_Group]:
             "site": site["site"],
             "class": name,
             "group": group or "unknown",
-            "told": values and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
+            "told": values
+            and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
         }
         for site in document["sites"]
         for name, measures in site["classes"].items()
@@ -88,7 +103,11 @@ def list_clinical_findings(document: Json) -> list[str]:
     for site in document["sites"]:
         for name, measures in site["classes"].items():
             label = f"{site['site']}, {name}"
-            sentences += [f"{label}: {sentence}." for sentence in (_calibration_sentence(measures), _gain_over_local_sentence(measures)) if sentence]
+            sentences += [
+                f"{label}: {sentence}."
+                for sentence in (_calibration_sentence(measures), _gain_over_local_sentence(measures))
+                if sentence
+            ]
             if measures["cases"] < document["least"]:
                 small_classes.add(f"{measures['cases']} {name}")
     if small_classes:
@@ -127,7 +146,9 @@ def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[st
         benefit = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
         # a site's curve, as its share of cases has it
         treat_all_curves = {tuple(curves["everybody"]): site for site, curves in benefit.items()}
-        lines = {site: curves["model"] for site, curves in benefit.items() if words.is_number(curves["model"][0])}
+        lines = {
+            site: curves["model"] for site, curves in benefit.items() if words.is_number(curves["model"][0])
+        }
         highest = max([0.02, *map(max, lines.values())])
         with open_figure() as (figure, axes):
             for curve, site in treat_all_curves.items():
@@ -141,12 +162,18 @@ def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[st
             axes.set_xlim(0, 1)
             axes.set_xlabel("threshold probability", loc="right", labelpad=1)
             title = f"Net benefit, {name}"
-            alt = f"{title}: " + "; ".join(_curve_text(site, net_benefit, thresholds) for site, net_benefit in lines.items())
+            alt = f"{title}: " + "; ".join(
+                _curve_text(site, net_benefit, thresholds) for site, net_benefit in lines.items()
+            )
             charts.append((title, Chart(render_svg(figure, title), alt)))
     return charts
 
 
 def _curve_text(site: str, benefit: Sequence[float], thresholds: Sequence[float]) -> str:
     chosen_thresholds = (0.1, 0.25, 0.5)
-    values = [f"{format_number(benefit[thresholds.index(t)], 2)} at {t:g}" for t in chosen_thresholds if t in thresholds]
+    values = [
+        f"{format_number(benefit[thresholds.index(t)], 2)} at {t:g}"
+        for t in chosen_thresholds
+        if t in thresholds
+    ]
     return f"{site} {', '.join(values)}"

@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from wsi_fl.learning.verdict import Estimate, estimate_from_repetitions, decide_verdict
+from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_from_repetitions
 from wsi_fl.report import figures, words, worth
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.fill import fill_template
-from wsi_fl.report.words import Finding, Json, is_number, format_number
+from wsi_fl.report.words import Finding, Json, format_number, is_number
 
 LOCAL_BASELINE = "a local model without DP"
 TEST_SET_WORDS = {
@@ -72,8 +72,12 @@ def list_comparison_findings(
     n, seeds = local_row["n_sites"], len(local_row["seeds"])
     folds = f", {len(local_row['folds'])} folds" if local_row.get("folds") else ""
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
-    baseline_gain = next((gain for gain in (gains or {}).values() if gain.get("local")), {"local": local_row[metric]})
-    measure_text = f" in {baseline_gain['measure']} over all test {examples}" if "measure" in baseline_gain else ""
+    baseline_gain = next(
+        (gain for gain in (gains or {}).values() if gain.get("local")), {"local": local_row[metric]}
+    )
+    measure_text = (
+        f" in {baseline_gain['measure']} over all test {examples}" if "measure" in baseline_gain else ""
+    )
     baseline_sentence = f"A{LOCAL_BASELINE[1:]} reaches {format_number(baseline_gain['local']['mean'], 2)}"
     baseline_sentence += f"{measure_text} {measured}."
     mean_text = f" as a mean over {repetition_words(rows)}" if measure_text else ""
@@ -81,7 +85,9 @@ def list_comparison_findings(
     known_gain = next((gain for gain in (gains or {}).values() if gain["pooled_gain"]), None)
     pooled = next((row["label"] for row in rows if words.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", baseline_sentence)] + [
-        worth.build_benefit_finding(gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE)
+        worth.build_benefit_finding(
+            gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE
+        )
         if (gain := (gains or {}).get(row["label"]))
         else _local_comparison(row, test, known_gain if row["label"] == pooled else None, mean_text)
         for row in rows
@@ -98,17 +104,33 @@ def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text
         pooled_gain: benefit of federation, where this method pools all data: it holds the pooled score and gain.
         mean_text: the repetitions of its mean, where those of the baseline differ.
     """
-    score_text = _score_text(row, pooled_gain["pooled"]) if pooled_gain else f"{_score_text(row, row[test['metric']])}{mean_text}"
+    score_text = (
+        _score_text(row, pooled_gain["pooled"])
+        if pooled_gain
+        else f"{_score_text(row, row[test['metric']])}{mean_text}"
+    )
     d = test["difference"]
     if not words.is_federated(row["method"]):
         distance = f"{abs(d):.2f} {'above' if d > 0 else 'below'}" if round(abs(d), 2) else "as much as"
-        comparison_text = f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {_pairs_text(test)})"
-        comparison_text = f"{worth.gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}" if pooled_gain else comparison_text
+        comparison_text = (
+            f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {_pairs_text(test)})"
+        )
+        comparison_text = (
+            f"{worth.gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
+            if pooled_gain
+            else comparison_text
+        )
         meaning = "; this is what its noise costs" if row["dp"] else ""
         meaning = "; privacy forbids pooling the data" if words.is_pooled(row["method"]) else meaning
         return Finding("unclear", f"{score_text}, {comparison_text}{meaning}.")
-    gain = estimate_from_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
-    return worth.build_benefit_finding({"gain": gain.build_document(), "verdict": decide_verdict(gain, None)}, score_text, LOCAL_BASELINE)
+    gain = (
+        estimate_from_repetitions(d, test["sd"], test["n"])
+        if test["unit"] == "seed"
+        else Estimate(d, None, None)
+    )
+    return worth.build_benefit_finding(
+        {"gain": gain.build_document(), "verdict": decide_verdict(gain, None)}, score_text, LOCAL_BASELINE
+    )
 
 
 def _pairs_text(test: Json) -> str:
@@ -188,7 +210,9 @@ def list_cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool 
     return sentences
 
 
-def render_comparison_page(document: Json, series: Sequence[ChartRow], *, created: str, sites: Sequence[str]) -> str:
+def render_comparison_page(
+    document: Json, series: Sequence[ChartRow], *, created: str, sites: Sequence[str]
+) -> str:
     """Return the page as one HTML document without external files.
 
     Args:
@@ -327,15 +351,23 @@ def _build_charts(series: Sequence[ChartRow], title: str) -> list[tuple[str, str
         text = "Small dots: every site of every run. Circle and bar: mean ± standard deviation; hollow without DP."
         alt = f"{title}, mean ± standard deviation over sites and seeds: {'; '.join(values_text)}."
         charts.append((title, text, _build_chart(_draw_scores, series, alt, **figure_size)))
-    if values_text := [f"{row.full_label} ends at {format_number(row.mean_band[-1][1])}" for row in series if row.mean_band]:
+    if values_text := [
+        f"{row.full_label} ends at {format_number(row.mean_band[-1][1])}" for row in series if row.mean_band
+    ]:
         text = "Mean over sites and seeds; the band is one standard deviation wide to either side."
         alt = f"{title} by round: {'; '.join(values_text)}."
         charts.append((f"{title} by round", text, _build_chart(_draw_curves, series, alt)))
     if any(row.sent_bytes for row in series):
-        values_text = [f"{row.full_label} {words.format_size(row.sent_bytes)}" for row in series if row.sent_bytes is not None]
+        values_text = [
+            f"{row.full_label} {words.format_size(row.sent_bytes)}"
+            for row in series
+            if row.sent_bytes is not None
+        ]
         text = "Bar: mean over sites. Diamond: the site that sends most."
         alt = f"Sent per round and site: {'; '.join(values_text)}."
-        charts.append(("Sent per round and site", text, _build_chart(_draw_bytes, series, alt, **figure_size)))
+        charts.append(
+            ("Sent per round and site", text, _build_chart(_draw_bytes, series, alt, **figure_size))
+        )
     return charts
 
 
@@ -365,7 +397,9 @@ def render_comparison_png(series: Sequence[ChartRow], score_title: str) -> bytes
             if draw is _draw_bytes:  # its rows are named on the left
                 axes.set_yticks(range(len(series)), [""] * len(series))
             elif draw is _draw_curves and axes.lines:
-                if len(series) <= _MAX_LEGEND_ROWS and all(len(row.full_label) <= 1.6 * _LABEL_WIDTH for row in series):
+                if len(series) <= _MAX_LEGEND_ROWS and all(
+                    len(row.full_label) <= 1.6 * _LABEL_WIDTH for row in series
+                ):
                     axes.legend(frameon=False, fontsize=8, handlelength=1.4, labelspacing=0.3)
                 else:  # no room for a legend
                     color = figures.load_palette()["muted"]
@@ -395,7 +429,11 @@ def _draw_scores(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, st
     axes.margins(x=0.08)
     if baseline_mean is not None:
         is_right_half = baseline_mean > float(np.mean(axes.get_xlim()))
-        text_options: dict[str, Any] = {"ha": "right" if is_right_half else "left", "va": "top", "textcoords": "offset points"}
+        text_options: dict[str, Any] = {
+            "ha": "right" if is_right_half else "left",
+            "va": "top",
+            "textcoords": "offset points",
+        }
         text_position = (baseline_mean, _AXIS_TOP), (-5 if is_right_half else 5, -3)
         axes.annotate("local, no DP", *text_position, fontsize=8.5, color=colors["muted"], **text_options)
 
@@ -412,7 +450,9 @@ def _draw_curves(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, st
             rounds, mean, color=color, lw=1.8, ls=(0, (4, 2)) if row.baseline else "-",
             label=None if color == colors["muted"] else row.full_label, marker="o" if len(rounds) < 4 else None, ms=3.5,
         )  # fmt: skip
-    figures.format_round_axis(axes, {str(k): [(r, m) for r, m, _ in row.mean_band] for k, row in enumerate(series)})
+    figures.format_round_axis(
+        axes, {str(k): [(r, m) for r, m, _ in row.mean_band] for k, row in enumerate(series)}
+    )
 
 
 def _draw_bytes(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, str]) -> None:
@@ -427,7 +467,11 @@ def _draw_bytes(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, str
         value = row.sent_bytes / 10**power
         axes.barh(y, value, height=0.42, color=color, alpha=0.85)
         text = words.format_size(row.sent_bytes) if row.sent_bytes else "nothing"
-        text_options: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": colors["muted"]}
+        text_options: dict[str, Any] = {
+            "textcoords": "offset points",
+            "fontsize": 8.5,
+            "color": colors["muted"],
+        }
         if row.busiest_bytes and row.busiest_bytes > 1.01 * row.sent_bytes:
             end = row.busiest_bytes / 10**power
             axes.plot(end, y, "D", color=color, mfc=colors["paper"], ms=5, mew=1.4)

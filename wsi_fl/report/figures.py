@@ -172,7 +172,9 @@ def plot_bars(rows: Sequence[Bar], title: str, measure: str) -> Chart:
         name_rows(axes, names, [ACCENT if row.this else INK for row in rows], [row.this for row in rows])
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
-        means_text = "; ".join(f"{r.label} {format_number(r.mean)}{f' ± {format_number(r.sd)}' if r.sd else ''}" for r in rows)
+        means_text = "; ".join(
+            f"{r.label} {format_number(r.mean)}{f' ± {format_number(r.sd)}' if r.sd else ''}" for r in rows
+        )
         return Chart(render_svg(figure, title), f"{measure}: {means_text}.")
 
 
@@ -186,7 +188,9 @@ def plot_reliability(series: Mapping[str, Points], colors: Mapping[str, str], ti
         _draw_lines(axes, series, colors, marker="" if many else "o")
         axes.set(xlim=(start, 1.01), ylim=(0, 1.03), xlabel="confidence", ylabel="accuracy")
         axes.set_xticks(np.linspace(start, 1, 6))
-        pairs = "; ".join(f"{format_number(x, 2)} → {format_number(y, 2)}" for p in list(series.values())[:1] for x, y in p)
+        pairs = "; ".join(
+            f"{format_number(x, 2)} → {format_number(y, 2)}" for p in list(series.values())[:1] for x, y in p
+        )
         alt = f"{title}: confidence against accuracy. {'' if many else pairs}".strip()
         return Chart(render_svg(figure, title), alt)
 
@@ -200,7 +204,10 @@ def plot_matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, f
         axes.grid(visible=False)
         bar = figure.colorbar(image, ax=axes, fraction=0.045)
         bar.outline.set_visible(False)
-        size, mean = f"{len(grid)} models by {grid.shape[1]} test parts", mean_of_available(grid[~np.isnan(grid)])
+        size, mean = (
+            f"{len(grid)} models by {grid.shape[1]} test parts",
+            mean_of_available(grid[~np.isnan(grid)]),
+        )
         return Chart(render_svg(figure, title), f"{title}: {size}, mean {format_number(mean)}.")
 
 
@@ -252,7 +259,9 @@ def open_figure(
         figure = Figure(figsize=(width_in, height_in))
         bottom_share, right_share = bottom_in / height_in, 0.12 / width_in
         left_share = left_in / width_in
-        axes = figure.add_axes((left_share, bottom_share, 1 - left_share - right_share, 1 - bottom_share - 0.12 / height_in))
+        axes = figure.add_axes(
+            (left_share, bottom_share, 1 - left_share - right_share, 1 - bottom_share - 0.12 / height_in)
+        )
         yield figure, axes
 
 
@@ -300,7 +309,11 @@ def format_round_axis(axes: Axes, series: Mapping[str, Points]) -> None:
 
 
 def _ends_text(series: Mapping[str, Points]) -> str:
-    parts = [f"{name} from {format_number(p[0][1])} to {format_number(p[-1][1])}" for name, p in series.items() if p]
+    parts = [
+        f"{name} from {format_number(p[0][1])} to {format_number(p[-1][1])}"
+        for name, p in series.items()
+        if p
+    ]
     return "; ".join(parts) + "."
 
 

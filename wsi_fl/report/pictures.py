@@ -31,7 +31,9 @@ def encode_patch(pixels: NDArray[np.uint8]) -> str:
     return _jpeg_uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 
-def encode_overviews(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> dict[str, list[tuple[str, str]]]:
+def encode_overviews(
+    overviews: Mapping[str, Sequence[tuple[str, bytes]]],
+) -> dict[str, list[tuple[str, str]]]:
     """Return (slide, data URI) per site, with pictures shrunk to a common limit of bytes.
 
     Raises:
@@ -40,7 +42,10 @@ def encode_overviews(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> di
     n_pictures = sum(len(pictures) for pictures in overviews.values())
     max_bytes = _OVERVIEWS_BYTES // max(n_pictures, 1)
     return {
-        site: [(slide, _jpeg_uri(_encode_within(_decode_picture(data, slide, site), max_bytes))) for slide, data in pictures]
+        site: [
+            (slide, _jpeg_uri(_encode_within(_decode_picture(data, slide, site), max_bytes)))
+            for slide, data in pictures
+        ]
         for site, pictures in overviews.items()
     }
 
@@ -62,7 +67,7 @@ def _decode_picture(data: bytes, slide: str, site: str) -> Image.Image:
 
 
 def _encode_within(image: Image.Image, n_bytes: int) -> bytes:
-    """Return the largest JPEG of at most ``n_bytes``; the smallest side is always accepted."""
+    """Return the largest JPEG of at most ``count_bytes``; the smallest side is always accepted."""
     encoded = b""
     for side in _SIDES_PX:
         if encoded and side >= max(image.size):

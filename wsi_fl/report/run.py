@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.survival import kaplan_meier, logrank_test, compute_risk
+from wsi_fl.learning.survival import compute_risk, kaplan_meier, logrank_test
 from wsi_fl.report import audit, between, clinical, figures, pictures, sections, words
 from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
 from wsi_fl.report.fill import fill_template
@@ -79,7 +79,8 @@ def render_run_page(page: Page) -> str:
         "data": _summarize_data(page),
         "slidewise": page.examples != "patches",
         "tests": [
-            {"name": key.capitalize(), "what": description, **evaluation[key]} for key, description in _TEST_SETS.items()
+            {"name": key.capitalize(), "what": description, **evaluation[key]}
+            for key, description in _TEST_SETS.items()
         ]
         if evaluation.get("external")
         else [],
@@ -119,7 +120,9 @@ def _summarize_data(page: Page) -> dict[str, object]:
         "slides": sum(s.get("slides") or 0 for s in page.stores),
         "geometry": geometries.pop() if len(geometries) == 1 else None,
         "encoder": next((s["encoder"] for s in page.stores if s.get("encoder")), None),
-        "single": [(label, sites[0]) for label, sites in holders.items() if len(sites) == 1 and len(tables) > 1],
+        "single": [
+            (label, sites[0]) for label, sites in holders.items() if len(sites) == 1 and len(tables) > 1
+        ],
     }
 
 
@@ -156,7 +159,10 @@ def _prediction_charts(page: Page) -> list[tuple[str, Chart, str]]:
     if page.task == "number":
         return [(site, _truth_chart(site, *values), "") for site, values in page.said.items()]
     ends = [float(name) for name in page.outputs] if page.task == "survival" else []
-    return [(site, *_risk_chart(site, truth, predictions, ends)) for site, (truth, predictions) in page.said.items()]
+    return [
+        (site, *_risk_chart(site, truth, predictions, ends))
+        for site, (truth, predictions) in page.said.items()
+    ]
 
 
 def _truth_chart(site: str, truth: _Floats, predictions: _Floats) -> Chart:
@@ -182,7 +188,9 @@ def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[floa
                 axes.step(times, share, where="post", color=color, label=f"{name} ({int(group.sum())})")
         axes.set(ylim=(0, 1.03), xlabel="time", ylabel="without the event")
         axes.legend(frameon=False, loc="lower left")
-        test_text = "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
+        test_text = (
+            "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
+        )
         alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {test_text}"
         return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
 

@@ -13,7 +13,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.counts import CrossSiteScores
 from wsi_fl.report import figures, words, worth
 from wsi_fl.report.figures import Chart, Points
-from wsi_fl.report.words import Finding, Json, is_number, format_number
+from wsi_fl.report.words import Finding, Json, format_number, is_number
 
 _NUMBER_WORDS = (
     *("No", "One", "Two", "Three", "Four", "Five", "Six"),
@@ -84,7 +84,9 @@ def build_headline(page: Page, n_sites: int) -> dict[str, object]:
     has_score = is_number((merged.get(score) or {}).get("mean"))
     references = _select_references(page.baselines, score)
     is_compared = has_score and n_sites > 1 and words.is_federated(page.method)
-    local_references = {k: v for k, v in references.items() if words.is_local(v["method"])} if is_compared else {}
+    local_references = (
+        {k: v for k, v in references.items() if words.is_local(v["method"])} if is_compared else {}
+    )
     has_proxy = page.method in METHODS and METHODS[page.method].mixing_role in ("proxy", "shared")
     private = has_proxy and all(s.get("model", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
@@ -93,8 +95,12 @@ def build_headline(page: Page, n_sites: int) -> dict[str, object]:
         "reached": has_score,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
-        "verdicts": [_verdict_on_federation(merged, run, name, score) for name, run in local_references.items()],
-        "gain": _first_gain(merged, *next(iter(local_references.items())), score) if local_references else None,
+        "verdicts": [
+            _verdict_on_federation(merged, run, name, score) for name, run in local_references.items()
+        ],
+        "gain": _first_gain(merged, *next(iter(local_references.items())), score)
+        if local_references
+        else None,
         "majority": _majority_class(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "over_classes": words.describe_part_classes(evaluated),
         "rounds": max(
@@ -133,7 +139,9 @@ def _select_references(baselines: Sequence[Mapping[str, Any]], score: str) -> di
     return {name: max(runs, key=lambda b: b[score]["mean"]) for name, runs in runs_by_kind.items() if runs}
 
 
-def _majority_class(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
+def _majority_class(
+    confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]
+) -> tuple[str, float] | None:
     """Return the most frequent true class and its share, the accuracy of a constant prediction.
 
     >>> _majority_class([[30, 10], [20, 40]], ("healthy", "tumor"))
@@ -153,10 +161,15 @@ def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Fi
         direction = "above" if difference >= 0 else "below"
         text = f"{words.SCORES[score]} is {format_number(abs(difference), 2)} {direction} that of {name}"
         return Finding("unclear", f"{text}, whose model is trained with noise.")
-    gain = run.get("gain") or {"gain": {"mean": difference, "low": None, "high": None}, "verdict": "inconclusive"}
+    gain = run.get("gain") or {
+        "gain": {"mean": difference, "low": None, "high": None},
+        "verdict": "inconclusive",
+    }
     score_text = format_number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.score_in_sentence(score))
-    return worth.build_benefit_finding(gain, f"In this run federation reaches {score_text} in {measure}", name)
+    return worth.build_benefit_finding(
+        gain, f"In this run federation reaches {score_text} in {measure}", name
+    )
 
 
 def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str, object]:
@@ -339,7 +352,9 @@ def plot_epsilon(page: Page, colors: Mapping[str, str]) -> Chart | None:
         return None
     sites = page.summary.get("sites", ())
     budgets = {s["site"]: float(s["max_epsilon"]) for s in sites if is_number(s.get("max_epsilon"))}
-    return figures.plot_budget_curves(series, colors, budgets, f"ε spent ({summarize_privacy(page)['guarantee']})")
+    return figures.plot_budget_curves(
+        series, colors, budgets, f"ε spent ({summarize_privacy(page)['guarantee']})"
+    )
 
 
 def plot_reliabilities(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
@@ -374,8 +389,12 @@ def build_heatmaps(evaluated: Sequence[Json], score: str) -> list[dict[str, obje
         values = [v for row in grid for v in row if is_number(v)]
         if len(names) > 1 and values:
             low, high = min(values), max(values)
-            mean_elsewhere = [_average_known(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
-            mean_reached = [_average_known(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
+            mean_elsewhere = [
+                _average_known(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)
+            ]
+            mean_reached = [
+                _average_known(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))
+            ]
             title = f"{words.SCORES[metric]} of models on test parts"
             heatmaps.append({
                 "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from wsi_fl.report import figures
-from wsi_fl.report.figures import TOKENS, Chart, load_palette, build_png_style
-from wsi_fl.report.words import Finding, Json, is_number, format_number, format_signed
+from wsi_fl.report.figures import TOKENS, Chart, build_png_style, load_palette
+from wsi_fl.report.words import Finding, Json, format_number, format_signed, is_number
 
 ALL_SITES = "all sites"
 _MODEL_MARKS = {"local": ("ink", "o", -0.24), "federated": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
@@ -39,7 +39,8 @@ def plot_benefit(document: Json) -> Chart:
     """Return the figure as a chart of the page."""
     rows = list_benefit_rows(document)
     means_text = "; ".join(
-        f"{name}: " + ", ".join(f"{kind} {format_number(row[kind]['mean'])}" for kind in _MODEL_MARKS if row.get(kind))
+        f"{name}: "
+        + ", ".join(f"{kind} {format_number(row[kind]['mean'])}" for kind in _MODEL_MARKS if row.get(kind))
         for name, row in rows
     )
     with figures.open_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
@@ -62,8 +63,18 @@ def render_benefit_png(document: Json) -> bytes:
         for k, (kind, (color, marker, _)) in enumerate(_MODEL_MARKS.items()):
             if any(row.get(kind) for _, row in rows):
                 fill = _mark_fill(kind, colors)
-                federated_name = f": {figures.shorten_label(document['federated'], 36)}" if kind == "federated" else ""
-                axes.plot([], [], marker, color=colors[color], mfc=fill, label=_MODEL_LABELS[kind] + federated_name, zorder=k)
+                federated_name = (
+                    f": {figures.shorten_label(document['federated'], 36)}" if kind == "federated" else ""
+                )
+                axes.plot(
+                    [],
+                    [],
+                    marker,
+                    color=colors[color],
+                    mfc=fill,
+                    label=_MODEL_LABELS[kind] + federated_name,
+                    zorder=k,
+                )
         legend_options: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
         axes.legend(**legend_options, frameon=False, fontsize=9, handletextpad=0.2)
         return figures.render_png(figure)
@@ -102,7 +113,13 @@ def _write_gains(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[s
             (price(row), 0.2, 8.5, "muted"),
         ):
             axes.annotate(
-                text, (1.0, y + offset), (12, 0), fontsize=size, color=colors[color], va="center", **text_options
+                text,
+                (1.0, y + offset),
+                (12, 0),
+                fontsize=size,
+                color=colors[color],
+                va="center",
+                **text_options,
             )
 
 
@@ -178,11 +195,15 @@ def verdict_words(row: Json, name: str) -> str:
     is_constant = (gain.get("sources") or {}).get("patients") == 0 or gain["low"] == gain["high"]
     if gain["mean"] == 0 and is_constant and is_number(gain["low"]):
         return f"its local model makes the same predictions, on {_patients_text(gain)}"
-    verdict_text = (_AVERAGE_VERDICT_WORDS if name == ALL_SITES else _VERDICT_WORDS).get(row.get("verdict", ""), "")
+    verdict_text = (_AVERAGE_VERDICT_WORDS if name == ALL_SITES else _VERDICT_WORDS).get(
+        row.get("verdict", ""), ""
+    )
     gap_closed = row.get("gap_closed")
     if not gap_closed or gap_closed["mean"] <= 0:
         return verdict_text
-    mean, low, high = (format_number(gap_closed[key] and 100 * gap_closed[key], 0) for key in ("mean", "low", "high"))
+    mean, low, high = (
+        format_number(gap_closed[key] and 100 * gap_closed[key], 0) for key in ("mean", "low", "high")
+    )
     interval_text = f", {low} to {high} %" if is_number(gap_closed["low"]) else ""
     return f"{verdict_text} ({mean} % of the gain of pooling{interval_text})"
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.system.files import (
-    file_lock,
     append_line,
+    file_lock,
     read_lines,
+    read_maybe_sealed,
     read_object,
     read_sealed,
-    read_maybe_sealed,
     remove_leftovers,
     write_json,
     write_sealed,
@@ -108,7 +108,9 @@ class SiteFolder:
         """Record the class statistics at the beginning; UsageError where they differ from those recorded."""
         if (recorded := self.read_statistics_digests()) is None:
             write_json(self.path / "statistics.json", dict(digests))  # a site may be called `digest`
-        elif changed := sorted(name for name in {*recorded, *digests} if recorded.get(name) != digests.get(name)):
+        elif changed := sorted(
+            name for name in {*recorded, *digests} if recorded.get(name) != digests.get(name)
+        ):
             raise UsageError(
                 f"site {self.path.name}: the class statistics of {changed[0]} were made anew since this run began; "
                 "start a new run, or put the earlier file back into statistics/"
@@ -179,7 +181,9 @@ class SiteFolder:
     def drop_rounds_from(self, round_: int) -> None:
         """Drop the lines of rounds that will be run again."""
         earlier = [line for line in self.read_metrics() if line["round"] < round_]
-        write_text(self.metrics_path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in earlier))
+        write_text(
+            self.metrics_path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in earlier)
+        )
 
     @property
     def account_path(self) -> Path:

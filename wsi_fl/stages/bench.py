@@ -34,18 +34,24 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import Probabilities, choose_classes
 from wsi_fl.learning.stacking import build_ensemble
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
-from wsi_fl.models.directions import N_RANDOM, Projection, normalize_rows, fit_projection, read_projection
+from wsi_fl.models.directions import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
 from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.plan import Unit, propose_plan
 from wsi_fl.report.fill import fill_template
-from wsi_fl.slides.layouts.common import TableRow, suggest_decimal_point, group_pairs, read_rows, match_slide_name
+from wsi_fl.slides.layouts.common import (
+    TableRow,
+    group_pairs,
+    match_slide_name,
+    read_rows,
+    suggest_decimal_point,
+)
 from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
-from wsi_fl.system.files import require_regular_file, read_object, refuse_unavailable, write_json, write_text
+from wsi_fl.system.files import read_object, refuse_unavailable, require_regular_file, write_json, write_text
 from wsi_fl.system.names import compose_text, describe_mismatch, is_missing
 from wsi_fl.types import ExcludedSlide, UsageError, WsiFlError, single_line
 
@@ -85,14 +91,16 @@ def parse_cells(hospitals: str, skews: str) -> list[SamplingCell]:
 
     Example:
         >>> parse_cells("4x150,8x200:1", "alike,0.9")[1:]
-        [Cell(sites=4, n=150, skew='0.9'), Cell(sites=8, n=200, skew='1')]
+        [SamplingCell(sites=4, n=150, skew='0.9'), SamplingCell(sites=8, n=200, skew='1')]
     """
     cells = []
     for cell_text in hospitals.split(","):
         size, _, own_skew = cell_text.partition(":")
         sites, _, n = size.partition("x")
         if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
-            raise UsageError(f"--hospitals {cell_text!r}: write 4x150 for four hospitals of 150 patients each")
+            raise UsageError(
+                f"--hospitals {cell_text!r}: write 4x150 for four hospitals of 150 patients each"
+            )
         for skew in (own_skew or skews).split(","):
             if skew == "lacks":
                 raise UsageError("--skew lacks was renamed: use --skew missing-class")
@@ -113,7 +121,9 @@ def parse_numbers(text: str, option: str = "--epsilon") -> list[float]:
     return numbers
 
 
-def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[list[FeatureTable], FeatureTable]:
+def sample_sites(
+    table: FeatureTable, cell: SamplingCell, seed: int
+) -> tuple[list[FeatureTable], FeatureTable]:
     """Sample hospitals and a disjoint test set by patient; a patient's class is that of the first row.
 
     Raises:
@@ -123,7 +133,10 @@ def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[li
     names = np.array([name or f"row {row}" for row, name in enumerate(table.patient.tolist())])
     _, first_row, patient_of_row = np.unique(names, return_index=True, return_inverse=True)
     label = table.y[first_row]
-    remaining = {label_index: list(rng.permutation(np.flatnonzero(label == label_index))) for label_index in range(len(table.classes))}
+    remaining = {
+        label_index: list(rng.permutation(np.flatnonzero(label == label_index)))
+        for label_index in range(len(table.classes))
+    }
     shares = np.bincount(label) / len(label)
 
     def take_patients(label_index: int, count: int) -> list[int]:
@@ -150,8 +163,18 @@ def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[li
             part[major] = share
         counts = np.floor(cell.n * part / part.sum()).astype(int)
         counts[np.argmax(part)] += cell.n - counts.sum()
-        sites.append(rows_of([entity for label_index, count in enumerate(counts) for entity in take_patients(label_index, count)]))
-    return sites, rows_of([entity for patients in remaining.values() for entity in patients[:_MAX_TEST_PATIENTS]])
+        sites.append(
+            rows_of(
+                [
+                    entity
+                    for label_index, count in enumerate(counts)
+                    for entity in take_patients(label_index, count)
+                ]
+            )
+        )
+    return sites, rows_of(
+        [entity for patients in remaining.values() for entity in patients[:_MAX_TEST_PATIENTS]]
+    )
 
 
 @dataclass(frozen=True)
@@ -205,8 +228,16 @@ def _run_job(job: _TrainingJob) -> list[dict[str, object]]:
     rows = []
     for index, (predictions, (epsilon, guarantee)) in enumerate(zip(ensembles, spendings, strict=True)):
         leading_cells = (job.method, f"{job.epsilon:g}", *job.cell, job.seed, f"S{index + 1}")
-        scores = (*_score_predictions(predictions, test.y), _score_predictions(network_predictions[index], test.y)[0] if network_predictions else "")
-        trailing_cells = (*job.hyperparameters, "" if epsilon is None else f"{epsilon:.4f}", guarantee, seconds)
+        scores = (
+            *_score_predictions(predictions, test.y),
+            _score_predictions(network_predictions[index], test.y)[0] if network_predictions else "",
+        )
+        trailing_cells = (
+            *job.hyperparameters,
+            "" if epsilon is None else f"{epsilon:.4f}",
+            guarantee,
+            seconds,
+        )
         rows.append(dict(zip(_RESULT_COLUMNS, (*leading_cells, *scores, *trailing_cells), strict=True)))
     return rows
 
@@ -250,7 +281,10 @@ def _train_federated(parts: Sequence[FeatureTable], job: _TrainingJob) -> list[S
         batch_size, sigma = plan.batch_size, plan.mechanism.sigma
     shape = len(parts[0].classes), parts[0].x.shape[1]
     learners = federate(
-        {f"S{k + 1}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        {
+            f"S{k + 1}": Examples.from_arrays(part.x, part.y, part.patient.tolist())
+            for k, part in enumerate(parts)
+        },
         method,
         private=lambda: build_linear_head(*shape),
         rounds=rounds,
@@ -273,7 +307,9 @@ def _predict_with_ensembles(
     for site, part, local_head in zip(learners, parts, _fit_local_heads(job.cell, job.seed), strict=True):
         model = site.models.get("proxy") or site.models.get("shared") or next(iter(site.models.values()))
         sample_sizes = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
-        ensemble = build_ensemble(local_head.held_out, _predict_with_network(model, part), part.y, part.patient, sample_sizes)
+        ensemble = build_ensemble(
+            local_head.held_out, _predict_with_network(model, part), part.y, part.patient, sample_sizes
+        )
         predictions.append(ensemble(_predict_with_head(local_head, test), _predict_with_network(model, test)))
     return predictions
 
@@ -330,12 +366,21 @@ def run_benchmark(
     resolved_projection: Projection | int = N_RANDOM
     if projection is not None:
         is_projection_file = projection.suffix == ".safetensors"
-        resolved_projection = read_projection(projection, str(projection)) if is_projection_file else fit_projection(read_table(projection).x)
+        resolved_projection = (
+            read_projection(projection, str(projection))
+            if is_projection_file
+            else fit_projection(read_table(projection).x)
+        )
     facts = {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
     results = _load_valid_results(out, facts, methods, progress)
     middle = sorted(epsilons)[len(epsilons) // 2]
     in_rounds = [name for name in methods if not METHODS[name].is_oneshot]
-    tuning = [_TrainingJob(m, middle, c, _TUNING_SEED, hyperparameters) for m in in_rounds for c in cells for hyperparameters in _HYPERPARAMETERS]
+    tuning = [
+        _TrainingJob(m, middle, c, _TUNING_SEED, hyperparameters)
+        for m in in_rounds
+        for c in cells
+        for hyperparameters in _HYPERPARAMETERS
+    ]
     test_cells = [
         (c, m, e)
         for c in cells
@@ -349,9 +394,15 @@ def run_benchmark(
         missing = [job for job in group_jobs if job.sort_key not in results]
         n_done = n_earlier + len(group_jobs) - len(missing)
         progress.update("trainings", n_done, n)
-        for n_done_now, (job, rows) in enumerate(_run_jobs(missing, jobs, (table, resolved_projection, unit)), n_done + 1):
+        for n_done_now, (job, rows) in enumerate(
+            _run_jobs(missing, jobs, (table, resolved_projection, unit)), n_done + 1
+        ):
             results[job.sort_key] = [{key: str(value) for key, value in row.items()} for row in rows]
-            lines = (",".join(row[name] for name in _RESULT_COLUMNS) for key in sorted(results) for row in results[key])
+            lines = (
+                ",".join(row[name] for name in _RESULT_COLUMNS)
+                for key in sorted(results)
+                for row in results[key]
+            )
             write_text(out, "\n".join((",".join(_RESULT_COLUMNS), *lines)) + "\n")
             progress.update("trainings", n_done_now, n, job.method)
 
@@ -360,7 +411,9 @@ def run_benchmark(
     for seed in range(seeds):
         works = [_TrainingJob(m, e, c, seed, best.get((m, c), (1, 1e-3))) for c, m, e in test_cells]
         run_missing(works, len(tuning) + seed * len(test_cells))
-    gains = [[_measure_gain(results, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
+    gains = [
+        [_measure_gain(results, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells
+    ]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
     document["excluded"] = [asdict(slide) for slide in table.excluded]
     page = {
@@ -370,10 +423,15 @@ def run_benchmark(
         "most": max(abs(gain["gain"]) for row in gains for gain in row),
     }
     write_text(out.with_suffix(".html"), fill_template("bench", page))
-    return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
+    return document | {
+        "page": str(out.with_suffix(".html")),
+        "cells": [gain for row in gains for gain in row],
+    }
 
 
-def _load_valid_results(out: Path, facts: Mapping[str, Any], methods: Sequence[str], progress: Watcher) -> _ResultRows:
+def _load_valid_results(
+    out: Path, facts: Mapping[str, Any], methods: Sequence[str], progress: Watcher
+) -> _ResultRows:
     """Return existing lines by training, without those of methods whose code or tuning has changed."""
     info_path = out.with_suffix(".json")
     info = read_object(info_path, "choose another --out") if info_path.exists() else {}
@@ -467,18 +525,24 @@ def _run_jobs(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _select_hyperparameters(results: _ResultRows, method: str, cell: SamplingCell, epsilon: float) -> tuple[int, float]:
+def _select_hyperparameters(
+    results: _ResultRows, method: str, cell: SamplingCell, epsilon: float
+) -> tuple[int, float]:
     """Return the hyperparameters with the best ensembles; at a tie, with the best federated models."""
 
     def mean_scores(hyperparameters: tuple[int, float]) -> tuple[float, float]:
         rows = results[_TrainingJob(method, epsilon, cell, _TUNING_SEED, hyperparameters).sort_key]
-        score, network_score = (float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score"))
+        score, network_score = (
+            float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score")
+        )
         return score, network_score
 
     return max(_HYPERPARAMETERS, key=mean_scores)
 
 
-def _measure_gain(results: _ResultRows, method: str, epsilon: float, cell: SamplingCell, seeds: int) -> dict[str, Any]:
+def _measure_gain(
+    results: _ResultRows, method: str, epsilon: float, cell: SamplingCell, seeds: int
+) -> dict[str, Any]:
     """Return the paired gain in balanced accuracy of a method over local heads in a cell."""
     from scipy.stats import t
 
@@ -486,7 +550,11 @@ def _measure_gain(results: _ResultRows, method: str, epsilon: float, cell: Sampl
         rows = [results[_TrainingJob(name, epsilon_of_method, cell, seed).sort_key] for seed in range(seeds)]
         return np.array([[float(row["score"]) for row in hospitals] for hospitals in rows])
 
-    local_scores, pooled_scores, federated_scores = score_matrix(LOCAL_METHOD, 0.0), score_matrix(POOLED_METHOD, 0.0), score_matrix(method, epsilon)
+    local_scores, pooled_scores, federated_scores = (
+        score_matrix(LOCAL_METHOD, 0.0),
+        score_matrix(POOLED_METHOD, 0.0),
+        score_matrix(method, epsilon),
+    )
     gains = (federated_scores - local_scores).mean(1)
     half_width = float(t.ppf(0.975, seeds - 1) * gains.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None
     return {
@@ -510,7 +578,15 @@ def render_bench_lines(document: dict[str, Any]) -> Lines:
         numbers = [f"{cell_gain[name]:.3f}" for name in ("local", "federated", "pooled")]
         cell_text = f"{cell_gain['sites']} × {cell_gain['n']}, {cell_gain['skew']}"
         method_text = f"{cell_gain['method']}, ε = {cell_gain['epsilon']:g}"
-        rows.append([cell_text, method_text, *numbers, f"{cell_gain['gain']:+.3f}{half_width}", f"{cell_gain['worst_site']:+.3f}"])
+        rows.append(
+            [
+                cell_text,
+                method_text,
+                *numbers,
+                f"{cell_gain['gain']:+.3f}{half_width}",
+                f"{cell_gain['worst_site']:+.3f}",
+            ]
+        )
     headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
     yield TextTable("balanced accuracy", headings, rows)
     yield TextLine(
@@ -587,7 +663,9 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
         )
     counts = Counter(name.casefold() for name in names)
     if duplicates := [name for name in names if counts[name.casefold()] > 1]:
-        raise UsageError(f"{labels or path}: labels {', '.join(duplicates)} differ in case only; write them alike")
+        raise UsageError(
+            f"{labels or path}: labels {', '.join(duplicates)} differ in case only; write them alike"
+        )
     rows = x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_)
     return FeatureTable(*rows, names, tuple(excluded))
 
@@ -661,7 +739,9 @@ def _read_csv(path: Path) -> _TableColumns:
             ) from None
 
     rows = read_rows(path, ["label"])
-    x = np.array([[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
+    x = np.array(
+        [[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows]
+    )
     return x, np.array([row["label"] for row in rows]), np.array([row.read_value("patient") for row in rows])
 
 
@@ -694,10 +774,14 @@ def _read_folder(path: Path, labels: Path | None, excluded: list[ExcludedSlide])
                 raise WsiFlError(f"has no label ({row.where})")
             if slide not in files:
                 raise WsiFlError(f"has a label ({row.where}) and no features")
-            entries.append((layout.read(files[slide]).features.mean(0), row[label_column], row.read_value("patient")))
+            entries.append(
+                (layout.read(files[slide]).features.mean(0), row[label_column], row.read_value("patient"))
+            )
         except WsiFlError as error:
             excluded.append(ExcludedSlide(slide, str(error)))
-    excluded += [ExcludedSlide(name, f"has no label in {labels.name}") for name in files if name not in slides]
+    excluded += [
+        ExcludedSlide(name, f"has no label in {labels.name}") for name in files if name not in slides
+    ]
     if not entries:
         why = "" if slides & set(files) else f"{describe_mismatch(slides, files)}; "
         raise UsageError(

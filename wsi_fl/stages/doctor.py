@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.system.machine import launcher_reason, n_cores
 from wsi_fl.types import WsiFlError, single_line
 
@@ -21,7 +21,7 @@ _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 
 
 def check_installation() -> dict[str, Any]:
-    """Run all checks; each row has name, ok, and the result or remedy (`said`)."""
+    """Run all checks; each row has name, ok, and the result or remedy (`result`)."""
     checks: dict[str, Callable[[], str]] = {
         "Python": platform.python_version,
         "OpenSlide": _check_openslide,

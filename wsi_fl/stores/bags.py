@@ -28,13 +28,13 @@ from wsi_fl.stores.fields import (
     first_line,
     json_attribute,
     mark_columns,
+    read_checksums,
     read_marked,
     read_spec,
+    read_texts,
     require_sound,
     root_attrs,
     write_seal,
-    read_checksums,
-    read_texts,
 )
 from wsi_fl.stores.hdf5 import StoreFile, create_hdf5
 from wsi_fl.system.files import FileUnavailable, atomic_path, refuse_unavailable
@@ -270,11 +270,16 @@ class BagStore(StoreFile):
         is_whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
         if not is_whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
             raise ValueError("start does not divide the features into bags")
-        if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight", *_PATCH_DATASETS.values())):
+        if any(
+            name in file and file[name].shape != (n,)
+            for name in ("cluster", "weight", *_PATCH_DATASETS.values())
+        ):
             raise ValueError("not one value for every patch")
         self.has_patch_labels = "patch_label" in file
         table, n_classes = self.table, len(self.meta.classes)
-        require_sound(table.label, table.slide if self.has_patch_labels else table.patient, table.split, n_classes)
+        require_sound(
+            table.label, table.slide if self.has_patch_labels else table.patient, table.split, n_classes
+        )
         if self.has_patch_labels:
             require_sound(self.patch_table.label, self.patch_table.patient, self.patch_table.split, n_classes)
         self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
@@ -315,7 +320,9 @@ class BagStore(StoreFile):
             sums = np.sort(self._sums.values[self.bag_rows(k)])
             with suppress(WsiFlError):
                 features_mark = hash_features(self.read_bag(k).features) if len(sums) < _MIN_MARK_ROWS else ""
-                marks_by_slide[slide] = frozenset({f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {features_mark}"})
+                marks_by_slide[slide] = frozenset(
+                    {f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {features_mark}"}
+                )
         return marks_by_slide
 
     def bag_rows(self, k: int) -> slice:

@@ -37,9 +37,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores.bags import UNKNOWN_PLACE, Bag, BagStore
-from wsi_fl.stores.fields import first_line, refuse_too_large, memory_message
+from wsi_fl.stores.fields import first_line, memory_message, refuse_too_large
 from wsi_fl.stores.hdf5 import create_hdf5, find_entry, has_entry, open_hdf5, read_dataset, read_group
-from wsi_fl.system.files import atomic_path, require_regular_file, refuse_unavailable, write_text
+from wsi_fl.system.files import atomic_path, refuse_unavailable, require_regular_file, write_text
 from wsi_fl.system.names import is_companion, slide_of
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
@@ -201,7 +201,9 @@ def _group_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     slide_files: dict[str, Path] = {}
     for path in sorted(files):
         if (other := slide_files.setdefault(slide_of(path), path)) != path:
-            folder_names = sorted({str(_relative_parts(slide_path, folder)[0]) for slide_path in (other, path)})
+            folder_names = sorted(
+                {str(_relative_parts(slide_path, folder)[0]) for slide_path in (other, path)}
+            )
             if len(folder_names) > 1 and len(path.relative_to(folder).parts) > 1:
                 raise UsageError(f"{folder}: {_describe_folders(folder_names)}")
             raise UsageError(
@@ -256,7 +258,9 @@ def _read_trident(path: Path) -> _ForeignSlide:
         features = _check_features(dataset[:], path.name)
         is_slide_vector = dataset.ndim == 1  # one vector of the whole slide, beside the places of its patches
         coords = None if is_slide_vector and not _has_entry(file, "coords") else read_dataset(file, "coords")
-        places = None if is_slide_vector or coords is None else _check_places(coords[:], len(features), path.name)
+        places = (
+            None if is_slide_vector or coords is None else _check_places(coords[:], len(features), path.name)
+        )
         _, prefix, encoder_name = path.parent.name.partition(_PREFIX)
         encoder = _read_text(dataset.attrs, "encoder") or (encoder_name if prefix else None)
         facts = _parse_facts({} if coords is None else coords.attrs, encoder)
@@ -308,7 +312,11 @@ def _read_clam(path: Path) -> _ForeignSlide:
         ) from None
     except Exception as error:  # torch raises errors of many types
         raise WsiFlError(f"{path.name}: damaged ({single_line(error)[:120]})") from None
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or not tensor.is_floating_point():
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.layout != torch.strided
+        or not tensor.is_floating_point()
+    ):
         raise WsiFlError(f"{path.name}: holds a {type(tensor).__name__}, not one tensor of features")
     if tensor.untyped_storage().nbytes() < tensor.nbytes:
         raise WsiFlError(f"{path.name}: damaged, it claims more numbers than it holds")
@@ -322,7 +330,10 @@ def _read_stamp(path: Path) -> _ForeignSlide:
         if dataset.ndim == 1 or _read_text(attrs, "feat_type") in {"slide", "patient"}:
             return _ForeignSlide(features, None, FileFacts(encoder=encoder or _read_text(attrs, "extractor")))
         former_size_um = _read_number(attrs, "tile_size") if _read_text(attrs, "unit") == "um" else None
-        size_um, size = _read_number(attrs, "tile_size_um") or former_size_um, _read_number(attrs, "tile_size_px")
+        size_um, size = (
+            _read_number(attrs, "tile_size_um") or former_size_um,
+            _read_number(attrs, "tile_size_px"),
+        )
         if size_um is None:
             raise WsiFlError(
                 f"{path.name}: does not say its tile size in µm; extract it again with STAMP 2 or newer"
@@ -335,7 +346,9 @@ def _read_stamp(path: Path) -> _ForeignSlide:
             mpp=_read_number(attrs, "mpp") or (size_um / size if size else None),
             mpp_l0=_read_number(attrs, "mpp_level0"),
         )
-        return _ForeignSlide(features, places, facts, is_in_um=True, **_read_extra_columns(file, len(features)))
+        return _ForeignSlide(
+            features, places, facts, is_in_um=True, **_read_extra_columns(file, len(features))
+        )
 
 
 def _has_entry(group: h5py.Group, name: str) -> bool:
@@ -361,7 +374,11 @@ def _read_matrix(file: h5py.File, name: str) -> NDArray[Any]:
     values, indices, ends = (read_dataset(group, part)[:] for part in ("data", "indices", "indptr"))
     rows, columns = shape if kind == "csr_matrix" else shape[::-1]
     is_whole = ends.shape == (rows + 1,) and not ends[0] and ends[-1] == len(values) == len(indices)
-    if not is_whole or (np.diff(ends) < 0).any() or (len(indices) and not 0 <= indices.min() <= indices.max() < columns):
+    if (
+        not is_whole
+        or (np.diff(ends) < 0).any()
+        or (len(indices) and not 0 <= indices.min() <= indices.max() < columns)
+    ):
         raise WsiFlError(f"{where}: damaged, its sparse {name!r} does not fit together")
     refuse_too_large(where, rows * columns * values.dtype.itemsize)
     dense = np.zeros((rows, columns), values.dtype)
@@ -511,7 +528,7 @@ LAYOUTS = {
 def write_labels(store: BagStore, path: Path) -> None:
     """Write the table of a store's slides: case_id, slide_id and label as in CLAM, and other columns."""
     lines, columns = io.StringIO(newline=""), store.table
-    table = csv.sealer(lines, lineterminator="\n")
+    table = csv.writer(lines, lineterminator="\n")
     table.writerow(("case_id", "slide_id", "label", "tumor_type", "split", "mpp"))
     labels = np.array(store.meta.classes)[columns.label]
     text_columns = (columns.patient, columns.slide, labels, columns.tumor_type, columns.split)

@@ -164,7 +164,9 @@ def require_sound(
     patients_by_split = {split_name: set(patient[split == split_name].tolist()) for split_name in SPLITS}
     for first_split, second_split in combinations(SPLITS, 2):
         if shared_patients := patients_by_split[first_split] & patients_by_split[second_split]:
-            raise ValueError(f"patient {min(shared_patients)} is in two splits ({first_split} and {second_split})")
+            raise ValueError(
+                f"patient {min(shared_patients)} is in two splits ({first_split} and {second_split})"
+            )
 
 
 def memory_message(error: MemoryError) -> str:

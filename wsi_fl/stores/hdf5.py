@@ -16,9 +16,16 @@ from zlib import error as ZlibError
 
 import h5py
 
-from wsi_fl.stores.fields import DAMAGE, check_format, check_seal, first_line, refuse_too_large, memory_message
+from wsi_fl.stores.fields import (
+    DAMAGE,
+    check_format,
+    check_seal,
+    first_line,
+    memory_message,
+    refuse_too_large,
+)
 from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.files import require_regular_file, refuse_unavailable, reserve_space
+from wsi_fl.system.files import refuse_unavailable, require_regular_file, reserve_space
 from wsi_fl.types import WsiFlError
 
 SLIDE_BYTES = 1 << 14
@@ -102,7 +109,9 @@ class StoreFile:
             self._file = open_hdf5(path)
         except OSError as error:
             refuse_unavailable(error, path)
-            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)}); {self.repair_advice}") from None
+            raise WsiFlError(
+                f"{path}: not a readable HDF5 file ({first_line(error)}); {self.repair_advice}"
+            ) from None
         with ExitStack() as stack:
             stack.callback(self._file.close)
             try:
@@ -205,7 +214,10 @@ def is_overpacked(n_bytes: int, n_stored: int) -> bool:
 
 def _describe_bomb(dataset: h5py.Dataset, file_bytes: int) -> str:
     """Return why a dataset is unsafe to read; "" when it is safe."""
-    n_stated, n_stored = int(dataset.size) * dataset.dtype.itemsize, min(dataset.id.get_storage_size(), file_bytes)
+    n_stated, n_stored = (
+        int(dataset.size) * dataset.dtype.itemsize,
+        min(dataset.id.get_storage_size(), file_bytes),
+    )
     layout = dataset.id.get_create_plist()
     filters = [layout.get_filter(k)[0] for k in range(layout.get_nfilters())]
     packers = [code for code in filters if code != _FLETCHER]

@@ -32,17 +32,17 @@ from wsi_fl.stores.fields import (
     check_format,
     check_seal,
     first_line,
+    memory_message,
+    read_checksums,
     read_meta,
+    read_texts,
     require_sound,
     shard_checksum,
-    read_checksums,
-    read_texts,
-    memory_message,
 )
 from wsi_fl.stores.hdf5 import StoreFile, open_hdf5
 from wsi_fl.system import jpeg
 from wsi_fl.system.bulk import BufferPool
-from wsi_fl.system.files import FileUnavailable, refuse_unavailable, explain_unavailable
+from wsi_fl.system.files import FileUnavailable, explain_unavailable, refuse_unavailable
 from wsi_fl.system.machine import max_open_files, n_cores
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
@@ -310,7 +310,9 @@ class PatchStore(StoreFile):
         marks_by_slide = {}
         for slide in self.slides:
             corners, checksum = self.table.xy_l0[self._rows[slide]], self.shard_sums[slide]
-            marks = {f"patches {checksum} {hashlib.sha256(corners.tobytes()).hexdigest()}"} if checksum else set()
+            marks = (
+                {f"patches {checksum} {hashlib.sha256(corners.tobytes()).hexdigest()}"} if checksum else set()
+            )
             with suppress(*DAMAGE, WsiFlError):
                 if quickhash := str(self._open_shard_group(slide).attrs.get("quickhash", "")):
                     marks.add(f"slide {quickhash}")

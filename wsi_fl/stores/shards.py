@@ -37,12 +37,12 @@ from wsi_fl.stores.fields import (
     read_meta,
     read_spec,
     root_attrs,
-    write_seal,
     shard_checksum,
     write_root,
+    write_seal,
 )
 from wsi_fl.stores.hdf5 import SLIDE_BYTES, create_hdf5, open_hdf5
-from wsi_fl.stores.patches import PIXEL_DATASETS, PatchStore, SlideSource, parse_quality, open_shard_patches
+from wsi_fl.stores.patches import PIXEL_DATASETS, PatchStore, SlideSource, open_shard_patches, parse_quality
 from wsi_fl.system.bulk import BulkFile, open_pile
 from wsi_fl.system.files import atomic_path, refuse_unavailable, remove_abandoned
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
@@ -105,7 +105,9 @@ def explain_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
             if file.attrs["fingerprint"] != _hash_shard(meta, table):
                 return "parameters or slide changed"
             patches = open_shard_patches(file["/"], meta.spec, None)
-            is_whole = patches.n_patches == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
+            is_whole = (
+                patches.n_patches == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
+            )
             if not is_whole or next(patches.iterate_damaged(), None) is not None:
                 return "its shard was damaged (patches are not as they were written)"
     except (*DAMAGE, MemoryError, WsiFlError) as error:
@@ -256,8 +258,12 @@ def _create_shard(
             file[name] = getattr(table, name)
         if (table.patient != meta.patient).any():  # images of many patients in one shard
             file["patient"] = encode_texts(table.patient)
-        unread_places = tuple((x, y, unread[row]) for row in unread_rows for x, y in [planned.xy_l0[row].tolist()])
-        for column, values in (mark_columns("unread", unread_places) | mark_columns("aside", meta.excluded)).items():
+        unread_places = tuple(
+            (x, y, unread[row]) for row in unread_rows for x, y in [planned.xy_l0[row].tolist()]
+        )
+        for column, values in (
+            mark_columns("unread", unread_places) | mark_columns("aside", meta.excluded)
+        ).items():
             file[column] = values
         yield file
 
@@ -313,7 +319,9 @@ def read_linked_counts(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> C
         write_time = path.stat().st_mtime_ns
         for shard, value in zip(shards, checksums, strict=is_same):
             with open_hdf5(shard) as source:
-                is_same = is_same and shard_checksum(source) == value and shard.stat().st_mtime_ns <= write_time
+                is_same = (
+                    is_same and shard_checksum(source) == value and shard.stat().st_mtime_ns <= write_time
+                )
     except (*DAMAGE, WsiFlError) as error:
         refuse_unavailable(error, path)
         return None
@@ -341,7 +349,11 @@ def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> 
         columns = {name: source[name][:] for name in _NUMBERS}
         for name in _TEXTS:
             columns[name] = source[name][:] if name in source else str(source.attrs[name]).encode()
-        slide, split, checksum = str(source.attrs["slide"]), str(source.attrs["split"]), shard_checksum(source)
+        slide, split, checksum = (
+            str(source.attrs["slide"]),
+            str(source.attrs["split"]),
+            shard_checksum(source),
+        )
     for name, values in columns.items():
         file[name][rows] = values
     counts[split] += np.bincount(columns["label"], minlength=len(counts[split]))

@@ -19,7 +19,7 @@ from wsi_fl.study.site import SNAPSHOT_KEYS, SiteFile, merge_site_snapshot
 from wsi_fl.study.toml import toml_or_repr, toml_value, validate_model
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.names import drop_companions
-from wsi_fl.types import UsageError, natural_key, find_control_character
+from wsi_fl.types import UsageError, find_control_character, natural_key
 
 
 def find_shipped_folder(kind: Literal["pipelines", "sites"]) -> Path:
@@ -97,7 +97,9 @@ class Study:
 
     def ledger_path(self, site: str) -> Path:
         """The privacy account of a site, by default in ledgers/."""
-        file = self._load_current_site(site) if self.site_path(site).is_file() else self.load_site_snapshot(site)
+        file = (
+            self._load_current_site(site) if self.site_path(site).is_file() else self.load_site_snapshot(site)
+        )
         ledger = file.ledger if file else None
         return self.resolve(ledger) if ledger else self.root / "ledgers" / f"{site}.jsonl"
 
@@ -130,12 +132,20 @@ class Study:
         snapshot = self.load_site_snapshot(name)
         if snapshot is None:
             return self._load_current_site(name)
-        return merge_site_snapshot(snapshot, self._load_current_site(name)) if self.site_path(name).is_file() else snapshot
+        return (
+            merge_site_snapshot(snapshot, self._load_current_site(name))
+            if self.site_path(name).is_file()
+            else snapshot
+        )
 
     def load_site_snapshot(self, name: str) -> SiteFile | None:
         """Return the run's snapshot of a site file; None without one."""
         snapshot_path = self._snapshot_path(name)
-        return validate_model(SiteFile, _read_toml(snapshot_path), self._file_label(snapshot_path)) if snapshot_path else None
+        return (
+            validate_model(SiteFile, _read_toml(snapshot_path), self._file_label(snapshot_path))
+            if snapshot_path
+            else None
+        )
 
     def snapshot_digest(self, name: str) -> str:
         """Return the SHA-256 of the run's snapshot of a site file; "" without one."""
@@ -154,7 +164,9 @@ class Study:
         current = self._load_current_site(name)
         pairs = [(key, getattr(snapshot, key), getattr(current, key)) for key in SNAPSHOT_KEYS]
         return [
-            f"{key} = {_format_value(current_value)} now, {_format_value(run_value)} in this run" for key, run_value, current_value in pairs if run_value != current_value
+            f"{key} = {_format_value(current_value)} now, {_format_value(run_value)} in this run"
+            for key, run_value, current_value in pairs
+            if run_value != current_value
         ]
 
     def _load_current_site(self, name: str) -> SiteFile:
@@ -261,7 +273,11 @@ def _merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, 
     result = dict(base)
     for key, value in top.items():
         base_value = result.get(key)
-        result[key] = _merge_tables(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
+        result[key] = (
+            _merge_tables(base_value, value)
+            if isinstance(base_value, dict) and isinstance(value, dict)
+            else value
+        )
     return result
 
 
@@ -271,7 +287,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")
     text = text.lower() if text in ("True", "False") else text
     if (character := find_control_character(override)) is not None:
-        raise UsageError(f"--set {key.strip()!r}: holds the character {character}; give one key with one value")
+        raise UsageError(
+            f"--set {key.strip()!r}: holds the character {character}; give one key with one value"
+        )
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -14,15 +14,15 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from wsi_fl.plugins import load_entries
 from wsi_fl.study.toml import (
-    MIN_SIGMA,
     MAX_SEED,
+    MIN_SIGMA,
     EncoderName,
     ModelName,
     Section,
     SiteName,
     TableText,
-    settings_key,
     refuse_duplicates,
+    settings_key,
 )
 
 _S = TypeVar("_S", bound=Section)
@@ -234,7 +234,9 @@ class TrainSettings(Section):
     """Whether folds are stratified by class and equal in size. A patient's fold then depends on the other patients,
     which ε does not cover, so it is refused with differential privacy. By default a patient's fold is a hash of the
     name, and at a real site of a secret of the hospital too."""
-    fold: int | None = settings_key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
+    fold: int | None = settings_key(
+        None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"}
+    )
     """Index of the test fold among `train.folds`, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
     """Name of a site without part in training, whose slides are the test set of all models. `wsi-fl train
@@ -336,7 +338,9 @@ class _ModelSettings(Section):
     `mean_head`."""
     proxy: ModelName = "resnet18"
     """Architecture of the proxies, which are exchanged. The names are those of `model.private`."""
-    weights: str = settings_key("", needs={"train.data = patches": "heads on features and bags start at random"})
+    weights: str = settings_key(
+        "", needs={"train.data = patches": "heads on features and bags start at random"}
+    )
     """Pretrained weights of networks of patches, `timm:NAME` and `resnet18`: a file, a folder with a file
     `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier starts at random.
     By default all weights do. All sites need the same weights, which must be public: ε does not cover their training
@@ -532,7 +536,9 @@ class Pipeline(Section):
 
     def replace_keys(self, **sections: dict[str, Any]) -> Self:
         """Return the pipeline with other values of some keys, without validation."""
-        changed_sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        changed_sections = {
+            name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()
+        }
         return self.model_copy(update=changed_sections)
 
     def find_section(self, kind: type[_S]) -> _S:

@@ -94,7 +94,11 @@ def merge_site_snapshot(snapshot: SiteFile, current: SiteFile) -> SiteFile:
     return current.model_copy(
         update={
             "real": snapshot.real or current.real,
-            "allow": [permission for permission in get_args(_Allowed) if snapshot.allows(permission) and current.allows(permission)],
+            "allow": [
+                permission
+                for permission in get_args(_Allowed)
+                if snapshot.allows(permission) and current.allows(permission)
+            ],
             "max_epsilon": min(limits, default=None),
             "delta": snapshot.delta,
             "private_model": snapshot.private_model,

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from wsi_fl.study.renamed import new_name
 from wsi_fl.system.names import compose_text
-from wsi_fl.types import PLAIN_NAME_MESSAGE, UsageError, is_plain_name, find_control_character
+from wsi_fl.types import PLAIN_NAME_MESSAGE, UsageError, find_control_character, is_plain_name
 
 _S = TypeVar("_S", bound=BaseModel)
 
@@ -91,7 +91,7 @@ def settings_key(
         needs: condition → reason. A condition is a key that is set ("train.folds"), a key with a value
             ("predict.model = ensemble"), or a trait of a method ("a method of sums").
         excludes: the same.
-        more: arguments of pydantic's `Field`.
+        field_options: arguments of pydantic's `Field`.
     """
     others: Any = {"needs": dict(needs or {}), "excludes": dict(excludes or {})}
     return Field(default, json_schema_extra=others, **field_options)
@@ -106,7 +106,9 @@ def find_clash(settings: Section, traits: Collection[str]) -> str:
     for name, section in settings:
         for last, field in type(section).model_fields.items() if isinstance(section, Section) else ():
             conditions_of_key, value = field.json_schema_extra, getattr(section, last)
-            if not isinstance(conditions_of_key, dict) or value == field.get_default(call_default_factory=True):
+            if not isinstance(conditions_of_key, dict) or value == field.get_default(
+                call_default_factory=True
+            ):
                 continue
             setting_text = f"{name}.{field.alias or last} = {toml_or_repr(value)}"
             for verb, is_required in (("needs", True), ("excludes", False)):

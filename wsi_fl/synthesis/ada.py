@@ -57,7 +57,8 @@ def _shift_images(images: Tensor, draws: _Draws) -> Tensor:
     mirror = draws.draw_sometimes((draws.draw_uniform() * 2).floor(), 0).long()
     turns = draws.draw_sometimes((draws.draw_uniform() * 4).floor(), 0).long()
     move_y, move_x = (
-        draws.draw_sometimes(((draws.draw_uniform() * 2 - 1) * _TRANSLATION * h).round(), 0).long() for _ in range(2)
+        draws.draw_sometimes(((draws.draw_uniform() * 2 - 1) * _TRANSLATION * h).round(), 0).long()
+        for _ in range(2)
     )
     y, x = torch.meshgrid(*(torch.arange(h, device=images.device),) * 2, indexing="ij")
     y = _reflect_positions(y - move_y[:, None, None], h)
@@ -102,7 +103,14 @@ def _draw_geometry(draws: _Draws) -> tuple[Tensor, Tensor]:
     linear = _rotation_matrix(-first_angle) @ sizes @ _rotation_matrix(-second_angle)
     offset = linear @ torch.stack([move_x, move_y], dim=1)[:, :, None]
     # 3. images without a drawn transform are unchanged
-    is_neutral = (scale == 1) & (first_angle == 0) & (stretch == 1) & (second_angle == 0) & (move_x == 0) & (move_y == 0)
+    is_neutral = (
+        (scale == 1)
+        & (first_angle == 0)
+        & (stretch == 1)
+        & (second_angle == 0)
+        & (move_x == 0)
+        & (move_y == 0)
+    )
     return torch.cat([linear, -offset], dim=2), ~is_neutral
 
 

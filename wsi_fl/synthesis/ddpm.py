@@ -211,7 +211,9 @@ def _build_scheduler(shape: DdpmShape, sampling: Sampling) -> Any:
     kinds = {"ddpm": DDPMScheduler, "ddim": _Ddim, "dpm++": partial(DPMSolverMultistepScheduler, **clipping)}
     scheduler: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
     scheduler.set_timesteps(sampling.steps)
-    if (scheduler.timesteps < 0).any():  # by rounding the library has one time too many, before the chain begins
+    if (
+        scheduler.timesteps < 0
+    ).any():  # by rounding the library has one time too many, before the chain begins
         times = scheduler.timesteps[scheduler.timesteps >= 0]
         if sampling.sampler == "dpm++":  # its noise levels follow from the times
             scheduler.set_timesteps(timesteps=times.tolist())

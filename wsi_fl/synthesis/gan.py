@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from wsi_fl.synthesis.ada import Controller, augment_images
 from wsi_fl.synthesis.keys import Gan
-from wsi_fl.synthesis.lpips import Keepaway, Lpips, clamp_images, half_precision, compute_squared_distances
+from wsi_fl.synthesis.lpips import Keepaway, Lpips, clamp_images, compute_squared_distances, half_precision
 from wsi_fl.synthesis.state import TrainingState, move_average, normalize_pixels, quantize_images
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
 
@@ -182,7 +182,10 @@ def _train_discriminator(state: GanState, real: Tensor, classes: Tensor) -> tupl
     state.ada = state.ada.observe_logits(real_logits)
     penalty = None
     if state.iteration % _R1_EVERY == 0:
-        gamma, default_gamma = state.terms.r1_gamma, 0.0002 * state.shape.resolution**2 / state.terms.batch_size
+        gamma, default_gamma = (
+            state.terms.r1_gamma,
+            0.0002 * state.shape.resolution**2 / state.terms.batch_size,
+        )
         penalty = _r1_penalty(network, real, classes, state.ada.p, state.random)
         torch.autograd.backward(penalty * ((default_gamma if gamma is None else gamma) / 2 * _R1_EVERY))
     optimizer.step()
@@ -249,7 +252,9 @@ def _path_penalty(
 
 
 @torch.no_grad()
-def draw_samples(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
+def draw_samples(
+    generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0
+) -> Tensor:
     """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device.
 
     Args:
@@ -258,8 +263,12 @@ def draw_samples(generator: Generator, labels: NDArray[np.int64], *, seed: int, 
     device = _generator_device(generator)
     z = torch.randn(len(labels), generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
     noise = torch.Generator(device).manual_seed(seed)
-    batches = zip(torch.split(z, _DRAW_BATCH), torch.split(torch.from_numpy(labels), _DRAW_BATCH), strict=True)
-    image_batches = (generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches)
+    batches = zip(
+        torch.split(z, _DRAW_BATCH), torch.split(torch.from_numpy(labels), _DRAW_BATCH), strict=True
+    )
+    image_batches = (
+        generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches
+    )
     return torch.cat([quantize_images(images).cpu() for images in image_batches])
 
 

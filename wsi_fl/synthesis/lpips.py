@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.vgg import cfgs, make_layers
 
-from wsi_fl.models.weights import NoWeightsError, weights_digest, download_weights, read_weights
+from wsi_fl.models.weights import NoWeightsError, download_weights, read_weights, weights_digest
 from wsi_fl.synthesis.state import normalize_pixels
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -178,7 +178,11 @@ def _pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _
     def compare_block(images: Tensor) -> Tensor:
         block_embeddings = embed_images(lpips, images, piece)
         return torch.cat(
-            [compute_squared_distances(block_embeddings, embed_images(lpips, others, piece)).cpu() for others in torch.split(b, piece)], 1
+            [
+                compute_squared_distances(block_embeddings, embed_images(lpips, others, piece)).cpu()
+                for others in torch.split(b, piece)
+            ],
+            1,
         )
 
     return torch.cat([compare_block(images) for images in torch.split(a, block)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wsi_fl.federation.methods import COMMON, HUB, PRIVATE, Method, Disclosure, step_private
+from wsi_fl.federation.methods import COMMON, HUB, PRIVATE, Disclosure, Method, step_private
 
 _MPCPA = "wsi_fl.synthesis.stages.mpcpa"
 _GENERATOR = Disclosure("generator", "star", protection="leave", timing="before", stage_module=_MPCPA)
@@ -18,14 +18,21 @@ def _build_replay() -> Method:
     every site trains a model on all sites' synthetic samples (Table I).
     """
     models = Disclosure("model", "random", protection="leave")
-    buffers = Disclosure("buffer", "random", protection="leave", stage_module="wsi_fl.synthesis.stages.buffers")
-    complete_buffers, description = replace(buffers, by="complete", times="once"), "models and synthetic patches go round"
+    buffers = Disclosure(
+        "buffer", "random", protection="leave", stage_module="wsi_fl.synthesis.stages.buffers"
+    )
+    complete_buffers, description = (
+        replace(buffers, route="complete", timing="once"),
+        "models and synthetic patches go round",
+    )
     row = Method("Replay", description, COMMON, step_private, (models, buffers), "own+received")
     variants = {
-        "no_buffer": replace(row, shares=(models,), learns_from="own"),
-        "buffer_only": replace(row, learners=PRIVATE, shares=(buffers,)),
+        "no_buffer": replace(row, disclosures=(models,), learns_from="own"),
+        "buffer_only": replace(row, learners=PRIVATE, disclosures=(buffers,)),
         "synthetic_only": replace(row, learns_from="synthetic+received"),
-        "central": replace(row, learners=PRIVATE, shares=(complete_buffers,), learns_from="all synthetic"),
+        "central": replace(
+            row, learners=PRIVATE, disclosures=(complete_buffers,), learns_from="all synthetic"
+        ),
     }
     return replace(row, variants={("replay.variant", name): variant for name, variant in variants.items()})
 

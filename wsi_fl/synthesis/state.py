@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.models.checkpoint import load_slots, copy_slots, strip_prefix
+from wsi_fl.models.checkpoint import copy_slots, load_slots, strip_prefix
 
 
 class TrainingState:

@@ -39,7 +39,10 @@ def bytes_allowed() -> int | None:
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, usage = (*_read_numbers(group / limit_name), None)[0], (*_read_numbers(group / usage_name), None)[0]
+            limit, usage = (
+                (*_read_numbers(group / limit_name), None)[0],
+                (*_read_numbers(group / usage_name), None)[0],
+            )
             if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
                 free_bytes.append(max(0, limit - usage + _read_statistic(group / "memory.stat", cache_name)))
     return min(free_bytes, default=None)

@@ -138,7 +138,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def reserve_space(path: Path, n_bytes: int) -> None:
-    """Fail now if the disk cannot hold `n_bytes`: a full disk in HDF5 may crash the process."""
+    """Fail now if the disk cannot hold `count_bytes`: a full disk in HDF5 may crash the process."""
     with path.open("wb+") as handle:
         allocate_file(handle.fileno(), n_bytes)
 
@@ -194,7 +194,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     """Write a table atomically, row by row; the first row has the headings."""
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        csv.sealer(file, lineterminator="\n").writerows(rows)
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -301,7 +301,9 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
                 break
             document = None
         requirements = (needs or {}).items()
-        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in requirements):
+        if not isinstance(document, dict) or not all(
+            isinstance(document.get(k), kind) for k, kind in requirements
+        ):
             raise WsiFlError(f"{path}: line {number} is damaged")
         documents.append(document)
     return documents
@@ -317,7 +319,9 @@ def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with require_regular_file(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
+    with require_regular_file(path).open(
+        "ab"
+    ) as handle:  # its lock goes when its holder ends, however it ends
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))

@@ -76,7 +76,7 @@ def max_open_files() -> int:
 
 
 def allocate_file(descriptor: int, n_bytes: int) -> None:
-    """Make a file at least `n_bytes` long and allocate it on disk, where the file system can do that.
+    """Make a file at least `count_bytes` long and allocate it on disk, where the file system can do that.
 
     The descriptor is readable too: glibc reads the file where the file system (NFS) cannot allocate.
     """

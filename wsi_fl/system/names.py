@@ -144,4 +144,6 @@ def describe_mismatch(table_names: Collection[str], site_names: Collection[str])
 
 def _shorten_list(names: Collection[str]) -> str:
     first_names = sorted(names)[:_MAX_NAMES_SHOWN]
-    return ", ".join(first_names) + (f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else "")
+    return ", ".join(first_names) + (
+        f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    )

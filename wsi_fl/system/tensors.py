@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from wsi_fl.system.files import atomic_path, require_regular_file, refuse_unavailable
+from wsi_fl.system.files import atomic_path, refuse_unavailable, require_regular_file
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:

@@ -87,7 +87,12 @@ class Gallery:
     def list_slides(self) -> bytes:
         """Return the list of slides as JSON."""
         slides = [
-            {"name": exhibit.name, "note": exhibit.note, "score": finite_or_none(exhibit.score), "shown": exhibit.path is not None}
+            {
+                "name": exhibit.name,
+                "note": exhibit.note,
+                "score": finite_or_none(exhibit.score),
+                "shown": exhibit.path is not None,
+            }
             for exhibit in self.exhibits
         ]
         return encode_json({"title": self.title, "patients_of": self.patients_of, "slides": slides})
@@ -143,7 +148,11 @@ class Gallery:
 
     def open_first(self) -> None:
         """Open the first slide of the page in advance; its errors are reported on request."""
-        scores = [(finite_or_none(exhibit.score), -k) for k, exhibit in enumerate(self.exhibits) if exhibit.path is not None]
+        scores = [
+            (finite_or_none(exhibit.score), -k)
+            for k, exhibit in enumerate(self.exhibits)
+            if exhibit.path is not None
+        ]
         if scores:
             _, number = max((-inf if score is None else score, k) for score, k in scores)
             with suppress(Exception), self.borrow_slide(-number):

@@ -70,7 +70,11 @@ def _find_content(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _
 
 _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = (
     (re.compile(r"slides\.json"), _JSON, lambda gallery, _: gallery.list_slides()),
-    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, lambda gallery, _, number: gallery.describe_slide(number)),
+    (
+        re.compile(rf"slides/{_NUMBER}\.json"),
+        _JSON,
+        lambda gallery, _, number: gallery.describe_slide(number),
+    ),
     (
         re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
         _JSON,
@@ -252,7 +256,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise
         except Exception as error:  # an error of a library must not affect other slides
             message = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
-            return HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encode_json({"error": message + single_line(error)})
+            return (
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                _JSON,
+                encode_json({"error": message + single_line(error)}),
+            )
 
     def _is_awaited(self) -> bool:
         """Return whether the client has not hung up, as a browser does on a change of slide."""
@@ -280,7 +288,9 @@ def describe_server(server: ViewServer) -> dict[str, Any]:
         "tunnel": f"ssh -N -L {port}:{ADDRESS}:{port} {getpass.getuser()}@{platform.node()}",
         "title": server.gallery.title,
         "slides": sum(exhibit.path is not None for exhibit in slides),
-        "not_shown": [{"slide": exhibit.name, "reason": exhibit.note} for exhibit in slides if exhibit.path is None],
+        "not_shown": [
+            {"slide": exhibit.name, "reason": exhibit.note} for exhibit in slides if exhibit.path is None
+        ],
     }
 
 

@@ -132,7 +132,9 @@ class SiteLayers:
             layers.append(Overlay("mosaic", "patches", draw))
         layers.append(Overlay("tissue", "outlines", partial(self._draw_tissue, record)))
         if record.annotation is not None:
-            layers.append(Overlay("annotation", "outlines", partial(self._draw_annotation, record.annotation)))
+            layers.append(
+                Overlay("annotation", "outlines", partial(self._draw_annotation, record.annotation))
+            )
         return layers
 
     def summarize_slide(self, slide: str) -> str:
@@ -164,7 +166,9 @@ class SiteLayers:
         corners = np.array([(x, y) for x, y, _ in excluded], np.int64).reshape(-1, 2)
         reason = np.array([groups.index(cause) for _, _, cause in excluded], np.int64)
         n_classes = len(self.store.meta.classes)
-        return patch_layer(corners, patch_side_l0(self._grid_spec, slide.mpp), reason, groups, first=n_classes, crossed=True)
+        return patch_layer(
+            corners, patch_side_l0(self._grid_spec, slide.mpp), reason, groups, first=n_classes, crossed=True
+        )
 
     def _draw_tissue(self, record: SlideRecord, slide: Slide) -> Layer:
         """Return the tissue outlines as in `tile` and `predict`, independent of the slide's label."""
@@ -258,7 +262,12 @@ class Prediction:
             share /= np.max(share, initial=np.finfo(np.float64).tiny, where=np.isfinite(share))
         columns_by_name = {name.removeprefix("p_"): column for name, column in table.items()}
         class_name = str(self.score.get("class"))
-        return value_layer(xy_l0, side_l0, columns_by_name, class_name if class_name in columns_by_name else list(columns_by_name)[-1])
+        return value_layer(
+            xy_l0,
+            side_l0,
+            columns_by_name,
+            class_name if class_name in columns_by_name else list(columns_by_name)[-1],
+        )
 
 
 def read_prediction(folder: Path) -> Prediction:

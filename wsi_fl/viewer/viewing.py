@@ -58,7 +58,14 @@ def _build_site_gallery(study: Study, name: str, pipeline_name: str | None) -> G
         message = f"has no store yet (`wsi-fl tile --site {name}`); its slides are shown as they are"
         print_message(f"  site {name} {message}", "yellow")
     exhibits = [
-        Exhibit(record.slide, record.path, layers.summarize_slide(record.slide), None, record.mpp_override, layers.list_overlays(record))
+        Exhibit(
+            record.slide,
+            record.path,
+            layers.summarize_slide(record.slide),
+            None,
+            record.mpp_override,
+            layers.list_overlays(record),
+        )
         for record in records
     ]
     exhibits += [Exhibit(slide.slide, None, slide.reason) for slide in excluded]
@@ -87,10 +94,17 @@ def _build_prediction_gallery(
             slides[key].append(site_file)
     names = study.site_names() if site is None else []
     visible = {*site_slides, *(name for name in names if study.load_site(name).allows("patches"))}
-    exhibits = [_build_exhibit(site_slides[group[0].site], group, owners, visible) for group in slides.values()]
+    exhibits = [
+        _build_exhibit(site_slides[group[0].site], group, owners, visible) for group in slides.values()
+    ]
     patients = {
         *site_slides,
-        *(name for exhibit in exhibits if exhibit.path for name in owners.get(resolve_slide_path(exhibit.path), ())),
+        *(
+            name
+            for exhibit in exhibits
+            if exhibit.path
+            for name in owners.get(resolve_slide_path(exhibit.path), ())
+        ),
     }
     real = _real_names(study.load_site(name) for name in sorted(patients, key=natural_key))
     return Gallery(f"{run.name} · {', '.join(site_slides)}", _sort_exhibits(exhibits), real)
@@ -121,7 +135,10 @@ class _SiteSlides:
 
 
 def _build_exhibit(
-    site_slides: _SiteSlides, predictions: Sequence[Prediction], owners: Mapping[Path, set[str]], visible: set[str]
+    site_slides: _SiteSlides,
+    predictions: Sequence[Prediction],
+    owners: Mapping[Path, set[str]],
+    visible: set[str],
 ) -> Exhibit:
     """Return a slide with its predictions; not shown where it belongs to another site that is not visible."""
     first = predictions[0]
@@ -134,7 +151,9 @@ def _build_exhibit(
         return Exhibit(first.slide, None, reason, first.value)
     record = site_slides.find_record(path, first.slide)
     models = [layer for prediction in predictions for layer in prediction.list_overlays()]
-    note = " · ".join(part for part in (first.summary, site_slides.layers.summarize_slide(record.slide)) if part)
+    note = " · ".join(
+        part for part in (first.summary, site_slides.layers.summarize_slide(record.slide)) if part
+    )
     overlays = [*models, *site_slides.layers.list_overlays(record)]
     return Exhibit(first.slide, path, note, first.value, record.mpp_override, overlays)
 
@@ -158,7 +177,9 @@ def _read_predictions(study: Study, run_name: str | None, folder: Path | None) -
     return predictions
 
 
-def _choose_sites(study: Study, run: RunFolder, predictions: Sequence[Prediction], site: str | None) -> list[str]:
+def _choose_sites(
+    study: Study, run: RunFolder, predictions: Sequence[Prediction], site: str | None
+) -> list[str]:
     names = sorted({prediction.site for prediction in predictions}, key=natural_key)
     if site is not None:
         if site not in names:
@@ -167,11 +188,15 @@ def _choose_sites(study: Study, run: RunFolder, predictions: Sequence[Prediction
                 f"`wsi-fl predict {run.name} --site {site} --slide X.svs`"
             )
         return [site]
-    visible = names if len(names) == 1 else [name for name in names if study.load_site(name).allows("patches")]
+    visible = (
+        names if len(names) == 1 else [name for name in names if study.load_site(name).allows("patches")]
+    )
     if not visible:
         raise UsageError(f"{run.name}: predictions of several real sites lie here; name one with --site")
     if omitted := ", ".join(name for name in names if name not in visible):
-        print_message(f"  predictions of {omitted} are left out: real sites, each shown only with --site", "yellow")
+        print_message(
+            f"  predictions of {omitted} are left out: real sites, each shown only with --site", "yellow"
+        )
     return visible
 
 

@@ -19,7 +19,15 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from skimage.measure import find_contours
 
-from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, texture_bank, scanner_profile, draw_anatomy, draw_picture
+from wsi_fl.demo.phantom.painting import (
+    COARSE_PX,
+    MPP,
+    Anatomy,
+    draw_anatomy,
+    draw_picture,
+    scanner_profile,
+    texture_bank,
+)
 from wsi_fl.demo.phantom.painting import tumor_mask as tumor_mask
 from wsi_fl.demo.phantom.tiff import write_pyramid as write_pyramid
 from wsi_fl.system.files import write_text
@@ -154,7 +162,7 @@ def _write_slide(out: Path, slide: SimulatedSlide) -> None:
 def _format_stages_csv(slides: list[SimulatedSlide]) -> str:
     """Return Camelyon17's table: a row per patient, then one per slide."""
     text = io.StringIO()
-    rows = csv.sealer(text, lineterminator="\n")
+    rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("patient", "stage"))
     for slide in slides:
         if slide.node == 0:

@@ -223,13 +223,17 @@ def _draw_healthy_labels(rng: Generator, node: _Field) -> NDArray[np.uint8]:
     n = len(node)
     fine, width_um = n * COARSE_PX // LABEL_PX, n * COARSE_PX * MPP
     depth_um = _upsample_field(node, fine) * (COARSE_PX * MPP)
-    rim_noise, fat, strands, follicles = (_upsample_field(_smooth_noise(rng, n, s), fine) for s in (n / 12, n / 9, 9.0, n / 26))
+    rim_noise, fat, strands, follicles = (
+        _upsample_field(_smooth_noise(rng, n, s), fine) for s in (n / 12, n / 9, 9.0, n / 26)
+    )
     in_node, is_deep = depth_um > 12 + 6 * rim_noise, depth_um > 0.1 * width_um
     label = np.full((fine, fine), TissueKind.GLASS, np.uint8)
     label[depth_um > -0.06 * width_um * np.clip(fat, 0, 2)] = TissueKind.FAT
     label[depth_um > -6 - 8 * np.clip(rim_noise, 0, 2)] = TissueKind.STROMA
     label[in_node] = np.where(rim_noise > 0.15, TissueKind.LYMPHOID, TissueKind.PARACORTEX)[in_node]
-    label[(in_node & (depth_um < 22 + 6 * rim_noise)) | (is_deep & (np.abs(strands) < 0.16))] = TissueKind.SINUS
+    label[(in_node & (depth_um < 22 + 6 * rim_noise)) | (is_deep & (np.abs(strands) < 0.16))] = (
+        TissueKind.SINUS
+    )
     label[is_deep & (np.abs(strands) < 0.05)] = TissueKind.STROMA
     label[(depth_um > 40) & (depth_um < 0.2 * width_um) & (follicles > 1)] = TissueKind.GERMINAL
     return label
@@ -244,7 +248,9 @@ def draw_anatomy(rng: Generator, size_px: int, positive: bool) -> Anatomy:
     label = _draw_healthy_labels(rng, node)
     tumor = _draw_tumor(rng, node) if positive else None
     if tumor is not None:
-        label[_upsample_field(tumor, len(label)) > 0] = rng.choice([TissueKind.TUMOUR_SOLID, TissueKind.TUMOUR_GLANDULAR])
+        label[_upsample_field(tumor, len(label)) > 0] = rng.choice(
+            [TissueKind.TUMOUR_SOLID, TissueKind.TUMOUR_GLANDULAR]
+        )
     return Anatomy(label, tumor)
 
 
@@ -285,7 +291,9 @@ class _ScannerProfile:
 # The stain vectors lie near what Macenko's method finds in the slides of five real hospitals.
 _PROFILES = (
     _ScannerProfile((0.53, 0.74, 0.42), (0.20, 0.83, 0.48), (1.0, 0.62), (246, 243, 245), 0.8, 2.0),
-    _ScannerProfile((0.58, 0.72, 0.42), (0.34, 0.76, 0.47), (1.4, 0.5), (246, 246, 243), 0.55, 2.5, padded=True),
+    _ScannerProfile(
+        (0.58, 0.72, 0.42), (0.34, 0.76, 0.47), (1.4, 0.5), (246, 246, 243), 0.55, 2.5, padded=True
+    ),
     _ScannerProfile(
         (0.64, 0.74, 0.22), (0.24, 0.93, 0.28), (1.04, 0.77), (236, 228, 242), 1.0, 1.5, ink=(0.2, 0.62, 0.42)
     ),
@@ -316,7 +324,9 @@ def scanner_profile(site: int) -> _ScannerProfile:
 @lru_cache(maxsize=8)
 def _blur_bank(blur_px: float) -> NDArray[np.uint16]:
     """Return the bank [kinds · BANK_PX²] at one scanner's resolution, in codes (haematoxylin << 8 | eosin)."""
-    soft = (gaussian_filter(field, (0, blur_px, blur_px), mode="wrap", truncate=3.0) for field in texture_bank())
+    soft = (
+        gaussian_filter(field, (0, blur_px, blur_px), mode="wrap", truncate=3.0) for field in texture_bank()
+    )
     h, e = (np.clip(field * _CODE, 0, 255).round().astype(np.uint16) for field in soft)
     return np.asarray((h << 8 | e).ravel())
 
@@ -352,7 +362,10 @@ def draw_picture(rng: Generator, anatomy: Anatomy, profile: _ScannerProfile) -> 
     )
     bend_y, bend_x = (_upsample_field(bend, n).round().astype(np.int32) for bend in bends)
     kinds = anatomy.label.astype(np.int32) * _BANK_PX**2
-    row_index, column_index = np.arange(size_px, dtype=np.int32)[:, None], np.arange(size_px, dtype=np.int32)[None]
+    row_index, column_index = (
+        np.arange(size_px, dtype=np.int32)[:, None],
+        np.arange(size_px, dtype=np.int32)[None],
+    )
     grain = profile.noise * rng.standard_normal((_STRIP_PX, size_px, 3), dtype=np.float32)
     picture = np.empty((size_px, size_px, 3), np.uint8)
     for first_row in range(0, size_px, _STRIP_PX):

@@ -16,11 +16,17 @@ from typing import Any, cast
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.board.steps import FederationState, FederationMember, next_steps
+from wsi_fl.hospitals.board.steps import FederationMember, FederationState, next_steps
 from wsi_fl.hospitals.dossier.page import build_dossier
 from wsi_fl.hospitals.lines.folder_line import list_messages
-from wsi_fl.hospitals.plans.signed import FederationPlan, collect_approvals, check_code_version, check_site_terms, plan_path
-from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate, parse_revocation_list
+from wsi_fl.hospitals.plans.signed import (
+    FederationPlan,
+    check_code_version,
+    check_site_terms,
+    collect_approvals,
+    plan_path,
+)
+from wsi_fl.hospitals.trust.certificates import NotTrusted, parse_revocation_list, verify_certificate
 from wsi_fl.hospitals.trust.kit import Kit, check_connection
 from wsi_fl.hospitals.trust.letters import HANDSHAKE, SealedMessage
 from wsi_fl.hospitals.trust.root import RootCA
@@ -32,14 +38,18 @@ from wsi_fl.report.fill import fill_template
 from wsi_fl.report.words import format_number
 from wsi_fl.stages.answers.between import render_cross_site_lines
 from wsi_fl.stages.training.going_on import list_plan_runs
-from wsi_fl.stages.work.console import TextLine, Lines, TextTable
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
 _SILENT_S, _SKEW_S = 60.0, 900.0
 _ROUND = re.compile(r"x(\d+)\.\d")
-_COORDINATOR, _COORDINATOR_AND_HOSPITAL, _HOSPITAL = "the coordinator", "the coordinator and the hospital", "the hospital"
+_COORDINATOR, _COORDINATOR_AND_HOSPITAL, _HOSPITAL = (
+    "the coordinator",
+    "the coordinator and the hospital",
+    "the hospital",
+)
 _COLUMNS = {
     "until": ("certificate", _COORDINATOR_AND_HOSPITAL),
     "version": ("version", _HOSPITAL),
@@ -121,7 +131,9 @@ def _member_cells(member: dict[str, Any], rounds: int) -> list[str]:
     cells |= {"until": ended, "labels": ", ".join(member["labels"] or "–")}
     cells |= {"round": f"{member['round']} of {rounds}"} if member["round"] is not None else {}
     budget_text = f" of {member['budget']:g}" if member["budget"] is not None else ""
-    cells |= {"spent": f"{format_number(member['spent'], 2)}{budget_text}"} if member["spent"] is not None else {}
+    cells |= (
+        {"spent": f"{format_number(member['spent'], 2)}{budget_text}"} if member["spent"] is not None else {}
+    )
     if member["role"] != "hospital":
         cells |= dict.fromkeys(list(_COLUMNS)[2:], "")
     return [member["name"], *cells.values()]
@@ -163,7 +175,12 @@ def _collect_state(study: Study, kit: Kit | None) -> FederationState:
         facts.me, facts.over = kit.name, "folder" if kit.folder else "server"
         _collect_kit_state(facts, kit)
     if plan is not None and kit is not None:
-        for look_at in (_collect_signatures, _collect_run_progress, _collect_folder_status, _collect_ledger_status):
+        for look_at in (
+            _collect_signatures,
+            _collect_run_progress,
+            _collect_folder_status,
+            _collect_ledger_status,
+        ):
             try:
                 look_at(facts, study, plan, kit)
             except WsiFlError as error:  # the other parts are collected all the same
@@ -194,7 +211,9 @@ def _list_members(kit: Kit | None, plan: FederationPlan | None) -> Iterator[Fede
     for name, role in {**{name: line["role"] for name, line in issued.items()}, **roles}.items():
         line = issued.get(name, {})
         until = datetime.fromisoformat(line["until"]) if line.get("until") else None
-        yield FederationMember(name, role, until=until, withdrawn_on=revoked_keys.get(line.get("fingerprint", "")))
+        yield FederationMember(
+            name, role, until=until, withdrawn_on=revoked_keys.get(line.get("fingerprint", ""))
+        )
 
 
 def _collect_kit_state(facts: FederationState, kit: Kit) -> None:
@@ -202,7 +221,9 @@ def _collect_kit_state(facts: FederationState, kit: Kit) -> None:
     facts.trouble += [step.said for step in check_connection(kit) if not step.ok]
     with suppress(WsiFlError):  # reported by `look`
         identity = kit.load_identity()
-        facts.note_member(kit.name, until=verify_certificate(identity.certificate, identity.root).until, version=__version__)
+        facts.note_member(
+            kit.name, until=verify_certificate(identity.certificate, identity.root).until, version=__version__
+        )
     if kit.role == "hospital":
         running, started = True, kit.path / "startup" / "fed_client.json"  # which `start` writes anew
         with suppress(WsiFlError), kit.lock_kit():
@@ -223,7 +244,9 @@ def _collect_signatures(facts: FederationState, study: Study, plan: FederationPl
     revoked_keys = parse_revocation_list(root).keys
     for name, key in plan.keys.items():
         facts.note_member(name, withdrawn=key in revoked_keys)
-    for name in approval_status.missing if kit.role == "coordinator" else {kit.name} & set(approval_status.missing):
+    for name in (
+        approval_status.missing if kit.role == "coordinator" else {kit.name} & set(approval_status.missing)
+    ):
         facts.note_member(name, signed=False)
 
 
@@ -243,7 +266,12 @@ def _collect_run_progress(facts: FederationState, study: Study, plan: Federation
             facts.reason = "" if facts.running else f"{run.name} has not finished"
         else:
             report = run.path / "report" / "index.html"
-            _note_finished_run(facts, summary, study.relative_path(report) if report.is_file() else "", folder.read_document("scores"))
+            _note_finished_run(
+                facts,
+                summary,
+                study.relative_path(report) if report.is_file() else "",
+                folder.read_document("scores"),
+            )
 
 
 def _collect_job_progress(facts: FederationState, study: Study, plan: FederationPlan, kit: Kit) -> None:
@@ -255,7 +283,9 @@ def _collect_job_progress(facts: FederationState, study: Study, plan: Federation
             summary, scores = read_json(file), file.with_name("scores.json")
             if isinstance(summary, dict) and job["run"] and summary.get("run") == job["run"]:
                 score_counts = read_json(scores) if scores.is_file() else None
-                _note_finished_run(facts, summary, study.relative_path(file.with_name("report.html")), score_counts)
+                _note_finished_run(
+                    facts, summary, study.relative_path(file.with_name("report.html")), score_counts
+                )
     current = load_status(kit) if kit.folder is None else {"connected": [], "jobs": []}
     for name in plan.sites if kit.folder is None else ():
         facts.note_member(name, connected=name in current["connected"])
@@ -266,11 +296,17 @@ def _collect_job_progress(facts: FederationState, study: Study, plan: Federation
 
 def _note_finished_run(facts: FederationState, summary: dict[str, Any], report: str, scores: Any) -> None:
     """Record a finished run, and its summary's values for each site, which all hold alike."""
-    facts.run, facts.report, facts.scores = str(summary["run"]), report, cast("Scores | None", scores)
+    facts.run, facts.report, facts.scores = (
+        str(summary["run"]),
+        report,
+        cast("CrossSiteCounts | None", scores),
+    )
     for name in scores["hospitals"] if scores else ():
         facts.note_member(name, labels=tuple(scores["classes"]))
     for row in summary["sites"]:
-        facts.note_member(row["site"], round=row["rounds"], spent=row["lifetime_epsilon"], budget=row["max_epsilon"])
+        facts.note_member(
+            row["site"], round=row["rounds"], spent=row["lifetime_epsilon"], budget=row["max_epsilon"]
+        )
 
 
 def _collect_folder_status(facts: FederationState, study: Study, plan: FederationPlan, kit: Kit) -> None:
@@ -283,13 +319,19 @@ def _collect_folder_status(facts: FederationState, study: Study, plan: Federatio
         raise WsiFlError(f"the folder cannot be used: {type(error).__name__}: {single_line(error)}") from None
     for message in sorted(messages, key=lambda message: message.time or 0.0):
         round_ = _ROUND.fullmatch(message.place)
-        facts.note_member(message.sender, heard=_utc_time(message.time), round=int(round_[1]) if round_ else None)
+        facts.note_member(
+            message.sender, heard=_utc_time(message.time), round=int(round_[1]) if round_ else None
+        )
         with suppress(ProtocolError, NotTrusted):
             if message.place == HANDSHAKE:
                 sealed = SealedMessage.read(message.content)
                 handshake, holder = sealed.read_handshake(kit.load_identity().root)
                 if sealed.header["session"] == plan.digest:  # so it has signed
-                    fields = {"version": handshake["version"], "since": _utc_time(handshake["time"]), "until": holder.until}
+                    fields = {
+                        "version": handshake["version"],
+                        "since": _utc_time(handshake["time"]),
+                        "until": holder.until,
+                    }
                     facts.note_member(holder.name, connected=True, signed=True, **fields)
     # by the clock of the share, which knows when files were written; a living process writes several times a minute
     latest = max([message.time or 0.0 for message in messages] + [facts.now.timestamp() - _SKEW_S])

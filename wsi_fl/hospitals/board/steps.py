@@ -104,7 +104,10 @@ _REMEDY_TEXTS = tomllib.loads(Path(__file__).with_name("remedies.toml").read_tex
 _COMMANDS: dict[str, str] = _REMEDY_TEXTS["command"]
 """Commands with places for known values."""
 _REMEDIES = [
-    (remedy["problem"].replace(_SITE_PLACEHOLDER, r"(?P<site>[\w.-]+)"), [NextStep(*step) for step in remedy["steps"]])
+    (
+        remedy["problem"].replace(_SITE_PLACEHOLDER, r"(?P<site>[\w.-]+)"),
+        [NextStep(*step) for step in remedy["steps"]],
+    )
     for remedy in _REMEDY_TEXTS["remedy"]
 ]
 """(problem, steps) of each known problem."""
@@ -154,11 +157,15 @@ def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterato
         text = f"the key of {member.name} was withdrawn: make a plan without it, or with its new key"
         yield _fill_step(facts, COORDINATOR, text, "plan")
     elif member.signed is False:
-        yield _fill_step(facts, member.name, "sign the plan, and send the approval to the coordinator", "approve")
+        yield _fill_step(
+            facts, member.name, "sign the plan, and send the approval to the coordinator", "approve"
+        )
     elif member.connected is False:
         yield _fill_step(facts, member.name, "not connected: start", "start")
     elif waited_for and (facts.now - waited_for).total_seconds() > facts.patience_s:
-        yield _fill_step(facts, member.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
+        yield _fill_step(
+            facts, member.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start"
+        )
     elif member.connected is None and facts.over == "folder":
         yield _fill_step(facts, member.name, "if it has not run yet", "start")
 

@@ -22,9 +22,9 @@ from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.privacy.accounting import ACCOUNTANT
 from wsi_fl.privacy.audit import ADJACENCY
 from wsi_fl.report.fill import fill_template
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import require_regular_file, read_object, write_json, write_text
+from wsi_fl.system.files import read_object, require_regular_file, write_json, write_text
 from wsi_fl.types import UsageError
 
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)*([^\s/'\"]+)")
@@ -60,7 +60,12 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
     }
     write_json(out / "evidence.json", document)
     write_text(out / "index.html", fill_template("evidence", {"e": document}, Path(__file__).parent))
-    content = {"site": identity.name, "time": document["created"], "root": identity.root, "files": _file_digests(out)}
+    content = {
+        "site": identity.name,
+        "time": document["created"],
+        "root": identity.root,
+        "files": _file_digests(out),
+    }
     write_json(out / _SIGNATURE_FILE, identity.sign_document(content, _PURPOSE))
     return document
 
@@ -89,7 +94,11 @@ def verify_evidence(folder: Path, root: str | None) -> dict[str, Any]:
             f"{folder}: {other[0]} is not as {holder.name} signed it; ask it for the folder again"
         )
     keys = {"fingerprint": str(signed["certificate"]), "root_fingerprint": trusted}
-    return content | {"organization": holder.organization} | {key: key_fingerprint(pem) for key, pem in keys.items()}
+    return (
+        content
+        | {"organization": holder.organization}
+        | {key: key_fingerprint(pem) for key, pem in keys.items()}
+    )
 
 
 def verification_lines(evidence: Mapping[str, Any], *, folder: Path, vouched: bool) -> Lines:
@@ -113,7 +122,9 @@ def _sheet_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
         "lower": _largest_value(audits, "epsilon_lower"),
         "upper": _largest_value(audits, "epsilon_upper"),
         "guarantee": ", ".join(sorted(guarantees)) or plan["privacy"]["guarantee"],
-        "worth": _GUARANTEED if guarantees == {"guaranteed"} else "It is no guarantee by itself: see the dossier.",
+        "worth": _GUARANTEED
+        if guarantees == {"guaranteed"}
+        else "It is no guarantee by itself: see the dossier.",
         "patient": group["epsilon"] if group else None,
         "packages": ", ".join(f"{name} {version}" for name, version in plan["packages"].items()),
         "does": plan["does"].rstrip("."),
@@ -189,7 +200,10 @@ def _is_local_path(entry: object) -> bool:
 
 def _file_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file except the signature, by its path in the folder."""
-    files = sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / _SIGNATURE_FILE)
+    files = sorted(
+        path for path in folder.rglob("*") if not path.is_dir() and path != folder / _SIGNATURE_FILE
+    )
     return {
-        path.relative_to(folder).as_posix(): sha256(require_regular_file(path).read_bytes()).hexdigest() for path in files
+        path.relative_to(folder).as_posix(): sha256(require_regular_file(path).read_bytes()).hexdigest()
+        for path in files
     }

@@ -17,17 +17,30 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.contents import fill_plan_text
 from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, site_disclosures
-from wsi_fl.hospitals.plans.signed import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
+from wsi_fl.hospitals.plans.signed import (
+    FederationPlan,
+    approval_path,
+    collect_approvals,
+    cost_path,
+    plan_path,
+)
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
-from wsi_fl.privacy.guarantee import collect_mechanisms, entries_epsilon, weakest_guarantee, lifetime_entries, collect_rounds, collect_units
+from wsi_fl.privacy.guarantee import (
+    collect_mechanisms,
+    collect_rounds,
+    collect_units,
+    entries_epsilon,
+    lifetime_entries,
+    weakest_guarantee,
+)
 from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile, run_id
 from wsi_fl.report.fill import fill_template
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, describe_group, open_ledger, build_terms
+from wsi_fl.stages.site.account import Group, build_terms, describe_group, open_ledger
 from wsi_fl.stages.site.sums import STATISTICS_RUN
 from wsi_fl.stages.training.going_on import list_plan_runs
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_object, write_json, write_text
@@ -126,7 +139,10 @@ def build_dossier(
     if for_others:
         cost, rows, warning = None, None, warning and "the hospital can say why"
     counted_entries = lifetime_entries(entries, document["privacy"]["unit"]) if site.real else entries
-    group, audits = _group_epsilon(counted_entries, delta, rows), _list_audits(study, site.name, for_others=for_others)
+    group, audits = (
+        _group_epsilon(counted_entries, delta, rows),
+        _list_audits(study, site.name, for_others=for_others),
+    )
     planned_group = (cost or {}).get("lifetime_group") or group
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -180,9 +196,13 @@ def _describe_risks(
         facts["folder"] = "a path of this hospital"
     rows = _TEXTS["network"]["folder" if facts["folder"] else "server"]
     return {
-        "network": [{key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows],
+        "network": [
+            {key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows
+        ],
         "not_protected": fill_plan_text(_TEXTS["not_protected"], **facts),
-        "assessment": [part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]],
+        "assessment": [
+            part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]
+        ],
     }
 
 
@@ -229,7 +249,10 @@ def _list_accounts(
     """
     accounts = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
-        lines, bytes_by_round = [entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run)
+        lines, bytes_by_round = (
+            [entry for entry in entries if entry.run_id == run],
+            _bytes_by_round(study, site, run),
+        )
         spent = entries_epsilon(lines, delta)
         releases = [
             {
@@ -300,7 +323,9 @@ def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> dict[str
 def _largest_patient_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """Return the largest number of rows of a patient of a site, as it signed or in a run; None if unknown."""
     site_folders = [RunFolder(path).site_folder(site) for path in sorted(study.runs_path.glob("*"))]
-    accounts = [site_folder.read_account() for site_folder in site_folders if site_folder.account_path.is_file()]
+    accounts = [
+        site_folder.read_account() for site_folder in site_folders if site_folder.account_path.is_file()
+    ]
     groups = [account.get("group") for account in (cost or {}, *accounts)]
     return max((int(group["rows"]) for group in groups if group), default=None)
 
@@ -320,7 +345,10 @@ def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool 
     site, approval = study.load_site(kit.name), approval_path(study, kit.name)
     entries = [entry for entry in LedgerFile(study.ledger_path(site.name)).entries if entry.site == site.name]
     delta = site.delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
-    runs = [_describe_release(study, site.name, account) for account in _list_accounts(study, site.name, entries, delta, None)]
+    runs = [
+        _describe_release(study, site.name, account)
+        for account in _list_accounts(study, site.name, entries, delta, None)
+    ]
     if delete_approval:
         with kit.lock_kit():  # a process that runs would go on
             approval.unlink(missing_ok=True)
@@ -349,12 +377,21 @@ def _describe_release(study: Study, site: str, account: dict[str, Any]) -> dict[
     """
     folders = [RunFolder(file.parent) for file in sorted(study.runs_path.glob("*/config.toml"))]
     run = next((folder for folder in folders if folder.id == run_id(account["run"])), None)
-    carrying = (folder for folder in folders if folder.agreement_digest and site in (folder.site_folder(site).read_statistics_digests() or ()))
+    carrying = (
+        folder
+        for folder in folders
+        if folder.agreement_digest and site in (folder.site_folder(site).read_statistics_digests() or ())
+    )
     runs = [run] if run else carrying if account["run"] == STATISTICS_RUN else ()
     site_lists = (load_run_pipeline(folder.path / "config.toml").sites or [] for folder in runs)
     names = list(dict.fromkeys(name for sites in site_lists for name in sites))
-    recipients = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
-    return account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
+    recipients = {
+        "method": run.manifest["method"] if run else None,
+        "to": [name for name in names if name != site],
+    }
+    return (
+        account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
+    )
 
 
 def _describe_remains(site: str, run: dict[str, Any]) -> str:
@@ -362,7 +399,10 @@ def _describe_remains(site: str, run: dict[str, Any]) -> str:
     name, releases = run["run"].split()[0], run["releases"]
     if not releases:
         return f"{name}: nothing has left"
-    kinds, rounds = ", ".join(sorted({release["what"] for release in releases})), [release["round"] for release in releases]
+    kinds, rounds = (
+        ", ".join(sorted({release["what"] for release in releases})),
+        [release["round"] for release in releases],
+    )
     spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
     others = ", ".join(run["to"]) or "the other sites"
     others += ", and whoever was given the file," if name == STATISTICS_RUN else ""

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, REPLIES_FILE, JobRequest, write_job_files, require_flare
+from wsi_fl.hospitals.flare.files import (
+    COORDINATOR,
+    HEARTBEAT_S,
+    REPLIES_FILE,
+    JobRequest,
+    require_flare,
+    write_job_files,
+)
 from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, require_server
 from wsi_fl.hospitals.work.said import validate_replies
 from wsi_fl.hospitals.work.taking_part import LAST
@@ -38,7 +45,13 @@ _MAX_TRIES, _MAX_REASONS = 4, 5
 """Requests for the responding clients, and failed jobs in one call for whose reason the server is asked."""
 _LOSS_PHRASES = ("was lost", "took nothing", "did not answer")
 """Phrases of failures after which the others can go on."""
-_OTHER_PHRASES = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
+_OTHER_PHRASES = (
+    "failed",
+    "withdrew",
+    "has a certificate that",
+    "has [^;]+; install the plan's",
+    "is \\S+ h ahead",
+)
 _BLAMED_SITE = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOSS_PHRASES, *_OTHER_PHRASES))})")
 """The pattern of such a failure, or another of a single hospital, with its name."""
 
@@ -69,7 +82,13 @@ def _list_responding(session: Session) -> list[str]:
             if not (client_names := [client.name for client in session.get_connected_client_list()]):
                 return []
             statuses = session.get_client_job_status(client_names) or []
-            return sorted({str(client_status["client_name"]) for client_status in statuses if client_status.get("status") != "no_reply"})
+            return sorted(
+                {
+                    str(client_status["client_name"])
+                    for client_status in statuses
+                    if client_status.get("status") != "no_reply"
+                }
+            )
         except (InvalidTarget, NoClientsAvailable, NoConnection):  # a client is just going away
             if not tries_left:
                 raise
@@ -105,12 +124,16 @@ class _JobWatch:
             return
         self._checked_s = now_s
         if affected := self.list_revoked():
-            self._give_up(f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}", affected)
+            self._give_up(
+                f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}", affected
+            )
         try:
             responding, running_jobs = _list_responding(self.session), _running_job_ids(self.session)
         except Exception:  # the next request for the status fails with the reason
             return
-        self._back_since = {site: self._back_since.get(site, now_s) for site in self.awaited if site in responding}
+        self._back_since = {
+            site: self._back_since.get(site, now_s) for site in self.awaited if site in responding
+        }
         present_s = {site: now_s - since for site, since in self._back_since.items() if has_started}
         if back := [site for site in present_s if present_s[site] >= max(_AWAY_S, self.awaited[site])]:
             self._end_job(SiteReconnected(f"{', '.join(back)} is there again; the job was ended"))
@@ -124,10 +147,13 @@ class _JobWatch:
         patience_s = max(_AWAY_S, self.patience_s) if has_started else _AWAY_S
         affected = [site for site in self.sites if now_s - self._missing_since.get(site, now_s) >= patience_s]
         if affected and has_started:
-            self._give_up(f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected)
+            self._give_up(
+                f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected
+            )
         if affected:
             self._give_up(
-                f"{', '.join(affected)} not connected any more; nothing was begun: submit again later", affected
+                f"{', '.join(affected)} not connected any more; nothing was begun: submit again later",
+                affected,
             )
         if not has_started and now_s - self._server_idle_since >= _BEGIN_S:
             self._give_up(
@@ -205,7 +231,10 @@ def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[dict[str, Any]]
             rows, working = _list_recent(session), _running_job_ids(session)
             for row in rows:
                 if row["status"] in _STARTED_STATES and row["id"] not in working:
-                    row |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {_RESUME_HINT}"}
+                    row |= {
+                        "status": "DEAD",
+                        "reason": f"the server was stopped while it ran; {_RESUME_HINT}",
+                    }
         failed = [row for row in rows if row["reason"] is None and _has_failed(str(row["status"]))]
         for row in [row for row in failed if row["id"] not in known_ids][:_MAX_REASONS]:
             row["reason"] = _failure_reason(session, str(row["id"]), str(row["status"]))
@@ -236,7 +265,9 @@ def _failure_reason(session: Session, job: str, status: str) -> str:
         if isinstance(replies, Mapping) and any(
             isinstance(reply, Mapping) and "error" in reply for reply in replies.values()
         ):
-            return _first_reason([reply["error"] for reply in validate_replies(replies, list(replies), "work").values()])
+            return _first_reason(
+                [reply["error"] for reply in validate_replies(replies, list(replies), "work").values()]
+            )
     return _silent_failure_reason(job, status)
 
 
@@ -281,7 +312,10 @@ def run_job(
         write_job_files(folder, sites, job)
         number = session.submit_job(str(folder))
         on_submit(number)
-        started_s, watch = time.monotonic(), _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked)
+        started_s, watch = (
+            time.monotonic(),
+            _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked),
+        )
         while not (status := _job_status(session, number)).startswith("FINISHED"):
             on_wait(time.monotonic() - started_s)
             watch.check_job(status)
@@ -295,7 +329,9 @@ def run_job(
     if _has_failed(status):
         raise JobFailed(_silent_failure_reason(number, status), can_retry=status != "FINISHED:ABORTED")
     if silent := [site for site in sites if site not in replies]:
-        explanation = f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_RESUME_HINT}"
+        explanation = (
+            f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_RESUME_HINT}"
+        )
         raise JobFailed(explanation, silent, can_retry=True)
     return replies
 

@@ -38,8 +38,8 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
-from wsi_fl.hospitals.flare.files import PROCESS_MODULE, PARENT_VARIABLE
-from wsi_fl.hospitals.trust.kit import parse_address, bracket_ipv6, find_proxy, refuse_revoked
+from wsi_fl.hospitals.flare.files import PARENT_VARIABLE, PROCESS_MODULE
+from wsi_fl.hospitals.trust.kit import bracket_ipv6, find_proxy, parse_address, refuse_revoked
 
 _LOOK_S = 0.25
 _flare_ssl_context, _flare_connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect
@@ -69,7 +69,9 @@ def _connect_driver(driver: Any, connector: Any) -> None:
     connector.params |= {"host": bracket_ipv6(host), "port": port}
     proxy = find_proxy(host)
     proxy_options = {"proxy": f"http://{proxy}", "proxy_headers": proxy.headers} if proxy else {}
-    aio_http_driver.aiohttp = SimpleNamespace(**vars(aiohttp) | {"ClientSession": partial(_open_session, proxy_options)})
+    aio_http_driver.aiohttp = SimpleNamespace(
+        **vars(aiohttp) | {"ClientSession": partial(_open_session, proxy_options)}
+    )
     _flare_connect(driver, connector)
 
 
@@ -141,12 +143,21 @@ def _is_job_id(name: str) -> bool:
 
 def restrict_client() -> None:
     """Remove all commands that a client of wsi-fl must not answer."""
-    allowed = [processor for processor in ClientRequestProcessors.request_processors if type(processor).__name__ in _ALLOWED_PROCESSORS]
+    allowed = [
+        processor
+        for processor in ClientRequestProcessors.request_processors
+        if type(processor).__name__ in _ALLOWED_PROCESSORS
+    ]
     if missing := _ALLOWED_PROCESSORS - {type(processor).__name__ for processor in allowed}:
         raise SystemExit(f"this NVIDIA FLARE has no {min(missing)}; wsi-fl needs version 2.9")
-    job_processors = (AbortAppProcessor, DeployProcessor, StartJobProcessor)  # they make, use and remove its folder
+    job_processors = (
+        AbortAppProcessor,
+        DeployProcessor,
+        StartJobProcessor,
+    )  # they make, use and remove its folder
     ClientRequestProcessors.request_processors[:] = [
-        _SingleJobProcessor(processor) if isinstance(processor, job_processors) else processor for processor in allowed
+        _SingleJobProcessor(processor) if isinstance(processor, job_processors) else processor
+        for processor in allowed
     ]
 
 

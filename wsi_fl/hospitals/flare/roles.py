@@ -36,7 +36,7 @@ from wsi_fl.hospitals.lines.relayed import Receipt
 from wsi_fl.hospitals.plans.signed import FederationPlan
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Buffer
-from wsi_fl.hospitals.work.said import parse_reply, failure_reply
+from wsi_fl.hospitals.work.said import failure_reply, parse_reply
 from wsi_fl.hospitals.work.taking_part import greet_sites, public_summary, take_part
 from wsi_fl.runs.site import append_note
 from wsi_fl.stages.training.launch import hint_way_on
@@ -111,7 +111,11 @@ class JobController(Controller):  # type: ignore[misc]
         """Record the first silent sites, if a job ends without a reason: the others end because of them, later."""
         time.sleep(_SILENT_S)
         latest = max(self._last_signs.values(), default=0.0)
-        silent = {site: latest - self._last_signs.get(site, 0.0) for site in self._sites if site not in self._replies}
+        silent = {
+            site: latest - self._last_signs.get(site, 0.0)
+            for site in self._sites
+            if site not in self._replies
+        }
         for site, seconds in silent.items():
             if seconds > _SILENT_S / 2:
                 self._replies[site] = failure_reply(f"site {site} was lost: it fell silent before the others")
@@ -221,7 +225,10 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
         except Exception as error:
             name = fl_ctx.get_identity_name()
             with suppress(OSError):
-                append_note(Study(Path(os.environ[STUDY_VARIABLE])).runs_path / f"{name}.log", "".join(format_exception(error)))
+                append_note(
+                    Study(Path(os.environ[STUDY_VARIABLE])).runs_path / f"{name}.log",
+                    "".join(format_exception(error)),
+                )
             reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
             reply["said"] = (
                 single_line(error)
@@ -240,7 +247,9 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
         plan, brought = str(job["plan"]), FederationPlan(str(job["text"])) if "text" in job else None
         if job["what"] == "check":
             return greet_sites(study, identity, self._transport, plan=plan, received_plan=brought)
-        with hint_way_on(study.runs_path, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
+        with hint_way_on(
+            study.runs_path, "have the coordinator go on with `wsi-fl federation submit --resume last`"
+        ):
             summary = take_part(
                 study,
                 identity,

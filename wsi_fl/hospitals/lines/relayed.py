@@ -26,16 +26,35 @@ import numpy as np
 
 from wsi_fl.federation.comm import PeerTimeout, Traffic, count_traffic
 from wsi_fl.federation.documents import ProtocolError, decode_document, encode_document
-from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Message, Outgoing, PayloadType, pack_message, unpack_message
+from wsi_fl.federation.message import (
+    HEADER_BYTES,
+    NUMBERS,
+    Message,
+    Outgoing,
+    PayloadType,
+    pack_message,
+    unpack_message,
+)
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, key_fingerprint
-from wsi_fl.hospitals.trust.letters import ALL_RECEIVERS, HANDSHAKE, Buffer, Handshake, SealedMessage, MessageSealer, derive_session
+from wsi_fl.hospitals.trust.letters import (
+    ALL_RECEIVERS,
+    HANDSHAKE,
+    Buffer,
+    Handshake,
+    MessageSealer,
+    SealedMessage,
+    derive_session,
+)
 from wsi_fl.types import Interrupted, ReportableError
 
 _T = TypeVar("_T")
 
 Receipt = Literal["taken", "later", "refused"]
 """A receiver's answer to a message: taken, not yet decidable, or refused for good."""
-_END_REASONS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
+_END_REASONS = {
+    "end": "ended the run; its own log says why",
+    "withdrawn": "withdrew its approval of this plan",
+}
 """Sequence ids of a site's last message, and their meaning."""
 MAX_MESSAGE_BYTES = 1 << 30
 """The longest message that is taken unless the signed plan sets a limit."""
@@ -97,11 +116,16 @@ class SitePresence:
 
     def has_dropped_out(self, name: str) -> bool:
         """Return whether the newest process of a site dropped out."""
-        return name in self.dropped_out and self.sealer.latest_handshakes.get(name, 0.0) <= self.dropped_out[name]
+        return (
+            name in self.dropped_out
+            and self.sealer.latest_handshakes.get(name, 0.0) <= self.dropped_out[name]
+        )
 
     def missing_sites(self) -> list[str]:
         """Return the sites that dropped out, if too few are left; none if enough are."""
-        dropped_out = [name for name in self.names if name != self.identity.name and self.has_dropped_out(name)]
+        dropped_out = [
+            name for name in self.names if name != self.identity.name and self.has_dropped_out(name)
+        ]
         is_quorum = len(self.names) - len(dropped_out) >= max(self.min_sites or 0, len(self.names) // 2 + 1)
         return [] if is_quorum else dropped_out
 
@@ -110,7 +134,9 @@ class SitePresence:
         self.dropped_out |= {name: self.sealer.latest_handshakes.get(name, 0.0) for name in names}
         self.reasons |= dict.fromkeys(names, reason)
         started_at = 0.0 if self.has_clock_jumped() else self.sealer.started_at
-        self.sealer = self.sealer.renew_handshake(max(started_at, self.dropped_out.get(self.identity.name, 0.0)))
+        self.sealer = self.sealer.renew_handshake(
+            max(started_at, self.dropped_out.get(self.identity.name, 0.0))
+        )
         self._start_offset_s = _clock_offset_s()
 
     def merge_peer_view(self, peer_view: Mapping[str, float]) -> bool:
@@ -178,7 +204,7 @@ class SecureComm:
             were revoked, by its fingerprint: no session goes on with such a site.
 
     Raises:
-        PeerLate: when a site did not introduce itself in time.
+        PeerTimeout: when a site did not introduce itself in time.
         SitesGone: the same, if the others may go on without it.
         KnownToAll: when one has another plan, version, code or time.
     """
@@ -257,7 +283,10 @@ class SecureComm:
         """Return one document of every site; see `Comm`."""
         (document,) = documents
         document_bytes = encode_document(document, kind, self.identity.name)
-        contents, senders = dict.fromkeys(self._peer_indices, (document_bytes,)), list(self._peer_indices.values())
+        contents, senders = (
+            dict.fromkeys(self._peer_indices, (document_bytes,)),
+            list(self._peer_indices.values()),
+        )
         texts = self._swap_messages(self._next_sequence_id(), contents, senders, patient=patient)
         texts[self.sites[0]] = memoryview(document_bytes)
         self._met_s, self._steps = time.monotonic(), 0
@@ -274,7 +303,9 @@ class SecureComm:
         }
         senders = [sender for sender, receiver in expected if receiver == site_index]
         texts = self._swap_messages(self._next_sequence_id(), contents, senders, lossy=True)
-        return {(k, site_index): decode_document(bytes(text), kind, self.names[k]) for k, text in texts.items()}
+        return {
+            (k, site_index): decode_document(bytes(text), kind, self.names[k]) for k, text in texts.items()
+        }
 
     def _next_sequence_id(self) -> str:
         """Return the sequence id of the next documents, the same at every site."""
@@ -292,7 +323,9 @@ class SecureComm:
     def close(self) -> None:
         """Stop listening; every further call fails."""
         with self._condition:
-            self._end_error = self._end_error or ReportableError(f"site {self.identity.name} has left the run")
+            self._end_error = self._end_error or ReportableError(
+                f"site {self.identity.name} has left the run"
+            )
             self._condition.notify_all()
         self.transport.close()
 
@@ -313,13 +346,19 @@ class SecureComm:
         with self._condition:
             self._wait_for_peers(HANDSHAKE, self._presence.missing_sites, inf)
             self._wait_for_peers(
-                HANDSHAKE, lambda: [name for name in self._session_peers() if name not in self._peers], self.timeout_s
+                HANDSHAKE,
+                lambda: [name for name in self._session_peers() if name not in self._peers],
+                self.timeout_s,
             )
             self._peer_indices = {name: self._peer_indices[name] for name in self._session_peers()}
             self._peers = {name: self._peers[name] for name in self._peer_indices}
             self.running = tuple(sorted((*self.sites, *self._peer_indices.values())))
-            handshakes = [(name, peer_handshake["public"]) for name, (peer_handshake, _) in self._peers.items()]
-            self._session = derive_session([*handshakes, (self.identity.name, self._sealer.public)], self.plan)
+            handshakes = [
+                (name, peer_handshake["public"]) for name, (peer_handshake, _) in self._peers.items()
+            ]
+            self._session = derive_session(
+                [*handshakes, (self.identity.name, self._sealer.public)], self.plan
+            )
 
     def _session_peers(self) -> list[str]:
         """Return the peers of the session that begins."""
@@ -347,7 +386,9 @@ class SecureComm:
                 self._peers[name] = (handshake, holder)
             self._sealer.latest_handshakes[name] = handshake["time"]
             if self._presence.merge_peer_view(handshake["gone"]):
-                self._peer_error = SitesDroppedOut(f"the others went on without {self.identity.name}, which was silent")
+                self._peer_error = SitesDroppedOut(
+                    f"the others went on without {self.identity.name}, which was silent"
+                )
         self._condition.notify_all()
         return "taken"
 
@@ -361,10 +402,14 @@ class SecureComm:
             return f"{name} sent a handshake, and takes no part in this run"
         if self.keys.get(name, key_print) != key_print:
             return f"somebody sent a handshake as {name} with another key than the plan's"
-        if behind_s > _MAX_CLOCK_SKEW_S + self.transport.lag_s + self.timeout_s:  # an old one, or a clock that is behind
+        if (
+            behind_s > _MAX_CLOCK_SKEW_S + self.transport.lag_s + self.timeout_s
+        ):  # an old one, or a clock that is behind
             return f"{name} sent a handshake {behind_s / 3600:.1f} h ago by this clock"
         if message.header["session"] != self.plan:
-            return f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
+            return (
+                f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
+            )
         return ""
 
     def _explain_mismatch(self, handshake: Handshake, name: str) -> str:
@@ -373,7 +418,10 @@ class SecureComm:
         if ahead_s > _MAX_CLOCK_SKEW_S:
             return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
         if (handshake["version"], handshake["code"]) != (self.version, self.code):
-            peer_version, local_version = f"{handshake['version']} ({handshake['code'][:8]})", f"{self.version} ({self.code[:8]})"
+            peer_version, local_version = (
+                f"{handshake['version']} ({handshake['code'][:8]})",
+                f"{self.version} ({self.code[:8]})",
+            )
             return f"{name} has wsi-fl {peer_version}, {me} has {local_version}"
         return ""
 
@@ -411,7 +459,11 @@ class SecureComm:
             return "taken"
         if header["place"] in _END_REASONS:
             reason = f"site {header['sender']} {_END_REASONS[header['place']]}"
-            self._peer_error = SitesDroppedOut(reason, [header["sender"]]) if self._tolerates_dropout else ReportableError(reason)
+            self._peer_error = (
+                SitesDroppedOut(reason, [header["sender"]])
+                if self._tolerates_dropout
+                else ReportableError(reason)
+            )
         self._inbox[key] = message
         self._condition.notify_all()
         return "taken"
@@ -419,7 +471,9 @@ class SecureComm:
     def _is_full(self, arrival: SealedMessage) -> bool:
         """Return whether a peer's unread messages leave no room for a further one."""
         sizes = [
-            len(message.body) for (sender, _), message in self._inbox.items() if sender == arrival.header["sender"]
+            len(message.body)
+            for (sender, _), message in self._inbox.items()
+            if sender == arrival.header["sender"]
         ]
         return len(sizes) >= _MAX_PENDING or sum(sizes) + len(arrival.body) > 2 * self.most_bytes
 
@@ -453,7 +507,9 @@ class SecureComm:
         with self._condition:
             with late_is_lost:
                 self._wait_for_peers(
-                    sequence_id, lambda: [key[0] for key in keys.values() if key not in self._inbox], remaining_s()
+                    sequence_id,
+                    lambda: [key[0] for key in keys.values() if key not in self._inbox],
+                    remaining_s(),
                 )
             messages = {k: self._inbox.pop(key) for k, key in keys.items() if key in self._inbox}
             self._consumed |= set(keys.values())
@@ -490,7 +546,11 @@ class SecureComm:
                     f"site {name} has a certificate that was withdrawn on {revoked_on:%Y-%m-%d}, "
                     "and needs a new key"
                 )
-                raise SitesDroppedOut(reason, [name]) if self._tolerates_dropout and name in certificates else Interrupted(reason)
+                raise (
+                    SitesDroppedOut(reason, [name])
+                    if self._tolerates_dropout and name in certificates
+                    else Interrupted(reason)
+                )
 
     def _give_up(self, sequence_id: str, late: Mapping[str, str]) -> None:
         """Raise an error if late sites gave no sign of life either; in lossy steps, in any case."""
@@ -509,10 +569,14 @@ class SecureComm:
 
     # sending
 
-    def _send_messages(self, sequence_id: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
+    def _send_messages(
+        self, sequence_id: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float
+    ) -> None:
         """Seal and deliver one message to each of some sites."""
         messages = {
-            name: self._sealer.seal_message(name, self._peers[name][0]["public"], self._session, sequence_id, parts)
+            name: self._sealer.seal_message(
+                name, self._peers[name][0]["public"], self._session, sequence_id, parts
+            )
             for name, parts in contents.items()
         }
         self._deliver_messages(sequence_id, messages, limit_s)
@@ -529,7 +593,8 @@ class SecureComm:
             while pending:
                 limit = min(max(deadline - time.monotonic(), _WAKE_S), self.timeout_s)
                 futures = {
-                    name: pool.submit(self.transport.send, name, sequence_id, message, limit) for name, message in pending.items()
+                    name: pool.submit(self.transport.send, name, sequence_id, message, limit)
+                    for name, message in pending.items()
                 }
                 self.sent_bytes += sum(map(len, pending.values()))
                 failed = {name: reason for name, future in futures.items() if (reason := future.result())}
@@ -539,7 +604,9 @@ class SecureComm:
                 if sequence_id not in _END_REASONS:
                     self._raise_if_ended()
                 if time.monotonic() >= deadline:
-                    self._give_up(sequence_id, {name: f"took nothing ({reason})" for name, reason in failed.items()})
+                    self._give_up(
+                        sequence_id, {name: f"took nothing ({reason})" for name, reason in failed.items()}
+                    )
                 with self._condition:
                     self._condition.wait(pause)
                 pause = min(2 * pause, _RETRY_PAUSES_S[1])

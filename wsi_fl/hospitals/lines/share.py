@@ -82,8 +82,15 @@ class SharedFolder:
 
     def list_entries(self, *parts: str) -> dict[str, FolderEntry]:
         """Return the files of a folder by name; none if it is missing."""
-        files = [info for info in self._list_folder(*parts) if info.get("type") == "file" and not info.get("islink")]
-        return {info["name"]: FolderEntry(info["name"], int(info.get("size") or 0), _write_time(info)) for info in files}
+        files = [
+            info
+            for info in self._list_folder(*parts)
+            if info.get("type") == "file" and not info.get("islink")
+        ]
+        return {
+            info["name"]: FolderEntry(info["name"], int(info.get("size") or 0), _write_time(info))
+            for info in files
+        }
 
     def list_folders(self, *parts: str) -> list[str]:
         """Return the names of the folders in a folder; none if it is missing."""
@@ -97,7 +104,10 @@ class SharedFolder:
             return fs.ls("/".join([root, *parts]), detail=True)
 
         try:
-            return [info | {"name": str(info["name"]).rstrip("/").rsplit("/", 1)[-1]} for info in self.run_action(list_children)]
+            return [
+                info | {"name": str(info["name"]).rstrip("/").rsplit("/", 1)[-1]}
+                for info in self.run_action(list_children)
+            ]
         except FileNotFoundError:
             return []
 
@@ -172,7 +182,9 @@ def _is_missing(error: Exception) -> bool:
 
 def _write_time(info: Mapping[str, Any]) -> float | None:
     """Return when a file was written; backends of fsspec name it differently."""
-    value = next((info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None)
+    value = next(
+        (info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None
+    )
     return value.timestamp() if isinstance(value, datetime) else value if isinstance(value, float) else None
 
 

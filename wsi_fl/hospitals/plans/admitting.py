@@ -14,25 +14,43 @@ from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
-from wsi_fl.hospitals.plans.approving import PlanReview, describe_excess, describe_cost, is_alike, review_plan, sign_plan
-from wsi_fl.hospitals.plans.contents import DataDescription, PlannedDisclosure, list_disclosures, describe_store
+from wsi_fl.hospitals.plans.approving import (
+    PlanReview,
+    describe_cost,
+    describe_excess,
+    is_alike,
+    review_plan,
+    sign_plan,
+)
+from wsi_fl.hospitals.plans.contents import (
+    DataDescription,
+    PlannedDisclosure,
+    describe_store,
+    list_disclosures,
+)
 from wsi_fl.hospitals.plans.frames import (
     FORMAT,
     StandingApproval,
-    list_admitted_plans,
-    preapproval_path,
     has_expired,
-    record_admission,
+    list_admitted_plans,
     load_preapproval,
+    preapproval_path,
+    record_admission,
 )
-from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, settings_text, parse_site_files
-from wsi_fl.hospitals.plans.signed import FederationPlan, load_approved_plan, settings_by_key, code_digest, format_value
+from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, parse_site_files, settings_text
+from wsi_fl.hospitals.plans.signed import (
+    FederationPlan,
+    code_digest,
+    format_value,
+    load_approved_plan,
+    settings_by_key,
+)
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import append_note
 from wsi_fl.stages.site.party import RunContext, adapt_settings
-from wsi_fl.stages.work.console import TextLine, Lines, print_message
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError, single_line
@@ -98,7 +116,10 @@ def make_preapproval(
     allows: dict[str, list[Any]] = {}
     for method in methods or [plan.method]:
         for key, values in _method_terms(study, review, method).items():
-            allows[key] = [*(earlier := allows.get(key, [])), *(value for value in values if value not in earlier)]
+            allows[key] = [
+                *(earlier := allows.get(key, [])),
+                *(value for value in values if value not in earlier),
+            ]
     allows["pipeline"] = [plan.name]
     allows["partners"] = [f"{name} {key}" for name, key in plan.keys.items() if name in partner_names]
     allows["guarantee"] = list(_GUARANTEE_LEVELS[: _GUARANTEE_LEVELS.index(privacy["guarantee"]) + 1])
@@ -110,7 +131,7 @@ def make_preapproval(
     }
     document = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, "settings": settings}
     limits = {"epsilon": epsilon, "runs": runs, "until": last.isoformat()}
-    return add_codes(cast("Frame", document | limits), codes)
+    return add_codes(cast("StandingApproval", document | limits), codes)
 
 
 def add_codes(approval: StandingApproval, codes: Sequence[str] = ()) -> StandingApproval:
@@ -122,7 +143,10 @@ def add_codes(approval: StandingApproval, codes: Sequence[str] = ()) -> Standing
 def _method_terms(study: Study, review: PlanReview, method: str) -> dict[str, list[Any]]:
     """Return the terms of a plan with another method."""
     local_file = study.load_site(review.site)
-    files = tuple(local_file if site_file.name == local_file.name else site_file for site_file in parse_site_files(review.document))
+    files = tuple(
+        local_file if site_file.name == local_file.name else site_file
+        for site_file in parse_site_files(review.document)
+    )
     pipeline = adapt_settings(method, study, review.plan.pipeline())
     with RunContext(study, pipeline, method, RunFolder(study.runs_path / "plan"), files) as context:
         if not context.method.disclosures:
@@ -144,7 +168,10 @@ def _plan_terms(
     leaves: Sequence[PlannedDisclosure],
 ) -> dict[str, list[Any]]:
     """Return a plan's terms that a standing approval limits: what its models see, and what would leave a site."""
-    privacy, local_row = plan.pipeline().privacy, next(site_row for site_row in document["sites"] if site_row["name"] == site)
+    privacy, local_row = (
+        plan.pipeline().privacy,
+        next(site_row for site_row in document["sites"] if site_row["name"] == site),
+    )
     guarantee, suffix = document["privacy"]["guarantee"], ", without differential privacy"
     kinds = {
         row["what"].partition(" (")[0] + (suffix if row["protected_by"].startswith("no diff") else "")
@@ -165,7 +192,9 @@ def _plan_terms(
     }
 
 
-def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
+def explain_text_rejection(
+    approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int
+) -> str:
     """Return in one line how a plan's own text exceeds a standing approval today, in UTC; "" if it does not.
 
     Nothing else is read, built or fetched, so the line may be disclosed.
@@ -190,7 +219,9 @@ def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, tod
 def _explain_order(approval: StandingApproval, plan: FederationPlan) -> str:
     """Return in one line that a plan's sites are ordered otherwise than approved (the first sees most), or ""."""
     agreed = [
-        name for name in (partner.split(" ")[0] for partner in approval["allows"]["partners"]) if name in plan.sites
+        name
+        for name in (partner.split(" ")[0] for partner in approval["allows"]["partners"])
+        if name in plan.sites
     ]
     return (
         ""
@@ -201,7 +232,10 @@ def _explain_order(approval: StandingApproval, plan: FederationPlan) -> str:
 
 def _explain_setting(approval: StandingApproval, plan: FederationPlan) -> str:
     """Return in one line the first setting of a plan that differs more than it may; "" for none."""
-    approved_settings, plan_settings = settings_by_key(approval["settings"][plan.method]), settings_by_key(str(plan.document["settings"]))
+    approved_settings, plan_settings = (
+        settings_by_key(approval["settings"][plan.method]),
+        settings_by_key(str(plan.document["settings"])),
+    )
     for key in dict.fromkeys([*approved_settings, *plan_settings]):
         approved_value, plan_value = approved_settings.get(key), plan_settings.get(key)
         also, fits = _VARIABLE_SETTINGS.get(key, ("", lambda first, second: first == second))
@@ -216,7 +250,12 @@ def _format_setting(value: object) -> str:
 
 
 def _explain_excess(
-    approval: StandingApproval, document: PlanDocument, plan: FederationPlan, data: Mapping[str, object], *, unknown: bool = False
+    approval: StandingApproval,
+    document: PlanDocument,
+    plan: FederationPlan,
+    data: Mapping[str, object],
+    *,
+    unknown: bool = False,
 ) -> str:
     """Return in one line the first term of a plan that a standing approval does not allow; "" for none.
 
@@ -225,11 +264,19 @@ def _explain_excess(
         unknown: whether the plan may leave open what only stores determine.
     """
     allows = approval["allows"]
-    for key, values in _plan_terms(document, plan, approval["site"], document["method"], data, document["leaves"]).items():
+    for key, values in _plan_terms(
+        document, plan, approval["site"], document["method"], data, document["leaves"]
+    ).items():
         known_values = [
-            value for value in values if not (unknown and value is None and key in DataDescription.__annotations__)
+            value
+            for value in values
+            if not (unknown and value is None and key in DataDescription.__annotations__)
         ]
-        if excess := [value for value in known_values if not any(is_alike(key, value, approved_value) for approved_value in allows[key])]:
+        if excess := [
+            value
+            for value in known_values
+            if not any(is_alike(key, value, approved_value) for approved_value in allows[key])
+        ]:
             return (
                 f"{key}: {format_value(excess[0])}, where the standing approval has "
                 f"{'; '.join(map(format_value, allows[key])) or 'none'}"
@@ -311,6 +358,8 @@ def preapproval_lines(terms: StandingApproval) -> Lines:
         f"at {limit}, of plans with"
     )
     for key, values in terms["allows"].items():
-        yield TextLine(f"  {key}: {'; '.join('nothing' if value is None else str(value) for value in values)}")
+        yield TextLine(
+            f"  {key}: {'; '.join('nothing' if value is None else str(value) for value in values)}"
+        )
     varies = ", ".join(f"{key} {also}" for key, (also, _) in _VARIABLE_SETTINGS.items())
     yield TextLine(f"  all other settings as in this plan, but for {varies}")

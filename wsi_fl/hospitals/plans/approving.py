@@ -10,54 +10,54 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.hospitals.plans.contents import DataDescription, find_odd_key, describe_store
+from wsi_fl.hospitals.plans.contents import DataDescription, describe_store, find_odd_key
 from wsi_fl.hospitals.plans.frames import StandingApproval, preapproval_entries
 from wsi_fl.hospitals.plans.making import (
     PlanDocument,
     PlannedSite,
     describe_plan,
     parse_plan_document,
-    site_disclosures,
     parse_site_files,
     render_plan_text,
+    site_disclosures,
 )
 from wsi_fl.hospitals.plans.signed import (
     SITE_TERMS,
     FederationPlan,
     approval_path,
-    record_approval,
-    describe_changes,
     check_code_version,
     check_pinned_key,
-    check_site_terms,
     check_revoked,
+    check_site_terms,
     cost_path,
-    plan_path,
+    describe_changes,
     format_value,
+    plan_path,
+    record_approval,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms, reportable_max_tpr
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.report.words import format_count, describe_detection, format_size
+from wsi_fl.report.words import describe_detection, format_count, format_size
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (
     Group,
-    is_above_budget,
+    compute_patient_epsilon,
+    costs_epsilon,
     count_affordable,
     describe_group,
-    open_account,
+    is_above_budget,
     list_mechanisms,
+    open_account,
     require_budget,
-    costs_epsilon,
-    compute_patient_epsilon,
 )
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import STATISTICS_RUN
 from wsi_fl.stages.training.carrying import load_local_statistics
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.work.console import TextLine, Lines, TextTable
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
@@ -135,7 +135,9 @@ class PlanReview:
     learned: DataDescription | None = None
 
 
-def review_plan(study: Study, plan: FederationPlan, site: str, approval: StandingApproval | None = None) -> PlanReview:
+def review_plan(
+    study: Study, plan: FederationPlan, site: str, approval: StandingApproval | None = None
+) -> PlanReview:
     """Check a plan against its own settings, this installation, the hospital's site file and its store.
 
     Nothing is written except the hospital's holdout secret, if it has none and the plan draws held-out patients. No
@@ -175,7 +177,9 @@ def review_plan(study: Study, plan: FederationPlan, site: str, approval: Standin
     return PlanReview(plan, document, site, cost, tuple(notes), training_data)
 
 
-def sign_plan(study: Study, review: PlanReview, identity: Identity, approval: StandingApproval | None = None) -> Path:
+def sign_plan(
+    study: Study, review: PlanReview, identity: Identity, approval: StandingApproval | None = None
+) -> Path:
     """Sign a plan in the name of the reviewing hospital, or by its standing approval.
 
     For the plan's other sites a missing file in `sites/` is written with their terms in the plan. Returns the path of
@@ -229,10 +233,14 @@ def _require_matching_store(store_data: DataDescription, document: PlanDocument,
 
 def is_alike(key: str, planned: object, actual: object) -> bool:
     """Return whether two values of a term mean the same; of an encoder a plan without a store has the name alone."""
-    return not any(encoder_differences([str(planned), str(actual)])) if key == "encoder" else planned == actual
+    return (
+        not any(encoder_differences([str(planned), str(actual)])) if key == "encoder" else planned == actual
+    )
 
 
-def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, approval_id: str) -> PlanCost | None:
+def _compute_cost(
+    context: RunContext, plan: FederationPlan, site: SiteFile, approval_id: str
+) -> PlanCost | None:
     """Return the plan's cost, beside the runs of a standing approval; UsageError if no round is affordable."""
     from wsi_fl.stages.training.workshop import load_training  # and with it PyTorch
 
@@ -249,7 +257,9 @@ def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, app
     approval_entries = preapproval_entries(ledger.entries, site.name, approval_id) if approval_id else []
     runs = len({entry.run_id for entry in approval_entries})
     if not costs_epsilon(pipeline) or site.is_receiver:
-        return PlanCost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs)
+        return PlanCost(
+            n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs
+        )
     affordable = count_affordable(account, rounds)
     if not affordable:
         raise UsageError(
@@ -285,12 +295,16 @@ def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, app
         compute_patient_epsilon(terms, train.patient, plan_run),
         compute_patient_epsilon(terms, train.patient, lifetime_mechanisms),
         epsilon([*run_mechanisms, *max_mechanisms], terms.delta) if terms.guarantee == "shared" else None,
-        epsilon([*collect_mechanisms(approval_entries), *max_mechanisms], terms.delta) if approval_id else None,
+        epsilon([*collect_mechanisms(approval_entries), *max_mechanisms], terms.delta)
+        if approval_id
+        else None,
         runs,
     )
 
 
-def _collect_notes(study: Study, sites: Sequence[SiteFile], me: str, cost: PlanCost | None, plan: FederationPlan) -> list[str]:
+def _collect_notes(
+    study: Study, sites: Sequence[SiteFile], me: str, cost: PlanCost | None, plan: FederationPlan
+) -> list[str]:
     """Return remarks for the people who sign."""
     notes = []
     with suppress(UsageError, KeyError, ValueError):  # the first plan of a study, or no plan of this version
@@ -318,7 +332,11 @@ def _collect_notes(study: Study, sites: Sequence[SiteFile], me: str, cost: PlanC
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"
         )
-    if plan.method == STATISTICS_RUN and not plan.pipeline().train.from_released and _has_released_before(study, me):
+    if (
+        plan.method == STATISTICS_RUN
+        and not plan.pipeline().train.from_released
+        and _has_released_before(study, me)
+    ):
         notes.append(
             f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing ones "
             "there are sent for nothing by a plan of `federation plan --method oneshot --set train.from_released=true`"
@@ -337,7 +355,9 @@ def _collect_notes(study: Study, sites: Sequence[SiteFile], me: str, cost: PlanC
 
 def _has_released_before(study: Study, site: str) -> bool:
     """Return whether class statistics of a site have left it, by a file or in a run of `oneshot`, by its ledger."""
-    lines = [entry for entry in LedgerFile(study.ledger_path(site)).entries if entry.site == site and entry.sending]
+    lines = [
+        entry for entry in LedgerFile(study.ledger_path(site)).entries if entry.site == site and entry.sending
+    ]
     return any(STATISTICS_RUN in entry.run.split()[0].split("-")[:2] for entry in lines)
 
 
@@ -374,12 +394,16 @@ def review_lines(review: PlanReview) -> Lines:
     yield TextLine("what leaves your hospital:")
     for item in site_disclosures(content, review.site):
         size_text = f", {format_size(item['bytes'])} each" if item["bytes"] is not None else ""
-        yield TextLine(f"  {item['what']} → {item['to']}; {item['often']}{size_text}. Protection: {item['protected_by']}")
+        yield TextLine(
+            f"  {item['what']} → {item['to']}; {item['often']}{size_text}. Protection: {item['protected_by']}"
+        )
     yield TextLine(f"what never leaves: {'; '.join(content['stays'])}")
     if review.cost is not None:
         yield TextLine(describe_cost(review.cost))
         if review.cost.group is not None:
-            yield TextLine(f"  {_describe_patient_epsilon(review.cost)}", "red" if review.cost.group_over_budget else "")
+            yield TextLine(
+                f"  {_describe_patient_epsilon(review.cost)}", "red" if review.cost.group_over_budget else ""
+            )
     for note in review.notes:
         yield TextLine(f"  {note}", "yellow")
 
@@ -398,7 +422,9 @@ def _describe_permissions(site: PlannedSite) -> str:
 
 def describe_cost(cost: PlanCost) -> str:
     """Describe in one sentence what a plan costs a hospital."""
-    subject = f"{format_count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
+    subject = (
+        f"{format_count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
+    )
     if cost.epsilon is None or cost.lifetime_epsilon is None:
         reason = "there is no differential privacy" if cost.n_units else "nothing of its records leaves it"
         return f"{subject}: no ε is spent, for {reason}"
@@ -413,7 +439,9 @@ def describe_cost(cost: PlanCost) -> str:
         f"{cost.lifetime_epsilon:.2f} of {limit}"
     )
     if (max_total := cost.most_epsilon) is not None:
-        sentence += f"; a sum that a site spoils is tried again, {MAX_ATTEMPTS} times in all at ε = {max_total:.2f}"
+        sentence += (
+            f"; a sum that a site spoils is tried again, {MAX_ATTEMPTS} times in all at ε = {max_total:.2f}"
+        )
     return (
         sentence
         if cost.max_tpr_at_fpr_1pct is None

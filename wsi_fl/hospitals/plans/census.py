@@ -25,19 +25,24 @@ from wsi_fl.hospitals.trust.certificates import Identity, verify_document
 from wsi_fl.privacy.accounting import Mechanism, find_sigma
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.site.account import require_release, open_ledger, require_budget
+from wsi_fl.stages.site.account import open_ledger, require_budget, require_release
 from wsi_fl.stages.site.targets import read_patient_column
-from wsi_fl.stages.work.console import TextLine, Lines, TextTable
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import site_lock, read_object, write_json
+from wsi_fl.system.files import read_object, site_lock, write_json
 from wsi_fl.types import UsageError
 
 _MIN_PATIENTS = 20
 """Patients of a value that a hospital should have for a task on it."""
 _QUANTILE_95 = NormalDist().inv_cdf(0.95)
-_FORMAT, _PURPOSE, _RUN_NAME, _OTHER_VALUE = "wsi-fl census 1", b"wsi-fl census, version 1\n", "census", "other"
+_FORMAT, _PURPOSE, _RUN_NAME, _OTHER_VALUE = (
+    "wsi-fl census 1",
+    b"wsi-fl census, version 1\n",
+    "census",
+    "other",
+)
 
 
 class _FeasibilityCounts(TypedDict):
@@ -105,7 +110,9 @@ def run_query(
     with site_lock(file.parent, identity.name):
         ledger = open_ledger(study, site, _RUN_NAME, terms)
         if file.exists():
-            document = read_object(file, "put its backup back", ("certificate", *_FeasibilityCounts.__annotations__))
+            document = read_object(
+                file, "put its backup back", ("certificate", *_FeasibilityCounts.__annotations__)
+            )
             cells = [number for values in document["counts"].values() for number in values.values()]
             vector = np.array(cells, np.float32)
             round_ = require_release(ledger, _RUN_NAME, digest_values(vector), file.name)
@@ -120,13 +127,16 @@ def run_query(
         if only_enough:
             noisy = (noisy - _QUANTILE_95 * sigma * clip >= _MIN_PATIENTS).astype(float)
         mechanism = Mechanism(sigma, clip, 1.0, 1)
-        release = ledger.release(None, noisy.astype(np.float32), schema=_RUN_NAME, mechanism=mechanism, content=_RUN_NAME)
+        release = ledger.release(
+            None, noisy.astype(np.float32), schema=_RUN_NAME, mechanism=mechanism, content=_RUN_NAME
+        )
         numbers = iter(noisy.tolist())
         response: _FeasibilityCounts = {
             "format": _FORMAT,
             "site": site.name,
             "counts": {
-                column: {value: next(numbers) for value in [*values, _OTHER_VALUE]} for column, values in columns.items()
+                column: {value: next(numbers) for value in [*values, _OTHER_VALUE]}
+                for column, values in columns.items()
             },
             "only_enough": only_enough,
             "deviation": sigma * clip,
@@ -146,7 +156,10 @@ def _add_noise(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[
     from wsi_fl.privacy.cipher import CipherStream
     from wsi_fl.privacy.sums import NoisyStatistics
 
-    noise_mechanism, exact = NoisyStatistics(sigma, clip, len(counts), "patient"), torch.from_numpy(counts.astype(np.float64))
+    noise_mechanism, exact = (
+        NoisyStatistics(sigma, clip, len(counts), "patient"),
+        torch.from_numpy(counts.astype(np.float64)),
+    )
     noisy: NDArray[np.float64] = noise_mechanism.add_noise(exact, CipherStream.from_entropy()).numpy()
     return np.rint(noisy)
 
@@ -180,14 +193,22 @@ def collect_responses(responses: Sequence[_FeasibilityCounts], epsilon: float = 
     if duplicates := [site for site in sites if sites.count(site) > 1]:
         raise UsageError(f"{duplicates[0]} answered twice; give the newer file alone")
     columns = {c: list(v) for c, v in responses[0]["counts"].items()} if responses else {}
-    common = [c for c, v in columns.items() if all(list(response["counts"].get(c, ())) == v for response in responses)]
+    common = [
+        c
+        for c, v in columns.items()
+        if all(list(response["counts"].get(c, ())) == v for response in responses)
+    ]
     return {
         "sites": {response["site"]: response["deviation"] for response in responses},
-        "questions": [_summarize_column(column, columns[column][:-1], responses, epsilon) for column in common],
+        "questions": [
+            _summarize_column(column, columns[column][:-1], responses, epsilon) for column in common
+        ],
     }
 
 
-def _summarize_column(column: str, values: list[str], responses: Sequence[_FeasibilityCounts], epsilon: float) -> dict[str, Any]:
+def _summarize_column(
+    column: str, values: list[str], responses: Sequence[_FeasibilityCounts], epsilon: float
+) -> dict[str, Any]:
     """Summarize the responses on one column."""
     from wsi_fl.stages.training.plan import describe_gain  # and with it PyTorch
 
@@ -195,7 +216,9 @@ def _summarize_column(column: str, values: list[str], responses: Sequence[_Feasi
     for response in responses:
         noisy_counts = [response["counts"][column][value] for value in values]
         threshold = 1 if response["only_enough"] else _MIN_PATIENTS + _QUANTILE_95 * response["deviation"]
-        lacks[response["site"]] = [value for value, n in zip(values, noisy_counts, strict=True) if n < threshold]
+        lacks[response["site"]] = [
+            value for value, n in zip(values, noisy_counts, strict=True) if n < threshold
+        ]
         if not response["only_enough"] and lacks[response["site"]] != values:
             clipped_counts = [max(0.0, n) for n in noisy_counts]
             rarest = min(clipped_counts) * len(clipped_counts) / max(1.0, sum(clipped_counts))
@@ -226,10 +249,14 @@ def feasibility_lines(document: Mapping[str, Any]) -> Lines:
             yield TextLine(f'  {none}: role = "receiver" in sites/{site}.toml')
         for site, lacks in question["lacks"].items():
             if lacks and site not in question["receivers"]:
-                yield TextLine(f"  {site} may have fewer than {_MIN_PATIENTS} of {', '.join(lacks)}", "yellow")
+                yield TextLine(
+                    f"  {site} may have fewer than {_MIN_PATIENTS} of {', '.join(lacks)}", "yellow"
+                )
         for site, gain in question["expected"].items():
             yield TextLine(f"  {site}: in our study joining brought {gain} (studies/ROUNDS.md)")
         able = "all hospitals" if question["all"] else "not all hospitals"
-        yield TextLine(f"  {able} can answer it; in the pipeline: {', '.join(question['pipeline'].splitlines())}")
+        yield TextLine(
+            f"  {able} can answer it; in the pipeline: {', '.join(question['pipeline'].splitlines())}"
+        )
     if not document["questions"]:
         yield TextLine("no column with the same values was asked of all hospitals", "yellow")

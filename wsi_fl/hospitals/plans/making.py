@@ -23,10 +23,10 @@ from wsi_fl.hospitals.plans.contents import (
     PLAN_TEXTS,
     DataDescription,
     PlannedDisclosure,
-    fill_plan_text,
     describe_data,
-    list_disclosures,
+    fill_plan_text,
     input_shape,
+    list_disclosures,
     list_retained,
 )
 from wsi_fl.hospitals.plans.signed import (
@@ -34,16 +34,16 @@ from wsi_fl.hospitals.plans.signed import (
     VERSION,
     FederationPlan,
     approval_path,
-    code_digest,
     archive_other_plan,
+    code_digest,
     package_versions,
 )
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
 from wsi_fl.report.words import format_duration
-from wsi_fl.stages.site.account import find_guarantee, costs_epsilon, loss_weights
+from wsi_fl.stages.site.account import costs_epsilon, find_guarantee, loss_weights
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.work.console import TextLine, Lines, print_message
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -143,7 +143,7 @@ def make_plan(
 ) -> FederationPlan:
     """Write the plan of a method for all sites of a study, and return it.
 
-    A different plan in its place, and approvals of one, are copied first; see `keep_other`.
+    A different plan in its place, and approvals of one, are copied first; see `archive_other_plan`.
 
     Args:
         out: the file to write.
@@ -162,7 +162,9 @@ def make_plan(
         check_run(context, "mpi", stores=False)
         document = describe_plan(context, name, describe_data(context), keys or {})
     plan = FederationPlan(render_plan_text(document, datetime.now(UTC).isoformat(timespec="seconds")))
-    archives = [archive_other_plan(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))]
+    archives = [
+        archive_other_plan(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))
+    ]
     if archived_paths := [path for path in archives if path]:
         print_message(f"  files of the previous plan are kept: {', '.join(archived_paths)}")
     write_text(out, plan.text)
@@ -175,7 +177,9 @@ def render_plan_text(document: PlanDocument, created: str) -> str:
     return json.dumps(head | document, indent=2, ensure_ascii=False) + "\n"
 
 
-def describe_plan(context: RunContext, name: str, training_data: DataDescription, keys: Mapping[str, str]) -> PlanDocument:
+def describe_plan(
+    context: RunContext, name: str, training_data: DataDescription, keys: Mapping[str, str]
+) -> PlanDocument:
     """Return the content of a plan without its time, the same for the same run context and training data.
 
     Args:
@@ -213,7 +217,9 @@ def describe_plan(context: RunContext, name: str, training_data: DataDescription
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
         "waits": " ".join(
-            fill_plan_text(PLAN_TEXTS["texts"]["waits"], n=len(context.names), patience=patience, train=pipeline.train)
+            fill_plan_text(
+                PLAN_TEXTS["texts"]["waits"], n=len(context.names), patience=patience, train=pipeline.train
+            )
         ),
         "privacy": _plan_privacy(context),
         "leaves": rows,
@@ -231,13 +237,17 @@ def settings_text(pipeline: Pipeline) -> str:
 def parse_plan_document(plan: FederationPlan) -> PlanDocument:
     """Return a plan's content; UsageError if something is missing, wrong or hidden."""
     if hidden_text := next((text for text in _iterate_texts(plan.document) if not text.isprintable()), None):
-        raise UsageError(f"this plan hides something: {ascii(hidden_text)[:60]} cannot be shown; do not sign it")
+        raise UsageError(
+            f"this plan hides something: {ascii(hidden_text)[:60]} cannot be shown; do not sign it"
+        )
     try:
         document = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"this plan is damaged: {location}: {first['msg'].lower()}; ask for it again") from None
+        raise UsageError(
+            f"this plan is damaged: {location}: {first['msg'].lower()}; ask for it again"
+        ) from None
     if "created" not in document:
         raise UsageError("this plan is damaged: it does not say when it was created; ask for it again")
     return document
@@ -266,7 +276,9 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 def parse_site_files(document: PlanDocument) -> tuple[SiteFile, ...]:
     """Return the site files that a plan's table of sites amounts to: terms alone, and no paths."""
     return tuple(
-        validate_model(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
+        validate_model(
+            SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites"
+        )
         for site in document["sites"]
     )
 
@@ -279,7 +291,10 @@ def _plan_privacy(context: RunContext) -> _PlannedPrivacy:
     privacy, train = context.pipeline.privacy, context.pipeline.train
     is_private, site_chosen = costs_epsilon(context.pipeline), privacy.target_epsilon is not None
     is_new_release = is_private and not context.uses_files
-    is_sampled, guarantee = is_private and not context.method.is_oneshot, find_guarantee(context.method, context.pipeline)
+    is_sampled, guarantee = (
+        is_private and not context.method.is_oneshot,
+        find_guarantee(context.method, context.pipeline),
+    )
     facts = {"privacy": privacy, "own": site_chosen, "guarantee": guarantee, "attempts": MAX_ATTEMPTS}
     facts["by_files"] = context.uses_files
     says = fill_plan_text(PLAN_TEXTS["texts"]["promise"], beta=loss_weights(context.pipeline).beta, **facts)

@@ -14,7 +14,7 @@ from wsi_fl.hospitals.plans.approving import PlanCost, describe_cost, review_pla
 from wsi_fl.hospitals.plans.signed import FederationPlan
 from wsi_fl.report.words import format_duration, format_size
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.work.console import TextLine, Lines, Watcher
+from wsi_fl.stages.work.console import Lines, TextLine, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml
@@ -23,7 +23,16 @@ from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _PIPELINE_NAME, _FOLDER_PREFIX = "rehearsal", ".rehearsal-"
-_PRIVATE_FOLDERS = {"federation", "generated", "ledgers", "pipelines", "statistics", "runs", "sites", "stores"}
+_PRIVATE_FOLDERS = {
+    "federation",
+    "generated",
+    "ledgers",
+    "pipelines",
+    "statistics",
+    "runs",
+    "sites",
+    "stores",
+}
 """Folders of a study that a dry run has for itself."""
 _LEDGER_FILES = {"ledger.head.json", "statistics.safetensors"}
 """Files beside a store that belong to the hospital's ledger."""
@@ -110,7 +119,9 @@ def dry_run_plan(
 
 
 @contextmanager
-def _imitate_study(study: Study, plan: FederationPlan, site: str, roles: Mapping[str, str]) -> Iterator[Study]:
+def _imitate_study(
+    study: Study, plan: FederationPlan, site: str, roles: Mapping[str, str]
+) -> Iterator[Study]:
     """Yield a temporary study inside the hospital's: its sites are simulated, and have a ledger there.
 
     Leftovers of a killed dry run, private models included, are deleted first.
@@ -153,7 +164,10 @@ def _list_non_finite(run: RunFolder) -> list[str]:
     return [
         f"{file.parent.name}/{file.stem}"
         for file in sorted(run.path.glob("sites/*/*.safetensors"))
-        if not all(tensor.isfinite().all() for tensor in run.site_folder(file.parent.name).load_model(file.stem).values())
+        if not all(
+            tensor.isfinite().all()
+            for tensor in run.site_folder(file.parent.name).load_model(file.stem).values()
+        )
     ]
 
 

@@ -20,12 +20,17 @@ from typing import Any, NamedTuple
 
 from wsi_fl import __version__, plugins
 from wsi_fl.hospitals.plans.frames import StandingApproval, find_end_reason
-from wsi_fl.hospitals.trust.certificates import Identity, key_fingerprint, verify_document, parse_revocation_list
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    key_fingerprint,
+    parse_revocation_list,
+    verify_document,
+)
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value, validate_model
-from wsi_fl.system.files import require_regular_file, read_object, write_json, write_text
+from wsi_fl.system.files import read_object, require_regular_file, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
@@ -145,7 +150,10 @@ def settings_by_key(settings: str) -> dict[str, object]:
     """Return the settings of a TOML text by "section.key", without the list of sites."""
     sections = _parse_settings(settings).items()
     return {
-        f"{name}.{key}": value for name, keys in sections if isinstance(keys, dict) for key, value in keys.items()
+        f"{name}.{key}": value
+        for name, keys in sections
+        if isinstance(keys, dict)
+        for key, value in keys.items()
     }
 
 
@@ -200,7 +208,9 @@ def archive_other_plan(path: Path, plan: FederationPlan) -> str:
     return str(archive)
 
 
-def record_approval(study: Study, plan: FederationPlan, identity: Identity, standing_approval: StandingApproval | None = None) -> dict[str, str]:
+def record_approval(
+    study: Study, plan: FederationPlan, identity: Identity, standing_approval: StandingApproval | None = None
+) -> dict[str, str]:
     """Sign a plan in the name of a hospital, or by its standing approval; store plan and approval in its study."""
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
@@ -211,7 +221,10 @@ def record_approval(study: Study, plan: FederationPlan, identity: Identity, stan
     document = {"site": identity.name, "plan": plan.digest, "time": datetime.now(UTC).isoformat()}
     if standing_approval is not None:
         approval_json = json.dumps(standing_approval, sort_keys=True).encode()
-        document |= {"preapproval": standing_approval["id"], "preapproval_sha256": hashlib.sha256(approval_json).hexdigest()}
+        document |= {
+            "preapproval": standing_approval["id"],
+            "preapproval_sha256": hashlib.sha256(approval_json).hexdigest(),
+        }
     write_json(approval_path(study, identity.name), identity.sign_document(document, _PURPOSE))
     return document
 
@@ -227,12 +240,16 @@ def load_approved_plan(study: Study, identity: Identity) -> FederationPlan:
             f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
         )
     plan = FederationPlan.load(path)
-    if plan.keys.get(identity.name) in parse_revocation_list(identity.root).keys:  # not of the identity, which holds
+    if (
+        plan.keys.get(identity.name) in parse_revocation_list(identity.root).keys
+    ):  # not of the identity, which holds
         raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
     _check_approval(read_object(approval, _SIGN_AGAIN), plan, identity.root, site=identity.name)
     approval_id = approval_time(study, identity.name).partition(" frame ")[2]
     if approval_id and (reason := find_end_reason(study, identity, approval_id)):
-        raise UsageError(f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself")
+        raise UsageError(
+            f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself"
+        )
     return plan
 
 
@@ -240,7 +257,11 @@ def approval_time(study: Study, site: str) -> str:
     """Return when a site approved its plan, valid for one run, and by which standing approval; "" if it did not."""
     path = approval_path(study, site)
     approval = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
-    return f"{approval['time']} frame {approval['preapproval']}" if "preapproval" in approval else str(approval["time"])
+    return (
+        f"{approval['time']} frame {approval['preapproval']}"
+        if "preapproval" in approval
+        else str(approval["time"])
+    )
 
 
 def _check_approval(document: Mapping[str, object], plan: FederationPlan, root: str, *, site: str) -> None:
@@ -309,7 +330,9 @@ def check_code_version(plan: FederationPlan, site: str, accepted_codes: Collecti
     local_packages, plan_packages = package_versions(), plan.document.get("packages")
     plan_packages = plan_packages if isinstance(plan_packages, dict) else local_packages
     for name in sorted(local_packages | plan_packages):
-        planned_version, local_version = (versions.get(name, "not installed") for versions in (plan_packages, local_packages))
+        planned_version, local_version = (
+            versions.get(name, "not installed") for versions in (plan_packages, local_packages)
+        )
         if planned_version != local_version:
             raise UsageError(
                 f"the plan is for {name} {planned_version}, and site {site} has {local_version}; "
@@ -326,7 +349,9 @@ def check_site_terms(plan_terms: Mapping[str, Any], file: SiteFile) -> None:
     """Refuse a site file that differs from its part of a plan."""
     for key in SITE_TERMS:
         local_value, plan_value = getattr(file, key), plan_terms.get(key)
-        if key in plan_terms and (sorted(local_value) != sorted(plan_value or ()) if key == "allow" else local_value != plan_value):
+        if key in plan_terms and (
+            sorted(local_value) != sorted(plan_value or ()) if key == "allow" else local_value != plan_value
+        ):
             raise UsageError(
                 f"the plan says {key} = {format_value(plan_value)} of {file.name}, "
                 f"and sites/{file.name}.toml says {format_value(local_value)}; "

@@ -46,7 +46,10 @@ _CLOCK_SKEW = timedelta(minutes=10)
 """Validity of a certificate before its creation, for slow clocks."""
 _FLARE_ROLE = {"coordinator": "project_admin"}
 """The role that FLARE reads from a certificate."""
-_KEY_EXTENSION, _OCTETS_PREFIX = x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20"
+_KEY_EXTENSION, _OCTETS_PREFIX = (
+    x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"),
+    b"\x04\x20",
+)
 """The extension of a list entry with the SHA-256 of the key, since plans pin keys, and the DER prefix of its 32 bytes.
 The identifier is a UUID (ITU-T X.667)."""
 _SIGNATURE_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
@@ -147,7 +150,10 @@ def verify_certificate(certificate: str, root: str, *, moment: datetime | None =
                 f"{link.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
                 "clock, or request a new certificate"
             )
-    if any(isinstance(extension.value, x509.BasicConstraints) and extension.value.ca for extension in leaf.extensions):
+    if any(
+        isinstance(extension.value, x509.BasicConstraints) and extension.value.ca
+        for extension in leaf.extensions
+    ):
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _require_rsa_key(issuer.public_key(), "the federation's root")
     key = _require_rsa_key(leaf.public_key(), f"the certificate of {name}")
@@ -172,11 +178,19 @@ def parse_revocation_list(trusted: str) -> RevocationList:
         return RevocationList(0, {}, "")
     try:
         revocations, issuer = x509.load_pem_x509_crl(list_pem.encode()), _parse_certificate(root + end)
-        if revocations.issuer != issuer.subject or not revocations.is_signature_valid(_require_rsa_key(issuer.public_key(), "it")):
+        if revocations.issuer != issuer.subject or not revocations.is_signature_valid(
+            _require_rsa_key(issuer.public_key(), "it")
+        ):
             raise ValueError
         number = revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        digests = ((entry, entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes()) for entry in revocations)
-        keys = {_format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc for entry, digest in digests}
+        digests = (
+            (entry, entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes())
+            for entry in revocations
+        )
+        keys = {
+            _format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc
+            for entry, digest in digests
+        }
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
         raise NotTrusted(
             "the list of withdrawn certificates was not signed by this federation's root"
@@ -186,14 +200,24 @@ def parse_revocation_list(trusted: str) -> RevocationList:
 
 def extend_revocation_list(trusted: str, root_key: str, additions: Mapping[int, str]) -> str:
     """Return the next list, PEM: the previous one and further certificates, key fingerprints by serial number."""
-    previous, issuer, issued_on = parse_revocation_list(trusted), _parse_certificate(trusted), datetime.now(UTC)
-    builder = x509.CertificateRevocationListBuilder(issuer.subject, issued_on - _CLOCK_SKEW, issuer.not_valid_after_utc)
+    previous, issuer, issued_on = (
+        parse_revocation_list(trusted),
+        _parse_certificate(trusted),
+        datetime.now(UTC),
+    )
+    builder = x509.CertificateRevocationListBuilder(
+        issuer.subject, issued_on - _CLOCK_SKEW, issuer.not_valid_after_utc
+    )
     builder = builder.add_extension(x509.CRLNumber(previous.number + 1), critical=False)
     for entry in x509.load_pem_x509_crl(previous.text.encode()) if previous.text else ():
         builder = builder.add_revoked_certificate(entry)
     for number, key in additions.items():
-        digest = x509.UnrecognizedExtension(_KEY_EXTENSION, _OCTETS_PREFIX + bytes.fromhex(key.replace(":", "")))
-        entry = x509.RevokedCertificateBuilder(number, issued_on).add_extension(digest, critical=False).build()
+        digest = x509.UnrecognizedExtension(
+            _KEY_EXTENSION, _OCTETS_PREFIX + bytes.fromhex(key.replace(":", ""))
+        )
+        entry = (
+            x509.RevokedCertificateBuilder(number, issued_on).add_extension(digest, critical=False).build()
+        )
         builder = builder.add_revoked_certificate(entry)
     return builder.sign(_load_private_key(root_key), SHA256()).public_bytes(Encoding.PEM).decode()
 
@@ -222,7 +246,9 @@ def build_request(key: str, name: str, organization: str) -> str:
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
         ]
     )
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
+    request = (
+        x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
+    )
     return request.public_bytes(Encoding.PEM).decode()
 
 
@@ -262,7 +288,9 @@ def issue_certificate(
         subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
     alternative_names = x509.SubjectAlternativeName([_general_name(host) for host in hosts or (name,)])
     issuer = _parse_certificate(root).subject
-    return _sign_certificate(_load_private_key(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=alternative_names)
+    return _sign_certificate(
+        _load_private_key(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=alternative_names
+    )
 
 
 def describe_foreign_certificate(certificate: str, root: str) -> tuple[str, str] | None:
@@ -288,7 +316,9 @@ def key_fingerprint(pem: str) -> str:
         95
     """
     try:
-        key = (x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _parse_certificate(pem)).public_key()
+        key = (
+            x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _parse_certificate(pem)
+        ).public_key()
     except ValueError:
         raise UsageError("this is neither a certificate nor a request") from None
     return _format_digest(
@@ -379,6 +409,8 @@ def _parse_request(pem: str) -> x509.CertificateSigningRequest:
 
 def _subject_names(subject: x509.Name) -> tuple[str, str]:
     """Return (name, organization), each empty if a certificate has none or several."""
-    attributes = (subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
+    attributes = (
+        subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME)
+    )
     name, organization = (str(values[0].value) if len(values) == 1 else "" for values in attributes)
     return name, organization

@@ -21,8 +21,15 @@ from typing import NotRequired, TypedDict, cast
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
-from wsi_fl.hospitals.trust.certificates import Identity, Role, RevocationList, describe_foreign_certificate, verify_certificate, parse_revocation_list
-from wsi_fl.system.files import file_lock, require_regular_file, read_object, write_text
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    RevocationList,
+    Role,
+    describe_foreign_certificate,
+    parse_revocation_list,
+    verify_certificate,
+)
+from wsi_fl.system.files import file_lock, read_object, require_regular_file, write_text
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
 FILE_STEMS = {"server": "server", "coordinator": "client", "hospital": "client"}
@@ -101,7 +108,9 @@ class Kit:
         """Return key and certificate; UsageError if they are incomplete, do not fit or are not valid now."""
         stem, startup = FILE_STEMS[self.role], self.path / "startup"
         try:
-            key, certificate = [require_regular_file(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
+            key, certificate = [
+                require_regular_file(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")
+            ]
             trusted = load_trusted_pem(startup)
         except OSError as error:
             raise UsageError(
@@ -135,9 +144,7 @@ class Kit:
         days_left = (verify_certificate(identity.certificate, identity.root).until - datetime.now(UTC)).days
         if days_left >= RENEWAL_DAYS:
             return ""
-        return (
-            f"the certificate of {self.name} ends in {days_left} days: `wsi-fl federation renew --kit {self.path}`"
-        )
+        return f"the certificate of {self.name} ends in {days_left} days: `wsi-fl federation renew --kit {self.path}`"
 
 
 def refuse_revoked(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
@@ -166,7 +173,9 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
         return
     until = verify_certificate(identity.certificate, identity.root).until
     note = kit.renewal_reminder()
-    yield CheckStep("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
+    yield CheckStep(
+        "certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}"
+    )
     if kit.folder is not None:
         return
     host, port = server_address(kit)
@@ -177,7 +186,9 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
             try:
                 address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
             except OSError as error:
-                unknown = f"the name {host} is not known here ({single_line(error)}); ask your network's people"
+                unknown = (
+                    f"the name {host} is not known here ({single_line(error)}); ask your network's people"
+                )
                 raise WsiFlError(unknown) from None
             yield CheckStep(subject, True, f"{host} is {address}")
             subject = "port"
@@ -222,10 +233,14 @@ def _check_handshake(kit: Kit, connection: socket.socket, host: str, port: int) 
             with suppress(TimeoutError):
                 if not secured.recv(1):
                     raise ConnectionResetError("it closed the connection")
-            return CheckStep(subject, True, f"{secured.version()}, the server's certificate is of this federation")
+            return CheckStep(
+                subject, True, f"{secured.version()}, the server's certificate is of this federation"
+            )
     except ssl.SSLCertVerificationError as error:
         reason = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
-        return CheckStep(subject, False, _describe_interceptor(kit, host, port) or f"{reason}right time on this clock?")
+        return CheckStep(
+            subject, False, _describe_interceptor(kit, host, port) or f"{reason}right time on this clock?"
+        )
     except (OSError, ssl.SSLError) as error:
         reason = f"the server refused this kit's certificate ({single_line(error)}): is it of the same federation and not "
         return CheckStep(subject, False, f"{reason}withdrawn, and the server's clock right?")
@@ -242,7 +257,9 @@ def _describe_interceptor(kit: Kit, host: str, port: int) -> str:
         context.wrap_socket(plain) as secured,
     ):
         presented_pem = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
-        if names := describe_foreign_certificate(presented_pem, (kit.path / "startup" / ROOT_FILE).read_text()):
+        if names := describe_foreign_certificate(
+            presented_pem, (kit.path / "startup" / ROOT_FILE).read_text()
+        ):
             return (
                 f"{host} port {port} shows a certificate for {names[0]}, issued by {names[1]} and not by this "
                 "federation's root: a device on the way opens TLS, for which your network's people make an exception, "

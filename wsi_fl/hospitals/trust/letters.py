@@ -20,7 +20,14 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Digest, SiteName, ProtocolError, PrintableText, decode_document, encode_document
+from wsi_fl.federation.documents import (
+    Digest,
+    PrintableText,
+    ProtocolError,
+    SiteName,
+    decode_document,
+    encode_document,
+)
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verify_certificate
 
 _MAGIC = b"wsi-fl letter 1\n"
@@ -83,7 +90,7 @@ class SealedMessage:
 
     @staticmethod
     def read(data: Buffer) -> SealedMessage:
-        """Parse a message; NotAgreed if it is none."""
+        """Parse a message; ProtocolError if it is none."""
         view = memoryview(data)
         if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
             raise ProtocolError("something arrived that is no message of wsi-fl")
@@ -91,7 +98,10 @@ class SealedMessage:
         if n_header > _MAX_HEADER_BYTES or n_signature > _MAX_SIGNATURE_BYTES:
             raise ProtocolError("a message with too long a header arrived")
         start = _PREFIX.size
-        header_bytes, signature = bytes(view[start : start + n_header]), bytes(view[start + n_header :][:n_signature])
+        header_bytes, signature = (
+            bytes(view[start : start + n_header]),
+            bytes(view[start + n_header :][:n_signature]),
+        )
         header = decode_document(header_bytes, MessageHeader, "of a message")
         return SealedMessage(header, header_bytes, signature, view[start + n_header + n_signature :])
 
@@ -104,7 +114,7 @@ class SealedMessage:
             raise NotTrusted(f"a message of {sender.name} was altered on its way")
 
     def read_handshake(self, root: str) -> tuple[Handshake, Holder]:
-        """Return a handshake and its signer; NotAgreed or NotTrusted if it is none of this federation."""
+        """Return a handshake and its signer; ProtocolError or NotTrusted if it is none of this federation."""
         handshake = decode_document(bytes(self.body), Handshake, self.header["sender"])
         holder = verify_certificate(handshake["certificate"], root)
         self.verify_sender(holder)
@@ -135,13 +145,19 @@ class MessageSealer:
 
     def write_handshake(self, handshake: Handshake, plan: str) -> bytes:
         """Return the message that introduces this process to all, under a signed plan."""
-        return self._sign_message(ALL_RECEIVERS, plan, HANDSHAKE, encode_document(handshake, Handshake, self.identity.name))
+        return self._sign_message(
+            ALL_RECEIVERS, plan, HANDSHAKE, encode_document(handshake, Handshake, self.identity.name)
+        )
 
-    def seal_message(self, receiver: str, receiver_key: str, session: str, sequence_id: str, content: Sequence[Buffer]) -> bytes:
+    def seal_message(
+        self, receiver: str, receiver_key: str, session: str, sequence_id: str, content: Sequence[Buffer]
+    ) -> bytes:
         """Return a message, of parts joined in order, sealed with the receiver's public key."""
         info = _binding_context(self.identity.name, receiver, session, sequence_id)
         recipient_key = X25519PublicKey.from_public_bytes(bytes.fromhex(receiver_key))
-        return self._sign_message(receiver, session, sequence_id, _SUITE.encrypt(b"".join(content), recipient_key, info))
+        return self._sign_message(
+            receiver, session, sequence_id, _SUITE.encrypt(b"".join(content), recipient_key, info)
+        )
 
     def open(self, message: SealedMessage) -> memoryview:
         """Return the content of a verified message; NotTrusted if it was not sealed for this process."""

@@ -17,18 +17,26 @@ from wsi_fl.hospitals.trust.certificates import (
     Identity,
     NotTrusted,
     Role,
-    issue_certificate,
-    key_fingerprint,
-    generate_key,
     build_request,
     build_root_certificate,
+    generate_key,
+    issue_certificate,
+    key_fingerprint,
+    parse_revocation_list,
     read_request_names,
     verify_certificate,
-    parse_revocation_list,
 )
-from wsi_fl.hospitals.trust.kit import DEFAULT_PORT, ROOT_FILE, FILE_STEMS, Kit, KitDocument, parse_address, bracket_ipv6
+from wsi_fl.hospitals.trust.kit import (
+    DEFAULT_PORT,
+    FILE_STEMS,
+    ROOT_FILE,
+    Kit,
+    KitDocument,
+    bracket_ipv6,
+    parse_address,
+)
 from wsi_fl.hospitals.trust.root import RootCA, distribute_revocations, revocation_lines
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.system.files import read_json, read_object, write_json, write_text
 from wsi_fl.types import UsageError
 
@@ -96,7 +104,9 @@ class _CertificateRequest(TypedDict):
     fingerprint: str
 
 
-def create_request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> _CertificateRequest:
+def create_request(
+    kit: Path, *, name: str, organization: str, role: Role = "hospital"
+) -> _CertificateRequest:
     """Make a key in a new kit, and the request to the coordinator; UsageError if a key exists."""
     _check_name(name)
     key_file = _key_file(kit, role)
@@ -117,7 +127,11 @@ def create_renewal_request(kit: Path, *, rotate: bool = False) -> _CertificateRe
         rotate: whether for a new key, endorsed by the present one and used as soon as its certificate arrives.
     """
     current_kit, endorsement = Kit.open(kit), None
-    name, organization, key = current_kit.name, str(current_kit.document["organization"]), _key_file(kit, current_kit.role)
+    name, organization, key = (
+        current_kit.name,
+        str(current_kit.document["organization"]),
+        _key_file(kit, current_kit.role),
+    )
     if rotate and not (key := _next_key_file(key)).exists():
         _write_secret(key, generate_key())
     text = build_request(key.read_text(), name, organization)
@@ -128,9 +142,13 @@ def create_renewal_request(kit: Path, *, rotate: bool = False) -> _CertificateRe
     return _write_request(kit, text, name, current_kit.role, endorsement)
 
 
-def _write_request(kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None) -> _CertificateRequest:
+def _write_request(
+    kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None
+) -> _CertificateRequest:
     file = kit / f"request-{name}.json"
-    write_json(file, {"format": _REQUEST_FORMAT, "version": 1, "role": role, "request": text, "renews": renews})
+    write_json(
+        file, {"format": _REQUEST_FORMAT, "version": 1, "role": role, "request": text, "renews": renews}
+    )
     return {"name": name, "file": str(file), "fingerprint": key_fingerprint(text)}
 
 
@@ -165,7 +183,9 @@ def approve_request(
     request_fingerprint, root = key_fingerprint(text), RootCA.open(folder)
     previous_key, revoked_keys = root.load_keys().get(name), parse_revocation_list(root.trust_pem).keys
     is_vouched = previous_key is not None or unchecked
-    if _is_other_fingerprint(expected, request_fingerprint, f"{file}: have {name} read its fingerprint out", is_vouched=is_vouched):
+    if _is_other_fingerprint(
+        expected, request_fingerprint, f"{file}: have {name} read its fingerprint out", is_vouched=is_vouched
+    ):
         raise UsageError(
             f"{file}: its fingerprint is {request_fingerprint}, not the one that was read out; ask {name} again"
         )
@@ -176,12 +196,30 @@ def approve_request(
     hosts = (_parse_server_address(federation["server"])[0], name) if role == "server" else ()
     certificate = issue_certificate(text, root.key, root.trust_pem, role=role, hosts=hosts)
     line = {"name": name, "role": role, "organization": organization}
-    has_revoked, until = root.record_certificate(certificate, line), verify_certificate(certificate, root.trust_pem).until
-    target, revocations_pem = file.parent / f"certificate-{name}.json", parse_revocation_list(root.trust_pem).text
-    payload = {"format": _CERTIFICATE_FORMAT, "version": 1, "certificate": certificate, "root": root.certificate}
+    has_revoked, until = (
+        root.record_certificate(certificate, line),
+        verify_certificate(certificate, root.trust_pem).until,
+    )
+    target, revocations_pem = (
+        file.parent / f"certificate-{name}.json",
+        parse_revocation_list(root.trust_pem).text,
+    )
+    payload = {
+        "format": _CERTIFICATE_FORMAT,
+        "version": 1,
+        "certificate": certificate,
+        "root": root.certificate,
+    }
     write_json(target, payload | line | {"withdrawn": revocations_pem} | federation)
-    fingerprints = {"fingerprint": request_fingerprint, "file": str(target), "root_fingerprint": key_fingerprint(root.certificate)}
-    term = {"renewed": previous_key is not None and previous_key not in revoked_keys, "until": until.date().isoformat()}
+    fingerprints = {
+        "fingerprint": request_fingerprint,
+        "file": str(target),
+        "root_fingerprint": key_fingerprint(root.certificate),
+    }
+    term = {
+        "renewed": previous_key is not None and previous_key not in revoked_keys,
+        "until": until.date().isoformat(),
+    }
     return line | fingerprints | term | {"withdrew": distribute_revocations(folder) if has_revoked else None}
 
 
@@ -193,7 +231,9 @@ class _CompletedKit(KitDocument):
     until: str
 
 
-def install_certificate(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> _CompletedKit:
+def install_certificate(
+    file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False
+) -> _CompletedKit:
     """Put the certificate from the coordinator beside its key, which completes the kit.
 
     Args:
@@ -245,7 +285,12 @@ def install_certificate(file: Path, kit: Path, expected: str | None = None, *, u
         federation = str(kit_document["federation"])
         write_flare_files(kit.resolve(), name=name, role=role, federation=federation, host=host, port=port)
     until = verify_certificate(identity.certificate, identity.root).until
-    return {**kit_document, "kit": str(kit), "fingerprint": root_fingerprint, "until": until.date().isoformat()}
+    return {
+        **kit_document,
+        "kit": str(kit),
+        "fingerprint": root_fingerprint,
+        "until": until.date().isoformat(),
+    }
 
 
 def fingerprint_line(owner: str, fingerprint_text: str) -> TextLine:
@@ -301,7 +346,9 @@ def _load_document(file: Path, expected_format: str) -> tuple[dict[str, Any], Ro
     except OSError:
         document = None
     if not isinstance(document, dict) or document.get("format") != expected_format:
-        raise UsageError(f"{file}: this is no {expected_format.removeprefix('wsi-fl federation ')} of a federation")
+        raise UsageError(
+            f"{file}: this is no {expected_format.removeprefix('wsi-fl federation ')} of a federation"
+        )
     if (role := document.get("role")) not in FILE_STEMS:
         raise UsageError(f"{role!r} is no role in a federation")
     return document, role
@@ -318,7 +365,11 @@ def _refuse_taken_name(root: RootCA, document: dict[str, Any], name: str, *, com
             raise UsageError(
                 f"the key of {name} was withdrawn; give --fingerprint of the new one, as {name} reads it to you"
             )
-    elif current not in (None, key_fingerprint(str(document["request"])), _vouching_key(root, document, name)):
+    elif current not in (
+        None,
+        key_fingerprint(str(document["request"])),
+        _vouching_key(root, document, name),
+    ):
         raise UsageError(
             f"{name} has a certificate for another key already, which did not sign this request: `wsi-fl federation "
             f"renew --new-key` does; if that key is lost or stolen, say `wsi-fl federation revoke {name}` first"
@@ -330,7 +381,9 @@ def _vouching_key(root: RootCA, document: dict[str, Any], name: str) -> str:
     endorsement, text = document.get("renews") or {}, str(document["request"])
     try:
         holder = verify_certificate(str(endorsement["certificate"]), root.trust_pem)
-        holder.verify_signature(bytes.fromhex(str(endorsement["signature"])), _RENEWAL_PURPOSE + text.encode())
+        holder.verify_signature(
+            bytes.fromhex(str(endorsement["signature"])), _RENEWAL_PURPOSE + text.encode()
+        )
     except (KeyError, TypeError, ValueError, NotTrusted):
         return ""
     return key_fingerprint(str(endorsement["certificate"])) if holder.name == name else ""
@@ -356,7 +409,9 @@ def _is_other_fingerprint(expected: str | None, actual: str, hint: str, *, is_vo
 
     A missing one raises UsageError unless something else vouches for the key, an empty one always.
     """
-    expected_digits, actual_digits = (re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", actual))
+    expected_digits, actual_digits = (
+        re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", actual)
+    )
     if not expected_digits and (expected is not None or not is_vouched):
         raise UsageError(f"{hint} by telephone, and give it as --fingerprint; on a trial, say --unchecked")
     return expected_digits not in ("", actual_digits)

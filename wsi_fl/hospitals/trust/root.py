@@ -14,10 +14,16 @@ from typing import NotRequired, TypedDict
 
 from wsi_fl.hospitals.flare.files import COORDINATOR
 from wsi_fl.hospitals.lines.share import SharedFolder
-from wsi_fl.hospitals.trust.certificates import NotTrusted, key_fingerprint, extend_revocation_list, verify_certificate, parse_revocation_list
+from wsi_fl.hospitals.trust.certificates import (
+    NotTrusted,
+    extend_revocation_list,
+    key_fingerprint,
+    parse_revocation_list,
+    verify_certificate,
+)
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, ROOT_FILE, Kit, load_trusted_pem
-from wsi_fl.stages.work.console import TextLine, Lines
-from wsi_fl.system.files import append_line, require_regular_file, read_lines, write_text
+from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.system.files import append_line, read_lines, require_regular_file, write_text
 from wsi_fl.types import UsageError, single_line
 
 _ISSUED_FIELDS = {"name": str, "role": str, "fingerprint": str}
@@ -85,7 +91,9 @@ class RootCA:
                 )  # without one its key alone is refused
                 serials[int(serial, 16)] = key
         if serials:
-            write_text(self.path / REVOCATIONS_FILE, extend_revocation_list(self.trust_pem, self.key, serials))
+            write_text(
+                self.path / REVOCATIONS_FILE, extend_revocation_list(self.trust_pem, self.key, serials)
+            )
         return bool(serials)
 
 
@@ -126,14 +134,23 @@ def install_revocation_list(file: Path, kit: Path) -> RevocationResult:
     number = target_kit.load_revocation_list().number
     message = f"{kit} has list {number} of withdrawn certificates{'' if is_newer else ', which is not older'}"
     exchange_note = sync_revocation_list(target_kit, target_kit.folder) if target_kit.folder else ""
-    return {"kit": str(kit), "number": number, "newer": is_newer, "said": f"{message}{exchange_note and f'; {exchange_note}'}"}
+    return {
+        "kit": str(kit),
+        "number": number,
+        "newer": is_newer,
+        "said": f"{message}{exchange_note and f'; {exchange_note}'}",
+    }
 
 
 def sync_revocation_list(kit: Kit, address: str) -> str:
     """Take a newer revocation list from a shared folder, or write the kit's own there; return a line on it."""
     share = SharedFolder(address)
     try:
-        shared_list = share.read(_MAX_LIST_BYTES, REVOCATIONS_FILE).decode(errors="replace") if REVOCATIONS_FILE in share.list_entries() else ""
+        shared_list = (
+            share.read(_MAX_LIST_BYTES, REVOCATIONS_FILE).decode(errors="replace")
+            if REVOCATIONS_FILE in share.list_entries()
+            else ""
+        )
         with suppress(NotTrusted):  # anybody with write access may have written the file
             if kit.update_revocation_list(shared_list):
                 return "a newer list of withdrawn certificates was taken from the folder"

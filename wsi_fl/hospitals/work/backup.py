@@ -20,9 +20,9 @@ from wsi_fl.privacy.guarantee import entries_epsilon, lifetime_entries
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import list_heads
 from wsi_fl.stages.site.lots import secret_path
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import file_lock, atomic_path, require_regular_file, read_lines, write_bytes
+from wsi_fl.system.files import atomic_path, file_lock, read_lines, require_regular_file, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
@@ -45,7 +45,9 @@ def write_backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
     """
     files, lines = _collect_files("kit", kit.path, _KIT_PATTERNS), None
     if study is not None:
-        files |= _collect_files("study", study.root, [pattern.format(kit.name) for pattern in _STUDY_PATTERNS])
+        files |= _collect_files(
+            "study", study.root, [pattern.format(kit.name) for pattern in _STUDY_PATTERNS]
+        )
         if (holdout_file := secret_path(study, kit.name)).exists():
             files[_HOLDOUT] = holdout_file.read_bytes()
         ledger = _open_ledger(study, kit.name)
@@ -116,7 +118,9 @@ def restore_backup(file: Path, kit: Path, study: Study | None) -> _Restored:
             site = study.site_path(name)
             restored += _write_missing(site, targets[site]) if site in targets else []
             targets[secret_path(study, name)] = holdout
-        restored += [written_path for path, data in targets.items() for written_path in _write_missing(path, data)]
+        restored += [
+            written_path for path, data in targets.items() for written_path in _write_missing(path, data)
+        ]
         Kit.open(kit).load_identity()
     n_kept = len(targets) + (ledger is not None) - len(restored)
     ledger_summary = None if study is None or ledger is None else _summarize_ledger(study, name)
@@ -145,7 +149,9 @@ def _summarize_ledger(study: Study, site: str) -> _LedgerSummary:
     entries = [entry for entry in ledger.entries if entry.site == site]
     lines = [line for line in read_lines(ledger.path, {"site": str}) if line["site"] == site]
     unit = next((entry.unit for entry in reversed(entries) if entry.unit), "row")
-    delta = study.load_site(site).delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
+    delta = study.load_site(site).delta or next(
+        (entry.delta for entry in reversed(entries) if entry.delta), 1e-5
+    )
     return {
         "runs": len({entry.run_id for entry in entries}),
         "last": lines[-1].get("time") if lines else None,
@@ -172,7 +178,11 @@ def _read_backup(file: Path) -> _Files:
     except (OSError, KeyError, ValueError, tarfile.TarError):
         contents = {}
     folders = {parent for name in contents for parent in name.parents}
-    if _DOCUMENT not in contents or folders & contents.keys() or not all(_is_inside(name) for name in contents):
+    if (
+        _DOCUMENT not in contents
+        or folders & contents.keys()
+        or not all(_is_inside(name) for name in contents)
+    ):
         raise UsageError(f"{file}: this is no backup; `wsi-fl federation backup` makes one")
     return contents
 
@@ -189,7 +199,9 @@ def _holder_name(file: Path, files: _Files) -> str:
         document = json.loads(files[_DOCUMENT])
         name = document["name"]
         is_valid = (
-            isinstance(name, str) and document["role"] in FILE_STEMS and PurePosixPath(name).name == name != ".."
+            isinstance(name, str)
+            and document["role"] in FILE_STEMS
+            and PurePosixPath(name).name == name != ".."
         )
     except (ValueError, TypeError, LookupError, RecursionError):
         is_valid = False

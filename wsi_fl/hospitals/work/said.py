@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Amount, SiteName, ProtocolError, PrintableText, decode_document
+from wsi_fl.federation.documents import Amount, PrintableText, ProtocolError, SiteName, decode_document
 from wsi_fl.learning.counts import N_BINS, CrossSiteCounts
 from wsi_fl.stages.training.summary import Summary
 from wsi_fl.types import make_printable
@@ -55,7 +55,7 @@ def failure_reply(text: str) -> _FailureReply:
 
 
 def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
-    """Return a hospital's JSON reply after validation; NotAgreed, with the hospital's name, otherwise.
+    """Return a hospital's JSON reply after validation; ProtocolError, with the hospital's name, otherwise.
 
     Args:
         job_kind: the kind of job: "ready", "check" or "work".
@@ -69,7 +69,7 @@ def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
 
 
 def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Any]:
-    """Return the replies that the server passed on, by hospital, or NotAgreed; failures alone if any hospital failed.
+    """Return the replies that the server passed on, by hospital, or ProtocolError; failures alone if any hospital failed.
 
     Args:
         replies: by site; a site without a reply is missing, or has an empty document.

@@ -20,12 +20,19 @@ from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from wsi_fl.hospitals.flare.files import KIT_VARIABLE, PROCESS_MODULE, PARENT_VARIABLE, STUDY_VARIABLE, require_flare, write_flare_files
+from wsi_fl.hospitals.flare.files import (
+    KIT_VARIABLE,
+    PARENT_VARIABLE,
+    PROCESS_MODULE,
+    STUDY_VARIABLE,
+    require_flare,
+    write_flare_files,
+)
 from wsi_fl.hospitals.lines.folder_line import FolderTransport
 from wsi_fl.hospitals.lines.relayed import SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.lines.share import SharedFolder
 from wsi_fl.hospitals.plans.admitting import admit_plan
-from wsi_fl.hospitals.plans.frames import preapproval_path, load_preapproval
+from wsi_fl.hospitals.plans.frames import load_preapproval, preapproval_path
 from wsi_fl.hospitals.plans.signed import FederationPlan, load_approved_plan
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, server_address
@@ -94,7 +101,9 @@ def _run_process(kit: Kit, study: Study | None, report: Callable[[str], None]) -
             _wait_until(lambda: _REGISTERED in _read_since(log, log_size), process, kit)
             report(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
             _report_permissions(kit, study, report)
-        code = _follow_process(process, kit, None if study is None else preapproval_path(study).with_suffix(".log"), report)
+        code = _follow_process(
+            process, kit, None if study is None else preapproval_path(study).with_suffix(".log"), report
+        )
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
@@ -277,7 +286,9 @@ def take_part_by_folder(
     _admit_shared_plan(study, identity, address)
     plan = load_approved_plan(study, identity)
     beat_s = min(15.0, plan.pipeline().comm.timeout_s / 4)
-    transport = FolderTransport(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
+    transport = FolderTransport(
+        address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s
+    )
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with file_lock(study.root / "federation" / f".{identity.name}.lock", busy), kit.lock_kit():
         _rotate_log(study.runs_path / f"{identity.name}.log")
@@ -299,7 +310,12 @@ def _admit_shared_plan(study: Study, identity: Identity, address: str) -> None:
 
 
 def _take_part_until_done(
-    study: Study, kit: Kit, plan: FederationPlan, transport: FolderTransport, address: str, without: Sequence[str]
+    study: Study,
+    kit: Kit,
+    plan: FederationPlan,
+    transport: FolderTransport,
+    address: str,
+    without: Sequence[str],
 ) -> Summary:
     """Take part, and resume whenever a peer does."""
     identity, train = kit.load_identity(), plan.pipeline().train
@@ -344,7 +360,9 @@ def _take_part_until_done(
         except SitesDroppedOut as news:
             presence.mark_dropped_out(news.sites, str(news))
             missing = ", ".join(presence.missing_sites())
-            print_message(f"  {news}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow")
+            print_message(
+                f"  {news}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow"
+            )
         except ReportableError as refusal:
             if finished is None:
                 raise

@@ -21,7 +21,7 @@ from wsi_fl.hospitals.flare.files import HEARTBEAT_S, JobRequest
 from wsi_fl.hospitals.lines.share import SharedFolder
 from wsi_fl.hospitals.plans.signed import FederationPlan, check_revoked
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list
-from wsi_fl.hospitals.trust.kit import Kit, CheckStep, check_connection
+from wsi_fl.hospitals.trust.kit import CheckStep, Kit, check_connection
 from wsi_fl.hospitals.trust.root import sync_revocation_list
 from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.learning.counts import CrossSiteCounts
@@ -29,7 +29,7 @@ from wsi_fl.report.between import render_coordinator
 from wsi_fl.report.words import describe_absences
 from wsi_fl.stages.site.account import describe_spending
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.system.files import append_line, read_lines, read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
@@ -130,9 +130,13 @@ class _SiteAvailability:
 
     def update_connected(self, connected: Sequence[str], now_s: float) -> None:
         """Record the connected hospitals; forgive failures of one that was away, or left out for the patience."""
-        self.missing_since = {name: self.missing_since.get(name, now_s) for name in self.names if name not in connected}
+        self.missing_since = {
+            name: self.missing_since.get(name, now_s) for name in self.names if name not in connected
+        }
         for name, failed in list(self.failures.items()):
-            if len(failed) >= _MAX_FAILURES and (name in self.missing_since or now_s - failed[-1] >= self.patience_s):
+            if len(failed) >= _MAX_FAILURES and (
+                name in self.missing_since or now_s - failed[-1] >= self.patience_s
+            ):
                 del self.failures[name]
 
     def record_failures(self, names: Sequence[str], now_s: float) -> None:
@@ -149,7 +153,9 @@ class _SiteAvailability:
         """Return, by hospital left out, how long it must be back before a job ends so that it can take part."""
         available = self.available_sites()
         return {
-            name: 0.0 if name in self.missing_since else self.patience_s for name in self.names if name not in available
+            name: 0.0 if name in self.missing_since else self.patience_s
+            for name in self.names
+            if name not in available
         }
 
     def is_waiting(self, now_s: float) -> bool:
@@ -183,7 +189,9 @@ def _run_until_done(
 
     while True:
         if deadline and date.today().isoformat() > deadline:
-            raise WsiFlError(f"the plan was good until {deadline} (train.deadline); what was finished is kept")
+            raise WsiFlError(
+                f"the plan was good until {deadline} (train.deadline); what was finished is kept"
+            )
         try:
             connected, trusted = jobs.list_connected(kit), kit.load_identity().root
         except WsiFlError as error:
@@ -191,7 +199,9 @@ def _run_until_done(
             time.sleep(_LOOK_S)
             continue
         now_s = time.monotonic()
-        availability.names = [site for site in sites if plan.keys.get(site, "") not in parse_revocation_list(trusted).keys]
+        availability.names = [
+            site for site in sites if plan.keys.get(site, "") not in parse_revocation_list(trusted).keys
+        ]
         if len(availability.names) < min_sites:
             check_revoked(plan, trusted, sites)
         availability.update_connected(connected, now_s)
@@ -199,12 +209,18 @@ def _run_until_done(
         left_out = [name for name in plan.sites if name not in available]
         awaited = availability.return_delays()
         if availability.is_waiting(now_s) or len(available) < min_sites:
-            report_change(f"waiting for {', '.join(awaited)}; {len(available)} of {len(plan.sites)} are there")
+            report_change(
+                f"waiting for {', '.join(awaited)}; {len(available)} of {len(plan.sites)} are there"
+            )
             time.sleep(_LOOK_S)
             continue
-        report_change(f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(available)} are there")
+        report_change(
+            f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(available)} are there"
+        )
         try:
-            return _run_job(kit, plan, available, _work_request(plan, resume, left_out), watcher, awaited=awaited)
+            return _run_job(
+                kit, plan, available, _work_request(plan, resume, left_out), watcher, awaited=awaited
+            )
         except jobs.SiteReconnected as reconnection:
             report_change(str(reconnection))
             n_failed_jobs = 0
@@ -213,7 +229,9 @@ def _run_until_done(
             if not failure.can_retry or n_failed_jobs >= _MAX_FAILED_JOBS:
                 raise
             report_change(str(failure))
-            availability.record_failures([name for name in failure.blamed if name in available], time.monotonic())
+            availability.record_failures(
+                [name for name in failure.blamed if name in available], time.monotonic()
+            )
             if " withdrew " in str(failure):  # such a hospital is not asked again
                 sites = [name for name in sites if name not in failure.blamed]
                 if len(sites) < min_sites:
@@ -324,7 +342,9 @@ def _run_job(
             f"(connected: {', '.join(connected) or 'nobody'})"
         )
         raise (
-            UsageError(reason) if settings.train.min_sites is None else jobs.JobFailed(reason, missing, can_retry=True)
+            UsageError(reason)
+            if settings.train.min_sites is None
+            else jobs.JobFailed(reason, missing, can_retry=True)
         )
     numbers = []
 
@@ -342,7 +362,9 @@ def _run_job(
             on_wait=lambda seconds: watcher.update("job", 0, 1, f"{seconds:.0f} s"),
             patience_s=settings.comm.timeout_s + HEARTBEAT_S,  # others wait so long for a letter
             awaited=awaited,
-            list_revoked=lambda: [site for site in sites if plan.keys.get(site, "") in kit.load_revocation_list().keys],
+            list_revoked=lambda: [
+                site for site in sites if plan.keys.get(site, "") in kit.load_revocation_list().keys
+            ],
         )
     except WsiFlError as error:
         for number in numbers:

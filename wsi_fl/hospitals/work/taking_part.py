@@ -13,17 +13,17 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import SiteName
-from wsi_fl.hospitals.lines.relayed import SitePresence, Transport, SecureComm
+from wsi_fl.hospitals.lines.relayed import SecureComm, SitePresence, Transport
 from wsi_fl.hospitals.plans.admitting import admit_plan
 from wsi_fl.hospitals.plans.frames import find_end_reason, list_codes
 from wsi_fl.hospitals.plans.signed import (
     FederationPlan,
     approval_time,
-    load_approved_plan,
     check_code_version,
-    check_site_terms,
     check_revoked,
+    check_site_terms,
     code_digest,
+    load_approved_plan,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list as listed
@@ -36,13 +36,13 @@ from wsi_fl.stages.training.going_on import (
     RunRequest,
     find_begun_run,
     note_participants,
-    require_same,
     open_run,
+    require_same,
 )
 from wsi_fl.stages.training.summary import Summary
 from wsi_fl.stages.work.console import print_message
 from wsi_fl.study.folder import Study
-from wsi_fl.types import ReportableError, NoCommonPlan, UsageError
+from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 
 _GREETING_S = 60.0
 LAST = "last"
@@ -75,7 +75,7 @@ def take_part(
         on_wait: called now and then while this process waits for others.
         presence: the presence known to this process, if it resumes by itself; `without` is empty if its sites go on
             without one that timed out. Default: all others are required.
-        load_revoked: returns the certificates revoked so far, see `RelayedComm`.
+        load_revoked: returns the certificates revoked so far, see `SecureComm`.
 
     Raises:
         Interrupted: when a peer's process began again, or timed out, so that all resume, or when a certificate was
@@ -121,7 +121,9 @@ def take_part(
         left_out = without if is_last or min_sites else ()
         running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
     if min_sites is not None and len(running) < min_sites:
-        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
+        raise ReportableError(
+            f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}"
+        )
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     presence = presence or SitePresence(identity, signed_plan.sites)
@@ -169,7 +171,12 @@ class SiteGreeting(TypedDict):
 
 
 def greet_sites(
-    study: Study, identity: Identity, transport: Transport, *, plan: str | None = None, received_plan: FederationPlan | None = None
+    study: Study,
+    identity: Identity,
+    transport: Transport,
+    *,
+    plan: str | None = None,
+    received_plan: FederationPlan | None = None,
 ) -> ReachabilityReply:
     """Meet every other site of the signed plan without training.
 
@@ -223,7 +230,10 @@ def _open_comm(
     """Return the communication of a plan's sites, once all handshakes have arrived."""
     sites, revoked_keys = [signed_plan.sites[k] for k in running], listed(identity.root).keys
     min_sites = presence.min_sites if presence is not None else None
-    if min_sites is None or sum(signed_plan.keys.get(name, "") not in revoked_keys for name in sites) < min_sites:
+    if (
+        min_sites is None
+        or sum(signed_plan.keys.get(name, "") not in revoked_keys for name in sites) < min_sites
+    ):
         with _disclose_errors():
             check_revoked(signed_plan, identity.root, sites)
     site, approval_id = identity.name, approved.partition(" frame ")[2]
@@ -252,7 +262,9 @@ def _open_comm(
     )
 
 
-def _load_agreed_plan(study: Study, identity: Identity, requested: str | None, received_plan: FederationPlan | None) -> tuple[FederationPlan, str]:
+def _load_agreed_plan(
+    study: Study, identity: Identity, requested: str | None, received_plan: FederationPlan | None
+) -> tuple[FederationPlan, str]:
     """Return a site's signed plan, verified as the requested one and for this code, and when it was signed."""
     if received_plan is not None and received_plan.digest == requested:
         admit_plan(study, identity, received_plan)

@@ -18,10 +18,10 @@ from wsi_fl.slides.layouts.camelyon import (
 )
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, list_tiffs
 from wsi_fl.slides.layouts.generic import describe_generic, read_generic
-from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, read_tcga, list_slides
+from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, list_slides, read_tcga
 from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
-__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "list_sites", "detect_layout", "list_site", "read_site"]
+__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "detect_layout", "list_site", "list_sites", "read_site"]
 
 
 def detect_layout(archive: Path) -> str:

@@ -15,11 +15,11 @@ from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
     apply_splits,
-    parse_label,
-    read_rows,
     group_sites,
     list_files,
     list_tiffs,
+    parse_label,
+    read_rows,
 )
 from wsi_fl.system.names import find_file, slide_of, stem_of
 from wsi_fl.types import ExcludedSlide, SlideRecord, Supervision, UsageError
@@ -35,7 +35,9 @@ def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
     annotations = _find_first(
         archive, ("annotations", "lesion_annotations", "training/lesion_annotations"), Path.is_dir
     )
-    stages = _find_first(archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file)
+    stages = _find_first(
+        archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file
+    )
     pairs = []
     for path in list_tiffs(archive):
         match = C17_SLIDE.match(path.name)
@@ -102,11 +104,15 @@ def _build_record(sources: Sources, path: Path, patient: str, label: str) -> Sli
     negative, partial = parse_label(label, f"{table}: {path.name}")
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
-    outline_path = None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
+    outline_path = (
+        None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
+    )
     if not negative and outline_path is not None:
         annotation = outline_path
         if not annotation.is_file():
-            return ExcludedSlide(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
+            return ExcludedSlide(
+                slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})"
+            )
         supervision = "partial" if partial else "annotated"
     elif outline_path is not None and outline_path.is_file():
         annotation = outline_path  # of tumour, it contradicts the label

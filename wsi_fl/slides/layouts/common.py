@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from wsi_fl.slides.layouts.spreadsheets import (
     NAMING,
-    normalize_columns,
     find_header,
+    normalize_columns,
     parse_cell_number,
-    require_typed_name,
     read_text,
+    require_typed_name,
 )
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.system.files import require_regular_file
@@ -30,7 +30,15 @@ from wsi_fl.system.names import (
     glob_paths,
     is_missing,
 )
-from wsi_fl.types import MPP_BOUNDS, SPLITS, ExcludedSlide, SlideRecord, UsageError, natural_key, find_control_character
+from wsi_fl.types import (
+    MPP_BOUNDS,
+    SPLITS,
+    ExcludedSlide,
+    SlideRecord,
+    UsageError,
+    find_control_character,
+    natural_key,
+)
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -83,7 +91,8 @@ def read_rows(path: Path, needed: Iterable[str]) -> list[TableRow]:
     needed = tuple(needed)
     n_skipped, header, separator = find_header(text, needed)
     delimiter = separator or max(
-        _DELIMITERS, key=lambda delimiter_choice: len(next(csv.reader([header], delimiter=delimiter_choice), []))
+        _DELIMITERS,
+        key=lambda delimiter_choice: len(next(csv.reader([header], delimiter=delimiter_choice), [])),
     )
     records = _read_records(path, text, delimiter, n_skipped)
     _, names = next(records, (0, []))
@@ -232,10 +241,14 @@ def parse_label(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool
     label = {"0.0": "0", "1.0": "1"}.get(label, label)  # as tables with gaps write whole numbers
     if label in known_labels:
         return label in _NEGATIVE, label in _PARTIAL
-    classes = sorted({label_text.strip() for label_text in (text, *others) if not is_missing(label_text)}, key=natural_key)
+    classes = sorted(
+        {label_text.strip() for label_text in (text, *others) if not is_missing(label_text)}, key=natural_key
+    )
     class_names = classes if 1 < len(classes) <= _MAX_HINT_CLASSES else [text.strip(), "OTHER"]
     names_text = ", ".join(json.dumps(name, ensure_ascii=False) for name in class_names)
-    hint = f"; classes of your own go into [subtypes] of the pipeline: any = [{names_text}]" if classes else ""
+    hint = (
+        f"; classes of your own go into [subtypes] of the pipeline: any = [{names_text}]" if classes else ""
+    )
     raise UsageError(f"{where}: unknown label {text!r}; known: {', '.join(sorted(known_labels))}{hint}")
 
 
@@ -302,7 +315,9 @@ def apply_splits(
                 f"{sources.split.name}: {key} is in two splits ({split_of[key]} and {row['split']})"
             )
     name_sets = [(r.slide, compose_text(r.path.name), r.patient) for r in records]
-    split_of |= {name: split for key, split in split_of.items() if (name := file_name_of(key)) not in split_of}
+    split_of |= {
+        name: split for key, split in split_of.items() if (name := file_name_of(key)) not in split_of
+    }
     splits = [next((split_of[name] for name in names if name in split_of), None) for names in name_sets]
     site_names = {name for names in name_sets for name in names}
     sources.report_rows(sources.split, rows, sum(bool({key, file_name_of(key)} & site_names) for key in keys))

@@ -11,15 +11,15 @@ from wsi_fl.slides.layouts.common import (
     Sources,
     TableRow,
     apply_splits,
-    group_pairs,
-    parse_label,
-    parse_mpp,
     filter_site,
-    require_names,
-    read_rows,
-    read_site_name,
+    group_pairs,
     group_sites,
     list_files,
+    parse_label,
+    parse_mpp,
+    read_rows,
+    read_site_name,
+    require_names,
 )
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, find_file
@@ -54,7 +54,9 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
         if len(matches) == 1:
             return _generic_record(sources, row, matches[0], labels)
         several = f"several files are called so ({', '.join(path.name for path in matches)}); add the suffix"
-        return ExcludedSlide(row["slide"], f"{several if matches else _describe_missing(name, files)} ({row.where})")
+        return ExcludedSlide(
+            row["slide"], f"{several if matches else _describe_missing(name, files)} ({row.where})"
+        )
 
     if not site_rows:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
@@ -68,7 +70,9 @@ def _is_same_suffix(path: Path, name: str) -> bool:
 
 def _describe_missing(name: str, files: Sequence[Path]) -> str:
     """Return a line on a row's missing file, with the most similar name."""
-    _, separator, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
+    _, separator, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition(
+        "; "
+    )
     return f"no such slide file; {why}" if separator else "no such slide file"
 
 

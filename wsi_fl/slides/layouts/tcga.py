@@ -17,7 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from wsi_fl.slides.layouts.common import ArchiveSite, Sources, apply_splits, read_rows, group_sites, list_files
+from wsi_fl.slides.layouts.common import (
+    ArchiveSite,
+    Sources,
+    apply_splits,
+    group_sites,
+    list_files,
+    read_rows,
+)
 from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
 from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
@@ -149,7 +156,9 @@ def describe_tcga(
 
     The tables of source sites and diagnoses are by default the archive's own.
     """
-    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
+    institutions = {
+        code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()
+    }
     if table := codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"):
         rows = read_rows(table, ("TSS Code", "Source Site"))
         institutions |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
@@ -199,7 +208,9 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]
     expected = _read_manifests(sources)
     files = sorted(list_files(sources), key=lambda path: path.name)
     patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
-    sources.report_rows(sources.labels, clinical.rows, sum(patient in patients for patient in clinical.patients))
+    sources.report_rows(
+        sources.labels, clinical.rows, sum(patient in patients for patient in clinical.patients)
+    )
     results: list[SlideRecord | ExcludedSlide] = []
     for path in files:
         barcode = parse_barcode(path.name)
@@ -273,7 +284,9 @@ class _ClinicalTable:
             patient = value["patient"].upper()[:_PATIENT_CHARS]
             self.patients.append(patient)
             case_values = value["diagnosis"], value["tumor_type"] or value["project"]
-            for values, case_value in zip(self._cases.setdefault(patient, ([], [])), case_values, strict=True):
+            for values, case_value in zip(
+                self._cases.setdefault(patient, ([], [])), case_values, strict=True
+            ):
                 if case_value and case_value not in values:
                     values.append(case_value)
 

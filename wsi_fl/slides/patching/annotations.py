@@ -13,8 +13,8 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.outline_files import read_outlines, list_polygons, shorten_text
-from wsi_fl.slides.patching.placing import SlideGeometry, Origin, place_outlines, transform_area
+from wsi_fl.slides.patching.outline_files import list_polygons, read_outlines, shorten_text
+from wsi_fl.slides.patching.placing import Origin, SlideGeometry, place_outlines, transform_area
 from wsi_fl.types import WsiFlError
 
 OutlineRole: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
@@ -93,7 +93,9 @@ def read_annotations(
     return Annotations(tumor, unsure, dict(groups), {k: n for k, n in outlines.omissions.items() if n}, lines)
 
 
-def _assign_roles(path: Path, groups: Mapping[str, int], group_roles: Mapping[str, OutlineRole]) -> dict[str, OutlineRole]:
+def _assign_roles(
+    path: Path, groups: Mapping[str, int], group_roles: Mapping[str, OutlineRole]
+) -> dict[str, OutlineRole]:
     """Return the meaning of each group of a file."""
     roles = _KNOWN_GROUPS | {_group_key(group): role for group, role in group_roles.items()}
     if all(_group_key(group) in _UNGROUPED for group in groups):

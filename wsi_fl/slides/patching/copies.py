@@ -82,7 +82,9 @@ def drop_leaks(
     leaks: dict[str, str] = {}
     for group in find_copies(list_scans(records, marks)):
         source = next((scan for scan in group if scan.split == "train"), group[0])
-        reason = f"it is the same scan as {source.slide} of patient {source.patient}, which is in {source.split}"
+        reason = (
+            f"it is the same scan as {source.slide} of patient {source.patient}, which is in {source.split}"
+        )
         leaks |= {scan.slide: reason for scan in group if scan.split != source.split}
     excluded = [ExcludedSlide(slide, reason) for slide, reason in leaks.items()]
     return [record for record in records if record.slide not in leaks], excluded

@@ -14,7 +14,7 @@ from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, OutlineRole, read_annotations, share_inside
 from wsi_fl.slides.patching.placing import Origin
-from wsi_fl.slides.patching.quality import QualityParams, ArtifactSegmenter, find_artifacts, describe_reasons
+from wsi_fl.slides.patching.quality import ArtifactSegmenter, QualityParams, describe_reasons, find_artifacts
 from wsi_fl.slides.patching.survey import PICTURE_PX, SlideFacts, SlideSurvey, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader
@@ -131,7 +131,9 @@ def plan_slide(
         AllSetAside: when all patches have artifacts.
     """
     params = params or PlanParams()
-    survey = survey_slide(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
+    survey = survey_slide(
+        record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader
+    )
     tissue = survey.tissue
     annotations = _read_slide_annotations(survey, params)
     notes = [*survey.notes, *(annotations.notes if annotations is not None else ())]
@@ -152,7 +154,9 @@ def plan_slide(
     excluded, artifacts = excluded[artifacts != ""], artifacts[artifacts != ""]
     keep[excluded] = False
     if not keep.any():
-        raise AllPatchesExcluded(record.path.name, artifacts, survey.segmentation.method, survey.segmentation.gain)
+        raise AllPatchesExcluded(
+            record.path.name, artifacts, survey.segmentation.method, survey.segmentation.gain
+        )
     if annotations is not None and record.positive and not (label[keep] == _TUMOR).any():
         notes.append(_explain_no_tumor(keep.sum(), tumor, artifacts[label[excluded] == _TUMOR], params))
     picture, mask = survey.thumbnail, survey.segmentation.mask
@@ -191,7 +195,9 @@ def _read_slide_annotations(survey: SlideSurvey, params: PlanParams) -> Annotati
     annotations = read_annotations(record.annotation, params.groups, survey.slide_geometry, params.origin)
     is_on_slide = shapely.intersects(annotations.tumor, shapely.box(0, 0, *survey.size_l0))
     if record.positive and not is_on_slide:
-        problem = "none of its tumour outlines is on" if annotations.tumor.area else "no tumour is outlined on"
+        problem = (
+            "none of its tumour outlines is on" if annotations.tumor.area else "no tumour is outlined on"
+        )
         reason = f"{record.annotation}: {problem} the slide {record.slide}, which is labelled tumour"
         raise WsiFlError("; ".join([reason, *annotations.notes]))
     if record.supervision == "negative" and is_on_slide:
@@ -201,7 +207,9 @@ def _read_slide_annotations(survey: SlideSurvey, params: PlanParams) -> Annotati
     return annotations
 
 
-def _explain_no_tumor(n: int, tumor: NDArray[np.float32], artifacts: NDArray[np.str_], params: PlanParams) -> str:
+def _explain_no_tumor(
+    n: int, tumor: NDArray[np.float32], artifacts: NDArray[np.str_], params: PlanParams
+) -> str:
     """Explain why none of the n patches of a slide with outlined tumour is tumour."""
     reason = (
         f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, "

@@ -99,7 +99,9 @@ def rasterize_area(area: _Geometry, shape: tuple[int, int], downsample: float) -
     return np.array(canvas, bool)
 
 
-def transform_area(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
+def transform_area(
+    area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None
+) -> _Geometry:
     """Return an area, or an array of areas, with each point x moved to x @ matrix + offset."""
     linear_map = np.eye(2) if matrix is None else matrix
     return shapely.transform(area, lambda xy: xy @ linear_map + offset)
@@ -123,7 +125,9 @@ def place_outlines(
         target = shapely.union_all(polygons)
     _require_pixels(outlines, polygons, target, slide_geometry)
     corner, notes = _find_corner(outlines, target, slide_geometry, origin)
-    return corner, notes + _describe_misfit(outlines, target, slide_geometry, corner, is_settled=origin is not None)
+    return corner, notes + _describe_misfit(
+        outlines, target, slide_geometry, corner, is_settled=origin is not None
+    )
 
 
 def choose_corner(
@@ -156,7 +160,10 @@ def _find_corner(
 ) -> tuple[tuple[int, int], list[str]]:
     if not slide_geometry.is_cropped:
         return (0, 0), []
-    shares = {name: slide_geometry.tissue_share(transform_area(target, slide_geometry.find_corner(name))) for name in _OTHER_CORNER}
+    shares = {
+        name: slide_geometry.tissue_share(transform_area(target, slide_geometry.find_corner(name)))
+        for name in _OTHER_CORNER
+    }
     name, notes = choose_corner(shares, outlines.corner, origin, "what it outlines")
     is_open = origin is None and shares["slide"] > shares["bounds"] - _NOTABLE_DIFFERENCE
     if name == "bounds" and is_open and not notes:
@@ -168,7 +175,12 @@ def _find_corner(
 
 
 def _describe_misfit(
-    outlines: Outlines, target: _Geometry, slide_geometry: SlideGeometry, corner: tuple[int, int], *, is_settled: bool
+    outlines: Outlines,
+    target: _Geometry,
+    slide_geometry: SlideGeometry,
+    corner: tuple[int, int],
+    *,
+    is_settled: bool,
 ) -> list[str]:
     """Return doubts about the placement of a file's outlines; raise if its unit is wrong and its origin not settled."""
     area = transform_area(target, corner)
@@ -213,7 +225,9 @@ def _list_readings(slide_geometry: SlideGeometry) -> Iterator[tuple[str, _Points
     yield "with y counted upwards from 0", flip, zero
 
 
-def _require_pixels(outlines: Outlines, polygons: NDArray[Any], target: _Geometry, slide_geometry: SlideGeometry) -> None:
+def _require_pixels(
+    outlines: Outlines, polygons: NDArray[Any], target: _Geometry, slide_geometry: SlideGeometry
+) -> None:
     """Refuse coordinates in millimetres, degrees or fractions of the slide."""
     x_min, y_min, x_max, y_max = shapely.total_bounds(polygons)
     reach = np.abs([[x_min, y_min], [x_max, y_max]]).max(axis=0)

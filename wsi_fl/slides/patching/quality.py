@@ -18,9 +18,9 @@ from wsi_fl.slides.patching.regions import close_mask, dilate_mask, drop_small_o
 from wsi_fl.slides.patching.survey import SlideSurvey
 from wsi_fl.slides.patching.tissue import (
     ColorPlanes,
-    split_colors,
     find_ink,
     optical_density,
+    split_colors,
     tissue_fraction,
 )
 from wsi_fl.slides.reading.sweep import read_patches
@@ -120,7 +120,9 @@ def _measure_patches(
     side_px = max(1, round(survey.side_l0 * survey.mpp / mpp))
     unreadable: dict[int, str] = {}
     spec = GridSpec(side_px, mpp, side_px)
-    batches = read_patches(survey.record, survey.xy_l0[rows], spec, threads=1, reader=survey.reader, excluded=unreadable)
+    batches = read_patches(
+        survey.record, survey.xy_l0[rows], spec, threads=1, reader=survey.reader, excluded=unreadable
+    )
     values = np.concatenate([measure(patches) for _, patches in batches])
     out = np.zeros((len(rows), *values.shape[1:]), np.float32)
     out[np.setdiff1d(np.arange(len(rows)), list(unreadable))] = values
@@ -147,7 +149,9 @@ def _find_area(
     """
     least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
     if kind == "fold":
-        return drop_small_objects(_find_folds(survey.thumbnail, um_per_px, survey.segmentation.mask), least_px)
+        return drop_small_objects(
+            _find_folds(survey.thumbnail, um_per_px, survey.segmentation.mask), least_px
+        )
     if kind == "bubble":
         return drop_small_objects(_find_bubbles(survey.thumbnail, um_per_px), least_px)
     if kind == "black":
@@ -210,7 +214,9 @@ def _block_means(gray: NDArray[np.float32], side: int) -> NDArray[np.float32]:
     return np.asarray(out / side**2, np.float32)
 
 
-def _find_folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _find_folds(
+    thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
     """Return where tissue absorbs much more than the slide's median, as where it lies double."""
     from scipy.ndimage import gaussian_filter
 

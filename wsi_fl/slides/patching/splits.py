@@ -55,7 +55,9 @@ def assign_splits(
     return [replace(r, split="test" if person[r.patient] in test_patients else "train") for r in records]
 
 
-def _choose_test_patients(is_positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
+def _choose_test_patients(
+    is_positive: dict[str, bool], fraction: float, rng: np.random.Generator
+) -> set[str]:
     """Choose the patients of the test split: each stratum's share, with rounding carried on to the next."""
     n_test = min(max(round(fraction * len(is_positive)), 1), len(is_positive) - 1) if fraction > 0 else 0
     chosen: set[str] = set()

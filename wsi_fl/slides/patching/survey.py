@@ -15,8 +15,21 @@ from PIL.PngImagePlugin import PngImageFile
 
 from wsi_fl.slides.patching.grid import grid_positions, patch_side_l0
 from wsi_fl.slides.patching.outline_files import Corner, read_outlines
-from wsi_fl.slides.patching.placing import SlideGeometry, Origin, choose_corner, rasterize_area, place_outlines, transform_area
-from wsi_fl.slides.patching.tissue import TissueSegmentation, NoTissueError, TissueParams, find_tissue, tissue_fraction
+from wsi_fl.slides.patching.placing import (
+    Origin,
+    SlideGeometry,
+    choose_corner,
+    place_outlines,
+    rasterize_area,
+    transform_area,
+)
+from wsi_fl.slides.patching.tissue import (
+    NoTissueError,
+    TissueParams,
+    TissueSegmentation,
+    find_tissue,
+    tissue_fraction,
+)
 from wsi_fl.slides.reading.orientation import read_orientation
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.system.names import find_file
@@ -94,8 +107,12 @@ def survey_slide(
     try:
         if tissue.masks:
             if slide_geometry.is_cropped:
-                slide_geometry = replace(slide_geometry, tissue=_find_tissue_or_none(thumbnail, slide_geometry))
-            mask, remarks = _read_mask(_find_mask_file(Path(tissue.masks), record.slide), slide_geometry, tissue.origin)
+                slide_geometry = replace(
+                    slide_geometry, tissue=_find_tissue_or_none(thumbnail, slide_geometry)
+                )
+            mask, remarks = _read_mask(
+                _find_mask_file(Path(tissue.masks), record.slide), slide_geometry, tissue.origin
+            )
             notes += remarks
             segmentation = TissueSegmentation(mask, "masks", nan)
         else:
@@ -154,7 +171,9 @@ def _find_mask_file(folder: Path, slide: str) -> Path:
     )
 
 
-def _read_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin = None) -> tuple[NDArray[np.bool_], list[str]]:
+def _read_mask(
+    path: Path, slide_geometry: SlideGeometry, origin: Origin = None
+) -> tuple[NDArray[np.bool_], list[str]]:
     """Return a mask bool[h, w] over a slide's thumbnail, from QuPath, TRIDENT or by hand, and notes on it.
 
     Outlines of a GeoJSON file, of any class, are in level-0 pixels; a PNG covers the whole slide or its scanned
@@ -176,7 +195,9 @@ def _read_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin = None)
     return mask, [f"{path.name}: {note}" for note in notes]
 
 
-def _read_png_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin) -> tuple[NDArray[np.bool_], list[str]]:
+def _read_png_mask(
+    path: Path, slide_geometry: SlideGeometry, origin: Origin
+) -> tuple[NDArray[np.bool_], list[str]]:
     gray = _open_mask_picture(path)
     windows: dict[Corner, tuple[slice, slice]] = {
         "slide": (slice(0, slide_geometry.shape[0]), slice(0, slide_geometry.shape[1]))

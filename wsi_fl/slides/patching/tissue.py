@@ -194,7 +194,9 @@ def find_tissue(
     if method != "saturation":
         factor = ceil(max(thumbnail.shape[:2]) / _TRIAL_PX)
         small_copy = np.asarray(Image.fromarray(thumbnail).reduce(factor))
-        mask, saturated_mask = (_try_method(name, small_copy, um_per_px * factor) for name in (method, "saturation"))
+        mask, saturated_mask = (
+            _try_method(name, small_copy, um_per_px * factor) for name in (method, "saturation")
+        )
         if params.method == "auto" and (mask & ~saturated_mask).sum() <= _MAX_MISSED_SHARE * mask.sum():
             method = "saturation"
         else:

@@ -27,10 +27,10 @@ from wsi_fl.slides.pictures.drawing import (
     PAPER,
     Color,
     draw_scale_bar,
-    enlarge_picture,
-    shorten_to_fit,
-    load_font,
     encode_png,
+    enlarge_picture,
+    load_font,
+    shorten_to_fit,
     wrap_rows,
 )
 from wsi_fl.system.files import atomic_path
@@ -138,7 +138,11 @@ def find_leading_class(predictions: PatchPredictions) -> int:
     """Return the class for a slide's score: the second of two, else that of most patches."""
     if len(predictions.classes) == 2:
         return 1
-    return int(np.bincount(predictions.class_index[predictions.is_above], minlength=len(predictions.classes)).argmax())
+    return int(
+        np.bincount(
+            predictions.class_index[predictions.is_above], minlength=len(predictions.classes)
+        ).argmax()
+    )
 
 
 def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Region]:
@@ -152,7 +156,13 @@ def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Regi
     polygon_index, patch_index = shapely.STRtree(centres).query(polygons, predicate="contains")
     probabilities = predictions.class_probability[rows]
     return [
-        _Region(class_index, polygon, len(region_probabilities), float(region_probabilities.mean()), float(region_probabilities.max()))
+        _Region(
+            class_index,
+            polygon,
+            len(region_probabilities),
+            float(region_probabilities.mean()),
+            float(region_probabilities.max()),
+        )
         for k, polygon in enumerate(polygons)
         for region_probabilities in (probabilities[patch_index[polygon_index == k]],)
     ]
@@ -199,7 +209,9 @@ def draw_heatmap(
     gray, zoom = enlarge_picture(Image.fromarray(thumbnail).convert("L"), _LONG_SIDE_PX)
     size, picture_scale = gray.size, zoom / downsample
     # Grey and light, so that only probability has colour.
-    picture = _tint_patches(Image.blend(gray, Image.new("L", size, 255), 0.25).convert("RGB"), predictions, picture_scale)
+    picture = _tint_patches(
+        Image.blend(gray, Image.new("L", size, 255), 0.25).convert("RGB"), predictions, picture_scale
+    )
     _draw_regions(picture, predictions, colors, picture_scale)
     width = max(size[0], _MIN_WIDTH_PX)
     outlines = _place_outlines(predictions, width)
@@ -237,7 +249,9 @@ def _tint_patches(picture: Image.Image, predictions: PatchPredictions, picture_s
     total, count = np.zeros((2, *pixels.shape[:2]), np.float32)
     boxes = np.round(predictions.boxes_l0 * picture_scale).astype(np.int64)
     boxes[:, 2:] = np.maximum(boxes[:, 2:], boxes[:, :2] + 1)
-    for (x_min, y_min, x_max, y_max), p in zip(boxes.tolist(), predictions.class_probability.tolist(), strict=True):
+    for (x_min, y_min, x_max, y_max), p in zip(
+        boxes.tolist(), predictions.class_probability.tolist(), strict=True
+    ):
         total[y_min:y_max, x_min:x_max] += p
         count[y_min:y_max, x_min:x_max] += 1
     is_covered = count > 0
@@ -247,7 +261,9 @@ def _tint_patches(picture: Image.Image, predictions: PatchPredictions, picture_s
     return Image.fromarray(out.round().astype(np.uint8))
 
 
-def _draw_regions(picture: Image.Image, predictions: PatchPredictions, colors: Sequence[Color], picture_scale: float) -> None:
+def _draw_regions(
+    picture: Image.Image, predictions: PatchPredictions, colors: Sequence[Color], picture_scale: float
+) -> None:
     """Draw the edges of regions, dark on a light rim for any background."""
     draw = ImageDraw.Draw(picture)
     for width in (7, 3):
@@ -272,7 +288,12 @@ def _place_outlines(predictions: PatchPredictions, width: int) -> list[tuple[int
     room_px = width - x_min - _MARGIN_PX
     first_px = room_px - width / 6 - 20
     names = [
-        shorten_to_fit(draw, f"{predictions.classes[class_index]}: {predictions.threshold:g} or more", first_px - _LINE_PX, load_font())
+        shorten_to_fit(
+            draw,
+            f"{predictions.classes[class_index]}: {predictions.threshold:g} or more",
+            first_px - _LINE_PX,
+            load_font(),
+        )
         for class_index in predictions.region_classes
     ]
     places = wrap_rows(
@@ -281,14 +302,22 @@ def _place_outlines(predictions: PatchPredictions, width: int) -> list[tuple[int
     return [(row, x_min + x, name) for (row, x), name in zip(places, names, strict=True)]
 
 
-def _draw_legend(page: Image.Image, top: int, predictions: PatchPredictions, legend: str, *, um_per_px: float) -> None:
+def _draw_legend(
+    page: Image.Image, top: int, predictions: PatchPredictions, legend: str, *, um_per_px: float
+) -> None:
     """Draw a colour bar with numbers, and a scale bar."""
     draw = ImageDraw.Draw(page)
     is_binary = len(predictions.classes) == 2
     default = f"{predictions.classes[1]} probability" if is_binary else "probability of the likeliest class"
     x_min, bar_top = _MARGIN_PX + 6, top + 34
     room_px = page.width - x_min - _MARGIN_PX
-    draw.text((x_min, top + 16), shorten_to_fit(draw, legend or default, room_px, load_font()), INK, load_font(), anchor="lm")
+    draw.text(
+        (x_min, top + 16),
+        shorten_to_fit(draw, legend or default, room_px, load_font()),
+        INK,
+        load_font(),
+        anchor="lm",
+    )
     _draw_bar(page, (x_min, bar_top), predictions.threshold)
     scale_end = (page.width - _MARGIN_PX, bar_top + _BAR_PX[1] // 2 + 7)
     draw_scale_bar(draw, scale_end, um_per_px, page.width / 6)
@@ -310,7 +339,11 @@ def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> N
 
 
 def write_geojson(
-    path: Path, predictions: PatchPredictions, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
+    path: Path,
+    predictions: PatchPredictions,
+    colors: Sequence[Color],
+    identity: str,
+    corner_l0: tuple[int, int] = (0, 0),
 ) -> None:
     """Write the regions of a slide as annotations and its patches as tiles, feature by feature, in colours of classes.
 
@@ -360,7 +393,9 @@ def _iterate_features(
     is_binary = len(titles) == 2
     class_indices = predictions.is_above.astype(np.int64) if is_binary else predictions.class_index
     columns = predictions.boxes_l0 - np.tile(corner, 2), predictions.probabilities, class_indices
-    for (x_min, y_min, x_max, y_max), p, class_index in zip(*(column.tolist() for column in columns), strict=True):
+    for (x_min, y_min, x_max, y_max), p, class_index in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
         ring = [[x_min, y_min], [x_max, y_min], [x_max, y_max], [x_min, y_max], [x_min, y_min]]
         yield {
             "type": "Feature",
@@ -368,7 +403,9 @@ def _iterate_features(
             "properties": {
                 "objectType": "tile",
                 "classification": {"name": titles[class_index], "color": list(colors[class_index])},
-                "measurements": {f"{titles[k]} probability": round(p[k], 6) for k in predictions.region_classes},
+                "measurements": {
+                    f"{titles[k]} probability": round(p[k], 6) for k in predictions.region_classes
+                },
             },
         }
 

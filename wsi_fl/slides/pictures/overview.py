@@ -18,10 +18,10 @@ from wsi_fl.slides.pictures.drawing import (
     distinct_colors,
     draw_scale_bar,
     draw_title,
-    enlarge_picture,
-    shorten_to_fit,
-    load_font,
     encode_png,
+    enlarge_picture,
+    load_font,
+    shorten_to_fit,
     wrap_rows,
 )
 from wsi_fl.types import CLASSES, UNLABELLED

@@ -136,7 +136,8 @@ class NativeLevel:
         table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
         axes = zip(box[:2], box[2:], self.image.tile_px, strict=True)
         columns, rows = (
-            slice(max(0, first) // tile_side, -(-max(0, first + length) // tile_side)) for first, length, tile_side in axes
+            slice(max(0, first) // tile_side, -(-max(0, first + length) // tile_side))
+            for first, length, tile_side in axes
         )
         return bool(table[rows, columns].all())
 
@@ -161,11 +162,15 @@ class NativeLevel:
                 if overlapping or not (row.is_whole and column.is_whole):
                     rows = _CACHED_ROWS if overlapping else _STRADDLING_ROWS
                     max_tiles = min(self._max_tiles, rows * self.image.n_columns)
-                    target[:] = self._cache.get_or_make(number, self._decode_tile, max_tiles)[row.tile_slice, column.tile_slice]
+                    target[:] = self._cache.get_or_make(number, self._decode_tile, max_tiles)[
+                        row.tile_slice, column.tile_slice
+                    ]
                 elif target.shape == self.tile_shape and target.flags.c_contiguous:
                     self._decode_tile(number, target)
                 else:
-                    target[:] = self._decode_tile(number, self.scratch_tile())[row.tile_slice, column.tile_slice]
+                    target[:] = self._decode_tile(number, self.scratch_tile())[
+                        row.tile_slice, column.tile_slice
+                    ]
 
     def _is_within(self, box: Box) -> bool:
         x, y, width, height = box
@@ -289,7 +294,9 @@ def split_at_tiles(start: int, length: int, tile_side: int, extent: int) -> list
         number, offset = divmod(position, tile_side)
         n = min(tile_side - offset, end - position)
         is_whole = offset == 0 and (n == tile_side or position + n == extent)
-        parts.append(_Piece(number, slice(offset, offset + n), slice(position - start, position - start + n), is_whole))
+        parts.append(
+            _Piece(number, slice(offset, offset + n), slice(position - start, position - start + n), is_whole)
+        )
         position += n
     return parts
 
@@ -311,7 +318,9 @@ class _DecodedTileCache:
         self._lock = threading.Lock()
         self._results: OrderedDict[int, Future[NDArray[np.uint8]]] = OrderedDict()
 
-    def get_or_make(self, key: int, make: Callable[[int], NDArray[np.uint8]], max_results: int) -> NDArray[np.uint8]:
+    def get_or_make(
+        self, key: int, make: Callable[[int], NDArray[np.uint8]], max_results: int
+    ) -> NDArray[np.uint8]:
         """Return the cached result of a key, or make it; errors are cached too, and `max_results` results are kept."""
         with self._lock:
             pending = self._results.get(key)

@@ -116,7 +116,9 @@ class _ProbeProcess:
         process = self.start_process()
         assert process.stdout is not None
         if not self._is_ready and process.stdout.readline() != _READY:
-            raise WsiFlError(f"the process that opens slides first did not start ({_exit_status_name(self._wait_for_end())})")
+            raise WsiFlError(
+                f"the process that opens slides first did not start ({_exit_status_name(self._wait_for_end())})"
+            )
         self._is_ready = True
         return process
 
@@ -173,7 +175,9 @@ def _probe_slide(path: Path, mpp_override: float | None, reader: Reader) -> str:
             slide.disable_native_tiles()
             x, y = (extent / 2 for extent in slide.size_l0)
             for downsample in slide.level_downsamples:
-                slide.read_area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
+                slide.read_area(
+                    (x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False
+                )
     except MemoryError:
         return f"opening it needs more than {_MAX_BYTES / 1e9:.0f} GB"
     except Exception:  # raised again where the slide is used

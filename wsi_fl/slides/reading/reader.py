@@ -24,12 +24,12 @@ from wsi_fl.slides.reading.formats import (
     is_misread_by_openslide,
     is_ome,
     is_zarr,
-    select_openslide_levels,
     open_source,
     read_ome_properties,
+    select_openslide_levels,
 )
 from wsi_fl.slides.reading.formats.dicom import find_member, require_one_slide
-from wsi_fl.slides.reading.formats.levels import SelectedLevels, select_levels, find_padded_levels
+from wsi_fl.slides.reading.formats.levels import SelectedLevels, find_padded_levels, select_levels
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import PixelSource, SourceError, blend_rgb
 from wsi_fl.slides.reading.holes import LevelRegion, find_holes, has_lost_pixels
@@ -128,7 +128,9 @@ class Slide:
     @property
     def reader(self) -> Literal["native", "openslide"]:
         """The reader of level 0; beside "native", OpenSlide reads areas that tiles do not give."""
-        return "native" if self._native is not None and self._native.find_level(0) is not None else "openslide"
+        return (
+            "native" if self._native is not None and self._native.find_level(0) is not None else "openslide"
+        )
 
     def disable_native_tiles(self) -> None:
         """Read everything by OpenSlide, or its substitute in `formats`, from now on."""
@@ -143,7 +145,9 @@ class Slide:
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
-        return _read_mpp(self._properties, self.path.name) if self._mpp_override is None else self._mpp_override
+        return (
+            _read_mpp(self._properties, self.path.name) if self._mpp_override is None else self._mpp_override
+        )
 
     @property
     def bounds_l0(self) -> tuple[int, int, int, int]:
@@ -224,10 +228,16 @@ class Slide:
         number, native = native_level
         corner, inverse = np.unique(xy_l0, return_inverse=True)  # both axes have the same scale
         positions = [self._level_position(number, self._snap_corner(number, (v, v))) for v in corner.tolist()]
-        corners = np.array([(-1 if xy is None else xy[0]) for xy in positions], np.int64)[inverse].reshape(-1, 2)
-        is_tiled = np.asarray(np.array([xy is not None for xy in positions])[inverse].reshape(-1, 2).all(axis=1), bool)
+        corners = np.array([(-1 if xy is None else xy[0]) for xy in positions], np.int64)[inverse].reshape(
+            -1, 2
+        )
+        is_tiled = np.asarray(
+            np.array([xy is not None for xy in positions])[inverse].reshape(-1, 2).all(axis=1), bool
+        )
         if not native.complete:
-            is_tiled &= np.array([native.has_tiles((x, y, size_px, size_px)) for x, y in corners.tolist()], bool)
+            is_tiled &= np.array(
+                [native.has_tiles((x, y, size_px, size_px)) for x, y in corners.tolist()], bool
+            )
         return native, corners, is_tiled
 
     def read_native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:
@@ -254,7 +264,11 @@ class Slide:
         """Return whether patches of a grid are whole native tiles, except those over the edge."""
         native_level = self._native_level(spec.size_px, spec.mpp)
         on_tiles = spec.stride_px % spec.size_px == 0
-        return on_tiles and native_level is not None and native_level[1].image.tile_px == (spec.size_px, spec.size_px)
+        return (
+            on_tiles
+            and native_level is not None
+            and native_level[1].image.tile_px == (spec.size_px, spec.size_px)
+        )
 
     def read_area(
         self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool
@@ -296,7 +310,9 @@ class Slide:
         longer_axis, middle = int(np.argmax(size)), max(size) // 2
         if size[0] * size[1] * reduction**2 > _MAX_AREA_PX and middle:
             halves = (out[:, :middle], out[:, middle:]) if longer_axis == 0 else (out[:middle], out[middle:])
-            second_start = tuple(v + (k == longer_axis) * middle * downsample * reduction for k, v in enumerate(xy_l0))
+            second_start = tuple(
+                v + (k == longer_axis) * middle * downsample * reduction for k, v in enumerate(xy_l0)
+            )
             for start, half in zip((xy_l0, (second_start[0], second_start[1])), halves, strict=True):
                 self._read_area(level, start, scale, half, overlapping=overlapping)
             return
@@ -370,9 +386,15 @@ class Slide:
         """Return OpenSlide's pixels of a box of a level; None where the box does not lie on its pixels."""
         downsample = self.level_downsamples[level]
         corner = (round(box[0] * downsample), round(box[1] * downsample))
-        return self._compose_pixels(corner, level, box[2:]) if self._level_position(level, corner) == box[:2] else None
+        return (
+            self._compose_pixels(corner, level, box[2:])
+            if self._level_position(level, corner) == box[:2]
+            else None
+        )
 
-    def _compose_pixels(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
+    def _compose_pixels(
+        self, corner: tuple[int, int], level: int, size: tuple[int, int]
+    ) -> NDArray[np.uint8]:
         """Return OpenSlide's pixels [height, width, 3] at a level-0 corner, over the background.
 
         Pixels that are not in the file have its colour; where other levels show something, they are damage.
@@ -389,7 +411,9 @@ class Slide:
         width, height = self._handle.level_dimensions[level]
         fill_color = self._handle.fill
         holes = find_holes(region, fill_color, (-x, -y, width - x, height - y))
-        level_region = LevelRegion(corner, level, self.level_downsamples, fill_color or self._background, fill_color is not None)
+        level_region = LevelRegion(
+            corner, level, self.level_downsamples, fill_color or self._background, fill_color is not None
+        )
         return holes is not None and has_lost_pixels(holes, level_region, self._read_region)
 
     def _read_region(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:

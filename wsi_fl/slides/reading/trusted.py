@@ -88,7 +88,11 @@ def _find_image(
 ) -> TiledImage | None:
     """Return the only directory with OpenSlide's size and tiling of a level, or None."""
     tile_sides = [properties.get(f"openslide.level[{level}].tile-{side}") for side in ("width", "height")]
-    matches = [image for image in images if image.size_px == size_px and [str(n) for n in image.tile_px] == tile_sides]
+    matches = [
+        image
+        for image in images
+        if image.size_px == size_px and [str(n) for n in image.tile_px] == tile_sides
+    ]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -113,9 +117,7 @@ def _describe_difference(level: NativeLevel, reference: Callable[[Box], _Pixels 
                 continue
             difference = np.abs(window.astype(np.int16) - expected)
             if difference.max() > _MAX_DIFFERENCE or difference.mean() >= _MAX_MEAN_DIFFERENCE:
-                return (
-                    f"its tiles decode to other pixels than OpenSlide's (by up to {difference.max()} grey levels)"
-                )
+                return f"its tiles decode to other pixels than OpenSlide's (by up to {difference.max()} grey levels)"
             n_compared += 1
             break
     return None if n_compared else "no tile could be compared with OpenSlide's"

@@ -24,14 +24,14 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import audit as attacks
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisyStatistics, explain_invalid_statistics, head_excluding_site
-from wsi_fl.report.audit import list_audit_findings, build_statistics_tables
+from wsi_fl.report.audit import build_statistics_tables, list_audit_findings
 from wsi_fl.report.words import format_number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.trained import is_trained_with_dp
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.training.checks import list_traits
-from wsi_fl.stages.training.workshop import load_canaries, build_model, load_training
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.training.workshop import build_model, load_canaries, load_training
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.work.job import select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import find_clash
@@ -115,15 +115,22 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
 
 def _can_plant_canaries(context: RunContext) -> bool:
     """Return whether the settings of the run permit canaries."""
-    return not find_clash(context.pipeline.replace_keys(audit={"canaries": _N_CANARIES}), list_traits(context.method))
+    return not find_clash(
+        context.pipeline.replace_keys(audit={"canaries": _N_CANARIES}), list_traits(context.method)
+    )
 
 
 def _list_models(method: Method) -> list[tuple[str, str]]:
     """Return (name, role) of the final model of each site, and of its released model if any."""
-    local_name = "central" if method.learns_from == "everybody" or method.mixing_role == "private" else "private"
+    local_name = (
+        "central" if method.learns_from == "everybody" or method.mixing_role == "private" else "private"
+    )
     if method.mixing_role is None:
         return [(local_name, "private")]
-    return [(local_name, "private"), (method.mixing_role if method.mixing_role in COMMON else "released", method.mixing_role)]
+    return [
+        (local_name, "private"),
+        (method.mixing_role if method.mixing_role in COMMON else "released", method.mixing_role),
+    ]
 
 
 class _AuditedModel(NamedTuple):
@@ -182,7 +189,9 @@ def _load_audited_models(context: RunContext, index: int) -> list[_AuditedModel]
         network = build_model(context, index, role, common=common, state=tensors)
         if isinstance(network, SharedHead) and sent:
             network.clear_local_statistics()  # only the noisy statistics were released
-        models.append(_AuditedModel(model_name, is_trained_with_dp(context, role), network.to(select_device()).eval()))
+        models.append(
+            _AuditedModel(model_name, is_trained_with_dp(context, role), network.to(select_device()).eval())
+        )
     return models
 
 
@@ -194,14 +203,19 @@ def _attack_membership(
     results: dict[str, dict[str, object]] = {}
     for name, examples in others.items():
         non_member_scores = -example_losses(model.network, examples, select_device())
-        interval = attacks.auroc_interval(scores, non_member_scores, members.patient, examples.patient, repeats=repeats)
+        interval = attacks.auroc_interval(
+            scores, non_member_scores, members.patient, examples.patient, repeats=repeats
+        )
         results[name] = {
             "members": len(scores),
             "non_members": len(non_member_scores),
             "auroc": attacks.compute_auroc(scores, non_member_scores),
             "interval": interval,
             "alarm": attacks.is_alarming(interval),
-            "tpr_at_fpr": {f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate) for rate in _FALSE_POSITIVE_RATES},
+            "tpr_at_fpr": {
+                f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate)
+                for rate in _FALSE_POSITIVE_RATES
+            },
             "roc": [list(point) for point in attacks.roc_points(scores, non_member_scores)],
         }
     return results
@@ -239,11 +253,21 @@ def render_audit_lines(document: AuditDocument) -> Lines:
     for site in document["sites"]:
         for model in site["models"]:
             local_test, planted = model["membership"]["own"], model["canaries"] or {}
-            interval = "–" if local_test["interval"] is None else "–".join(f"{end:.3f}" for end in local_test["interval"])
+            interval = (
+                "–"
+                if local_test["interval"] is None
+                else "–".join(f"{end:.3f}" for end in local_test["interval"])
+            )
             rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
             bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
             rows.append(
-                [f"{site['site']}, {model['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds]
+                [
+                    f"{site['site']}, {model['model']}",
+                    format_number(local_test["auroc"]),
+                    interval,
+                    *rates,
+                    *bounds,
+                ]
             )
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield TextTable(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
@@ -273,7 +297,9 @@ def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
     if context.uses_files:
         sigma = context.statistics[name].header.sigma
     mechanism = NoisyStatistics(sigma, 1.0, units.n, units.kind)
-    parts = _unit_statistics(_load_head(context, name), mechanism, train, units, units.draw_rows(np.arange(units.n), stream))
+    parts = _unit_statistics(
+        _load_head(context, name), mechanism, train, units, units.draw_rows(np.arange(units.n), stream)
+    )
     empty = torch.zeros(parts.shape[1], dtype=torch.float64)
     groups = _group_units(context.open_data(name).classes, train, units)
     tail = attacks.measure_exposure(parts, sigma, groups, lambda: mechanism.add_noise(empty, stream).numpy())
@@ -291,7 +317,11 @@ def _load_head(context: RunContext, name: str) -> SharedHead:
 
 
 def _unit_statistics(
-    head: SharedHead, mechanism: NoisyStatistics, train: Examples, units: PrivacyUnits, rows: NDArray[np.int64]
+    head: SharedHead,
+    mechanism: NoisyStatistics,
+    train: Examples,
+    units: PrivacyUnits,
+    rows: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """Return float64[units, k], the contribution of each unit to the class statistics."""
     ((x, y),) = load_batches(train, iter([rows]), augment=None, device=select_device())
@@ -300,11 +330,16 @@ def _unit_statistics(
     order = np.argsort(unit_of_row, kind="stable")
     rows_by_unit = np.split(order, np.searchsorted(unit_of_row[order], np.arange(1, units.n)))
     return np.stack(
-        [mechanism.clip_statistics(head, z[k], y[k], unit_tensor[k]).numpy() for k in map(torch.from_numpy, rows_by_unit)]
+        [
+            mechanism.clip_statistics(head, z[k], y[k], unit_tensor[k]).numpy()
+            for k in map(torch.from_numpy, rows_by_unit)
+        ]
     )
 
 
-def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
+def _group_units(
+    classes: Sequence[str], train: Examples, units: PrivacyUnits
+) -> dict[str, NDArray[np.bool_]]:
     """Return masks of units by class, and by number of slides where some have several."""
     label = train.label[np.unique(units.of_row, return_index=True)[1]]
     slide_of = np.unique(train.slide, return_inverse=True)[1]
@@ -317,7 +352,11 @@ def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -
 
 
 def _write_exposure(
-    path: Path, known_mu: NDArray[np.float64], unknown_mu: NDArray[np.float64], train: Examples, units: PrivacyUnits
+    path: Path,
+    known_mu: NDArray[np.float64],
+    unknown_mu: NDArray[np.float64],
+    train: Examples,
+    units: PrivacyUnits,
 ) -> None:
     """Write μ of all units, the most exposed first, for attackers who know all others or none."""
     _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
@@ -326,7 +365,10 @@ def _write_exposure(
     def iterate_rows() -> Iterator[tuple[object, ...]]:
         yield "patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"
         for k in np.lexsort((-unknown_mu, -known_mu)):
-            numbers = (f"{value:.6g}" for value in (known_mu[k], attacks.best_test_tpr(known_mu[k], 0.01), unknown_mu[k]))
+            numbers = (
+                f"{value:.6g}"
+                for value in (known_mu[k], attacks.best_test_tpr(known_mu[k], 0.01), unknown_mu[k])
+            )
             yield train.patient[row[k]], slide[k], n_rows[k], *numbers
 
     write_csv(path, iterate_rows())
@@ -348,7 +390,9 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     n_units = {row["site"]: row["n_units"] for row in (context.run.read_summary() or {})["sites"]}
     if context.uses_files:
         n_units = {name: release.header.n for name, release in context.statistics.items()}
-        statistics = {name: torch.from_numpy(release.vector).double() for name, release in context.statistics.items()}
+        statistics = {
+            name: torch.from_numpy(release.vector).double() for name, release in context.statistics.items()
+        }
     head.clear_local_statistics()
     tests = [examples for name in site_names if len(examples := context.open_data(name).test_examples)]
     weights, classes = head.solve_head()[0], _predict_classes(head, tests)
@@ -362,7 +406,9 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
             float((remaining_head.solve_head()[0] - weights).norm()) / length if length else None
         )  # noise may leave no weight
         is_comparable = len(classes) and head.kind == "classes"
-        changed_share = float((_predict_classes(remaining_head, tests) != classes).mean()) if is_comparable else None
+        changed_share = (
+            float((_predict_classes(remaining_head, tests) != classes).mean()) if is_comparable else None
+        )
         row = {"site": name, "n": n_units[name], "length": float(vector[: -head.shape[0]].norm())}
         return row | {"refused": refusal, "moved": shift, "answers_changed": changed_share}
 
@@ -371,5 +417,8 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
 
 def _predict_classes(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
     """Return the predicted class of every example."""
-    predictions = [choose_classes(predict_examples(head.solve_released_head(), examples, select_device())) for examples in tests]
+    predictions = [
+        choose_classes(predict_examples(head.solve_released_head(), examples, select_device()))
+        for examples in tests
+    ]
     return np.concatenate(predictions) if predictions else np.zeros(0, np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from wsi_fl.learning.counts import CrossSiteScores, CrossSiteCounts, score_cross_site
+from wsi_fl.learning.counts import CrossSiteCounts, CrossSiteScores, score_cross_site
 from wsi_fl.report.words import format_auroc, format_number
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import MAX_SITE_COLUMNS, Lines, TextTable

@@ -21,7 +21,7 @@ from wsi_fl.stages.answers.compare_runs import resolve_runs
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.site.targets import read_column
-from wsi_fl.stages.work.console import TextLine, Lines, TextTable
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError
@@ -105,10 +105,18 @@ def describe_runs(
     """
     first = contexts[0]
     predictions = {
-        site.name: [site_predictions for context in contexts if (site_predictions := _load_patient_predictions(context, site, by)) is not None]
+        site.name: [
+            site_predictions
+            for context in contexts
+            if (site_predictions := _load_patient_predictions(context, site, by)) is not None
+        ]
         for site in first.members
     }
-    rows = [_describe_site(name, site_predictions, prevalence, least) for name, site_predictions in predictions.items() if site_predictions]
+    rows = [
+        _describe_site(name, site_predictions, prevalence, least)
+        for name, site_predictions in predictions.items()
+        if site_predictions
+    ]
     if not rows:
         return None
     return {
@@ -151,26 +159,51 @@ def _load_patient_predictions(context: RunContext, site: SiteFile, by: str | Non
     point = None  # of more than two classes the most probable one is predicted
     if len(table.outputs) == 2:
         threshold = choice.get("slide_threshold") if choice.get("model") == table.model else None
-        point = float(threshold) if threshold and patients.any_counts else 0.5  # an earlier version rounded to 0
-    predicted = (patients.probabilities[:, 1] >= point).astype(np.int64) if point is not None else patients.probabilities.argmax(1)
+        point = (
+            float(threshold) if threshold and patients.any_counts else 0.5
+        )  # an earlier version rounded to 0
+    predicted = (
+        (patients.probabilities[:, 1] >= point).astype(np.int64)
+        if point is not None
+        else patients.probabilities.argmax(1)
+    )
     groups = _group_of_patients(context.study, site, table, patients, by) if by else None
     local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None
-    return _SitePatients(patients, predicted, groups, None if local_table is None else _group_by_patient(local_table), table, point)
+    return _SitePatients(
+        patients,
+        predicted,
+        groups,
+        None if local_table is None else _group_by_patient(local_table),
+        table,
+        point,
+    )
 
 
-def _describe_site(name: str, predictions: Sequence[_SitePatients], prevalence: float | None, least: int) -> dict[str, Any]:
+def _describe_site(
+    name: str, predictions: Sequence[_SitePatients], prevalence: float | None, least: int
+) -> dict[str, Any]:
     """Return the measures of a site by class; of two classes the second one is the case."""
     patients = measures.concatenate_patients([run.patients for run in predictions])
     predicted = np.concatenate([run.predicted for run in predictions])
     groups = [run.groups for run in predictions if run.groups is not None]
     local_patients = [run.local_patients for run in predictions if run.local_patients is not None]
-    local_pooled = measures.concatenate_patients(local_patients) if len(local_patients) == len(predictions) else None
+    local_pooled = (
+        measures.concatenate_patients(local_patients) if len(local_patients) == len(predictions) else None
+    )
     table, points = predictions[0].table, {run.point for run in predictions}
     class_rows = {}
     for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
         score, positive, case = patients.probabilities[:, k], predicted == k, patients.truth == k
-        difference = None if local_pooled is None else measures.auroc_difference(score, local_pooled.probabilities[:, k], case)
-        group_rows = measures.describe_subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
+        difference = (
+            None
+            if local_pooled is None
+            else measures.auroc_difference(score, local_pooled.probabilities[:, k], case)
+        )
+        group_rows = (
+            measures.describe_subgroups(np.concatenate(groups), positive, case, score, least)
+            if groups
+            else None
+        )
         class_rows[table.outputs[k]] = measures.describe_class(score, positive, case, prevalence) | {
             "net_benefit": measures.net_benefit(score, case, _DECISION_THRESHOLDS, prevalence),
             "subgroups": group_rows,
@@ -194,7 +227,9 @@ def _group_by_patient(table: PredictionTable) -> PatientPredictions:
     return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
 
 
-def _group_of_patients(study: Study, site: SiteFile, table: PredictionTable, patients: PatientPredictions, by: str) -> Names:
+def _group_of_patients(
+    study: Study, site: SiteFile, table: PredictionTable, patients: PatientPredictions, by: str
+) -> Names:
     """Return the subgroup of each patient, that of the first example; "" where unknown."""
     if by == "part":
         column = table.part
@@ -243,7 +278,11 @@ def plan_size(
     Raises:
         UsageError: for numbers out of range.
     """
-    widths = IntervalWidths() if width is None else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
+    widths = (
+        IntervalWidths()
+        if width is None
+        else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
+    )
     options = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
     for name, value in (*options.items(), ("width", widths.auroc)):
         if value is not None and not _MIN_SHARE <= value <= 1 - _MIN_SHARE:
@@ -287,7 +326,9 @@ def render_clinical_lines(document: dict[str, Any]) -> Lines:
         for block in (columns[k : k + _SITES_PER_TABLE] for k in range(0, len(columns), _SITES_PER_TABLE)):
             kinds = [kind for kind in block[0] if kind not in ("site", "class")]
             rows = [[kind, *(column[kind] for column in block)] for kind in kinds]
-            yield TextTable(f"{class_name}, by patient, on the {on}", ["", *(column["site"] for column in block)], rows)
+            yield TextTable(
+                f"{class_name}, by patient, on the {on}", ["", *(column["site"] for column in block)], rows
+            )
     for site in document["sites"]:
         for name, class_measures in site["classes"].items():
             for group, group_row in (class_measures["subgroups"] or {}).items():

@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.learning.metrics import mean_and_sd, mean_of_available
-from wsi_fl.learning.verdict import PairedTest, holm_adjust, compare_pairs
+from wsi_fl.learning.verdict import PairedTest, compare_pairs, holm_adjust
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison import ChartRow, settings_words
-from wsi_fl.stages.answers.compare_runs import FinishedRun, find_differing_settings, is_baseline, resolve_runs, add_baseline
+from wsi_fl.stages.answers.compare_runs import (
+    FinishedRun,
+    add_baseline,
+    find_differing_settings,
+    is_baseline,
+    resolve_runs,
+)
 from wsi_fl.stages.answers.compare_worth import BALANCED, Gain, compare_by_site, compare_over_all
 from wsi_fl.stages.answers.predictions import read_example_scores
 from wsi_fl.stages.site.data import find_example_kind
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_csv, write_text
 from wsi_fl.types import WsiFlError
@@ -73,7 +79,9 @@ def compare_methods(
     reference = next(row.label for row in rows if first in row.runs)
     table = [row.build_document(scores) for row in rows]
     measured = (*scores, f"own_{scores[0]}")
-    tests = _test_pairs(rows, reference, baseline_label, measured if test_set == "merged" else scores, test_set)
+    tests = _test_pairs(
+        rows, reference, baseline_label, measured if test_set == "merged" else scores, test_set
+    )
     example_word = find_example_kind(first.pipeline).plural
     findings = comparison.list_comparison_findings(table, tests, baseline_label, example_word, metric, gains)
     names = " ".join(sorted(run.folder.name for run in selected))  # the same runs make the same folder
@@ -100,7 +108,10 @@ def compare_methods(
     series = [row.build_series(test_set, scores[0], baseline=row.label == baseline_label) for row in rows]
     created_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     sites = list(dict.fromkeys(site["site"] for run in selected for site in run.summary["sites"]))
-    write_text(folder / "index.html", comparison.render_comparison_page(document, series, created=created_at, sites=sites))
+    write_text(
+        folder / "index.html",
+        comparison.render_comparison_page(document, series, created=created_at, sites=sites),
+    )
     write_bytes(folder / "figure.png", comparison.render_comparison_png(series, words.SCORES[scores[0]]))
     write_csv(folder / "table.csv", _iterate_table_rows(table, measured))
     return document
@@ -204,7 +215,9 @@ class _MethodRow:
             **{metric: self.summarize_metric(metric) for metric in (*scores, f"own_{scores[0]}")},
             "sites": {site: fmean(site_values[site]) if site in site_values else None for site in site_names},
             "communication": self.mean_communication(),
-            "seconds_per_round": mean_of_available([summary["seconds"] / _count_rounds(summary) for summary in summaries]),
+            "seconds_per_round": mean_of_available(
+                [summary["seconds"] / _count_rounds(summary) for summary in summaries]
+            ),
         }
 
     def mean_communication(self) -> dict[str, float | None]:
@@ -216,7 +229,11 @@ class _MethodRow:
         kinds = ("messages", "bytes", "busiest_bytes", "seconds")
         values: dict[str, list[float | None]] = {kind: [] for kind in kinds}
         for run in self.runs:
-            total, rounds, n_sites = run.summary["communication"], _count_rounds(run.summary), len(run.summary["sites"])
+            total, rounds, n_sites = (
+                run.summary["communication"],
+                _count_rounds(run.summary),
+                len(run.summary["sites"]),
+            )
             values["messages"].append(total["messages"] / rounds / n_sites)
             values["bytes"].append(total["bytes"] / rounds / n_sites)
             lines = [run.folder.site_folder(site["site"]).read_metrics() for site in run.summary["sites"]]
@@ -258,21 +275,29 @@ def _group_runs(
     """Return runs grouped into rows, with an empty row for a missing baseline."""
     keys = find_differing_settings(runs)
     rows: dict[str, _MethodRow] = {}
-    for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key):
+    for run, evaluation in sorted(
+        zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key
+    ):
         row = _MethodRow(run.method, run.dp, {key: run.settings[key] for key in keys if key in run.settings})
         row = rows.setdefault(row.label, row)
         row.runs.append(run)
         row.values.append(_site_values(evaluation, on))
     if not any(row.is_local_baseline(first) for row in rows.values()):
         local_settings = first.baseline_settings
-        empty = _MethodRow(LOCAL_METHOD, False, {key: local_settings[key] for key in keys if key in local_settings})
+        empty = _MethodRow(
+            LOCAL_METHOD, False, {key: local_settings[key] for key in keys if key in local_settings}
+        )
         if other_row := rows.get(empty.label):  # local models with other settings
             other_settings = other_row.runs[0].settings
-            empty.settings.update({key: value for key, value in local_settings.items() if other_settings.get(key) != value})
+            empty.settings.update(
+                {key: value for key, value in local_settings.items() if other_settings.get(key) != value}
+            )
         rows[empty.label] = empty
     if first.pipeline.train.folds:
         for row in rows.values():
-            row.patient_scores.update({test_set: _score_by_patient(row, test_set) for test_set in ("merged", "own")})
+            row.patient_scores.update(
+                {test_set: _score_by_patient(row, test_set) for test_set in ("merged", "own")}
+            )
     return list(rows.values())
 
 
@@ -281,7 +306,9 @@ def _score_by_patient(row: _MethodRow, test_set: str) -> dict[Any, float]:
     values: dict[Any, list[float]] = {}
     for run in row.runs:
         for site in run.summary["sites"]:
-            for key, (value, _) in (read_example_scores(run.folder.site_folder(site["site"]), test_set) or {}).items():
+            for key, (value, _) in (
+                read_example_scores(run.folder.site_folder(site["site"]), test_set) or {}
+            ).items():
                 values.setdefault(key[:2], []).append(value)
     return {patient: fmean(patient_values) for patient, patient_values in values.items()}
 
@@ -296,7 +323,8 @@ def _site_values(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, 
         return {left_out["site"]: means | {local_key: means[scores[0]]}}
     scored_rows = {site["site"]: site if on == "merged" else site["own"] for site in evaluation["sites"]}
     return {
-        site["site"]: {name: scored_rows[site["site"]][name] for name in scores} | {local_key: site["own"][scores[0]]}
+        site["site"]: {name: scored_rows[site["site"]][name] for name in scores}
+        | {local_key: site["own"][scores[0]]}
         for site in evaluation["sites"]
     }
 
@@ -320,12 +348,16 @@ def _test_pairs(
     """Test every row against the baseline and the reference, with Holm's correction by metric."""
     by_label = {row.label: row for row in rows}
     pairs = [(a, b) for b in dict.fromkeys((baseline_label, reference)) for a in by_label if a != b]
-    pairs = [(a, b) for a, b in pairs if (a, b) != (baseline_label, reference)]  # the reverse pair is included
+    pairs = [
+        (a, b) for a, b in pairs if (a, b) != (baseline_label, reference)
+    ]  # the reverse pair is included
     tests: list[_CorrectedTest] = []
     for metric in metrics:
         family = [_test_pair(by_label[a], by_label[b], metric, on) for a, b in pairs]
         found_tests = [test for test in family if test is not None]
-        for test, corrected in zip(found_tests, holm_adjust([test["p"] for test in found_tests]), strict=True):
+        for test, corrected in zip(
+            found_tests, holm_adjust([test["p"] for test in found_tests]), strict=True
+        ):
             tests.append({**test, "p_holm": corrected})
     return tests
 
@@ -339,7 +371,9 @@ def _test_pair(a: _MethodRow, b: _MethodRow, metric: str, on: str) -> _RowTest |
     common = sorted({run.seed for run in a.runs} & {run.seed for run in b.runs})
     test_set = {"accuracy": on, "own_accuracy": "own"}.get(metric, "")
 
-    def mean_values(key: Callable[[FinishedRun, str], Any], seeds: Sequence[int] | None = None) -> list[dict[Any, float]]:
+    def mean_values(
+        key: Callable[[FinishedRun, str], Any], seeds: Sequence[int] | None = None
+    ) -> list[dict[Any, float]]:
         values = [row.group_values(key, metric, seeds) for row in (a, b)]
         return [{group: fmean(values) for group, values in groups.items()} for groups in values]
 
@@ -362,7 +396,9 @@ def _test_pair(a: _MethodRow, b: _MethodRow, metric: str, on: str) -> _RowTest |
     return test
 
 
-def _measure_benefit(rows: Sequence[_MethodRow], first: FinishedRun, on: str) -> tuple[dict[str, Any] | None, dict[str, Gain]]:
+def _measure_benefit(
+    rows: Sequence[_MethodRow], first: FinishedRun, on: str
+) -> tuple[dict[str, Any] | None, dict[str, Gain]]:
     """Return the benefit of federation: each site's score with three models, and the gain over all sites by federated
     row.
 
@@ -388,7 +424,10 @@ def _measure_benefit(rows: Sequence[_MethodRow], first: FinishedRun, on: str) ->
         "pooled": pooled[0].label if pooled else None,
         "on": on,
         "measure": measure,
-        "sites": [{"site": name, **site_gain, **_largest_epsilon(federated_row, name)} for name, site_gain in by_site.items()],
+        "sites": [
+            {"site": name, **site_gain, **_largest_epsilon(federated_row, name)}
+            for name, site_gain in by_site.items()
+        ],
         "all": gains[federated_row.label],
     }, gains
 
@@ -397,7 +436,10 @@ def _largest_epsilon(row: _MethodRow, name: str) -> dict[str, float | str | None
     """Return the largest ε of a site over the runs, and its guarantee level."""
     site_rows = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
     epsilons = [site["epsilon"] for site in site_rows if site["epsilon"] is not None]
-    return {"epsilon": max(epsilons, default=None), "guarantee": site_rows[0]["guarantee"] if site_rows else "none"}
+    return {
+        "epsilon": max(epsilons, default=None),
+        "guarantee": site_rows[0]["guarantee"] if site_rows else "none",
+    }
 
 
 def _iterate_table_rows(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Iterator[list[Any]]:
@@ -409,7 +451,9 @@ def _iterate_table_rows(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str
     yield [*plain_columns, "seeds", *map("_".join, spreads), *per_round]
     for row in rows:
         cells = [row[key] for key in plain_columns] + [" ".join(map(str, row["seeds"]))]
-        cells += [row[metric][part] for metric, part in spreads] + [row["communication"][key] for key in communication_columns]
+        cells += [row[metric][part] for metric, part in spreads] + [
+            row["communication"][key] for key in communication_columns
+        ]
         yield [*cells, row["seconds_per_round"]]
 
 
@@ -422,7 +466,9 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
         numbers = (words.format_spread(row[metric], 2) for metric in document["scores"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
-        rows.append([row["label"], repeats, *numbers, epsilon_text, words.format_size(row["communication"]["bytes"])])
+        rows.append(
+            [row["label"], repeats, *numbers, epsilon_text, words.format_size(row["communication"]["bytes"])]
+        )
     repeats_text = f"mean ± sd over {comparison.repetition_words(document['rows'])}"
     title = f"models {comparison.TEST_SET_WORDS[document['on']]}, {repeats_text}"
     yield TextTable(title, ["method", "seeds", *names, "ε", "sent"], rows)
@@ -431,7 +477,9 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
         method_note = f" ({document['benefit']['federated']})" if several else ""
         for name, row in worth_figure.list_benefit_rows(document["benefit"]):
             gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
-            yield TextLine(f"  {name}: {gain} by federation{method_note}; {verdict}" if verdict else f"  {name}: {gain}")
+            yield TextLine(
+                f"  {name}: {gain} by federation{method_note}; {verdict}" if verdict else f"  {name}: {gain}"
+            )
     yield from (TextLine(finding["text"]) for finding in document["findings"])
     yield from (TextLine(note, "dim") for note in document["notes"])
     yield TextLine(document["page"])

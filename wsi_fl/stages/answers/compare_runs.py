@@ -103,7 +103,9 @@ def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         ignored += ["privacy.sigma", "train.batch_size"]
     if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
         ignored += ["train.beta"]
-    return {key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
+    return {
+        key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))
+    }
 
 
 def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
@@ -121,7 +123,9 @@ def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
             distinct = values.setdefault(key, [])
             if value not in distinct:
                 distinct.append(value)
-    return [k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])]
+    return [
+        k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])
+    ]
 
 
 def _flatten_settings(pipeline: Pipeline) -> dict[str, Any]:
@@ -160,8 +164,12 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
         )
     first = runs[0]
     for run in runs[1:]:
-        run_path, first_path = (study.relative_path(compared_run.folder.path) for compared_run in (run, first))
-        run_question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
+        run_path, first_path = (
+            study.relative_path(compared_run.folder.path) for compared_run in (run, first)
+        )
+        run_question, first_question = (
+            describe_target(compared_run.pipeline.target) for compared_run in (run, first)
+        )
         if run_question != first_question:
             raise UsageError(
                 f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); compare runs of one target"
@@ -222,10 +230,14 @@ def _is_repetition(run: FinishedRun, method: str, pipeline: Pipeline, inputs: Ma
     )
 
 
-def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> FinishedRun | None:
+def find_finished_run(
+    study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]
+) -> FinishedRun | None:
     """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
     for run in find_finished_runs(study, method):
-        same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
+        same = (
+            run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
+        )
         if same and _is_repetition(run, method, pipeline, inputs):
             return run
     return None
@@ -248,7 +260,11 @@ def add_baseline(
     }
     missing = []
     for reference in references.values():
-        if (run := find_finished_run(study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs)) is not None:
+        if (
+            run := find_finished_run(
+                study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs
+            )
+        ) is not None:
             runs.append(run)
         else:
             missing.append(reference)
@@ -257,7 +273,9 @@ def add_baseline(
     member_text = _format_members(missing)
     problem = "not asked for"
     if train_missing:
-        problem = next(filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), "")
+        problem = next(
+            filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), ""
+        )
     if problem:
         others = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
         return runs, [
@@ -265,7 +283,10 @@ def add_baseline(
             f"`{_training_command(*_training_recipe(study, missing[0]))}` "
             f"trains that of {_format_members(missing[:1])}{others}."
         ]
-    trained = [_train_baseline(study, reference, NestedProgress(watcher, k, len(missing))) for k, reference in enumerate(missing)]
+    trained = [
+        _train_baseline(study, reference, NestedProgress(watcher, k, len(missing)))
+        for k, reference in enumerate(missing)
+    ]
     names = ", ".join(study.relative_path(run.folder.path) for run in trained)
     return [*runs, *trained], [f"The baseline of {member_text} was trained for this comparison ({names})."]
 
@@ -288,7 +309,9 @@ def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> F
     context = RunContext.create(study, reference.pipeline, LOCAL_METHOD)
     backend = "local" if context.may_merge or len(context.sites) == 1 else "mpi"
     options: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "told": True}
-    return FinishedRun.load(study.find_run(train(study, method=LOCAL_METHOD, pipeline_name=name, **options)["run"]))
+    return FinishedRun.load(
+        study.find_run(train(study, method=LOCAL_METHOD, pipeline_name=name, **options)["run"])
+    )
 
 
 def _format_members(runs: Sequence[FinishedRun]) -> str:
@@ -309,7 +332,9 @@ def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     model = pipeline.model
     shared = model.proxy.startswith(SHARED_HEAD)  # a head of all sites, which a local baseline does not have
     proxy = model.private if shared else model.proxy
-    local_pipeline = pipeline.replace_keys(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
+    local_pipeline = pipeline.replace_keys(
+        model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True}
+    )
     return local_pipeline.model_copy(update={"audit": AuditSettings()})
 
 
@@ -346,7 +371,10 @@ def _training_recipe(study: Study, reference: FinishedRun) -> tuple[str, list[st
     run_values = {key: target_values[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
     if reference.repetition.left_out is None:
         run_values.pop("sites")
-    return str(config_path), [*fixed, *(f"{key}={toml_value(value)}" for key, value in run_values.items() if value is not None)]
+    return str(config_path), [
+        *fixed,
+        *(f"{key}={toml_value(value)}" for key, value in run_values.items() if value is not None),
+    ]
 
 
 def _training_command(name: str, overrides: Sequence[str]) -> str:

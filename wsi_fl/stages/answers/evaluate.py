@@ -19,18 +19,37 @@ from wsi_fl.learning.counts import CrossSiteScores
 from wsi_fl.learning.examples import Examples, concatenate_examples
 from wsi_fl.learning.local import predict_examples, predict_with_models, replace_nonfinite
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.predictions import PredictionTable, score_voting_rules, measure_predictions, score_tumor_types
+from wsi_fl.learning.predictions import (
+    PredictionTable,
+    measure_predictions,
+    score_tumor_types,
+    score_voting_rules,
+)
 from wsi_fl.learning.tasks import Task, score_predictions
-from wsi_fl.learning.validation import MODEL_CHOICES, LOCAL, ENSEMBLE, combine_predictions, roles_of_choice
+from wsi_fl.learning.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT_SCORES, describe_part_classes, is_number, score_in_sentence, format_number, describe_receivers, format_spread
+from wsi_fl.report.words import (
+    SCORES,
+    SHORT_SCORES,
+    describe_part_classes,
+    describe_receivers,
+    format_number,
+    format_spread,
+    is_number,
+    score_in_sentence,
+)
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import render_cross_site_lines, load_cross_site_scores
+from wsi_fl.stages.answers.between import load_cross_site_scores, render_cross_site_lines
 from wsi_fl.stages.answers.predictions import compute_seal, write_predictions
-from wsi_fl.stages.answers.trained import TrainedModels, load_prediction_models, available_models, load_run_settings
+from wsi_fl.stages.answers.trained import (
+    TrainedModels,
+    available_models,
+    load_prediction_models,
+    load_run_settings,
+)
 from wsi_fl.stages.site.data import SiteData
 from wsi_fl.stages.site.party import RunContext, restore_study
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.work.job import select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
@@ -116,7 +135,9 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     predicts = receivers and receivers["sites"]
     if not any(len(part) for part, _ in parts.values()) and not predicts:
         command = context.kind.tiling_command
-        raise WsiFlError(f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0")
+        raise WsiFlError(
+            f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0"
+        )
     rows, tables = [], []
     finishers = [site for site in sites if site.name not in lost]
     for index, site in enumerate(finishers):
@@ -131,7 +152,9 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     several, task = merged and len(rows) > 1, context.task
     aggregated: _AggregatedScores | None = None
     if several and task.kind == "classes":  # a site weighs its training rows
-        rules = score_voting_rules([site_table.answers for site_table in tables], tables[0].truth, weights)
+        rules = score_voting_rules(
+            [site_table.model_predictions for site_table in tables], tables[0].truth, weights
+        )
         aggregated = {"rule": read_setting(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
     part_scores = None
     if merged:
@@ -144,7 +167,8 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "scores": list(task.scores),
         "examples": context.example_plural,
         "model": pipeline.predict.model,
-        "shared": several and all(row["model"] == available_models(context.method).get("shared") for row in rows),
+        "shared": several
+        and all(row["model"] == available_models(context.method).get("shared") for row in rows),
         "merged": _summarize_sites(rows, task) if merged else None,
         "internal": _summarize_sites([row["own"] for row in rows], task),
         "external": _summarize_sites([row["external"] for row in rows], task) if several else None,
@@ -174,7 +198,10 @@ def _summarize_models(
         scores = [row["models"][ensemble] for row in rows if ensemble in row["models"]]
         if scores:
             merged_scores = _summarize_sites(scores, task) if merged else None
-            summaries[ensemble] = {"merged": merged_scores, "internal": _summarize_sites([row["own"] for row in scores], task)}
+            summaries[ensemble] = {
+                "merged": merged_scores,
+                "internal": _summarize_sites([row["own"] for row in scores], task),
+            }
     return summaries
 
 
@@ -193,9 +220,14 @@ def _evaluate_site(
     models, table = _predict_site(context, site, parts)
     noise_sds = _noise_effect(models, parts, table)
     # images of a partitioned data set are no slides, and other tasks are on slides or patients
-    slides, choice = context.open_data(site.name).store.meta.spec.mpp > 0, folder.read_document("prediction_model") or {}
+    slides, choice = (
+        context.open_data(site.name).store.meta.spec.mpp > 0,
+        folder.read_document("prediction_model") or {},
+    )
     point = choice.get("slide_threshold") if slides and choice.get("model") == table.model else None
-    measure_scores = partial(measure_predictions, repeats=context.pipeline.evaluate.bootstrap, with_slides=slides, threshold=point)
+    measure_scores = partial(
+        measure_predictions, repeats=context.pipeline.evaluate.bootstrap, with_slides=slides, threshold=point
+    )
     local_table, other_table = table.local_rows, table.other_rows
     local_scores, merged = measure_scores(local_table) | {"noise": noise_sds and noise_sds[1]}, len(parts) > 1
     row = {
@@ -204,9 +236,14 @@ def _evaluate_site(
         "predictions": compute_seal(folder),
         **(measure_scores(table) | {"noise": noise_sds and noise_sds[0]} if merged else local_scores),
         "own": local_scores,
-        "external": other_table.compute_scores() | {"tumor_types": score_tumor_types(other_table)} if merged else None,
+        "external": other_table.compute_scores() | {"tumor_types": score_tumor_types(other_table)}
+        if merged
+        else None,
         "parts": {name: part.compute_scores() for name, part in table.group_by("part").items()},
-        "models": {model: _score_model(table, model) | {"own": _score_model(local_table, model)} for model in table.predictions},
+        "models": {
+            model: _score_model(table, model) | {"own": _score_model(local_table, model)}
+            for model in table.predictions
+        },
     }
     return row, table
 
@@ -220,7 +257,9 @@ def _score_released_heads(context: RunContext, parts: Mapping[str, _TestExamples
             head = models.models["shared"]
             assert isinstance(head, SharedHead)
             predictions = predict_examples(head.solve_released_head(), part, models.device)
-            rows.append({"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)})
+            rows.append(
+                {"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)}
+            )
     return rows
 
 
@@ -231,9 +270,17 @@ def _evaluate_receivers(context: RunContext, released: Sequence[Mapping[str, Any
     """
     rows = []
     for name in filter(context.has_store, context.receivers):
-        _, table = _predict_site(context, context.find_site(name), {name: _load_test_part(context.open_data(name))}, has_truth=False)
+        _, table = _predict_site(
+            context,
+            context.find_site(name),
+            {name: _load_test_part(context.open_data(name))},
+            has_truth=False,
+        )
         rows.append({"site": name, "n": len(table), "model": table.model})
-    values = {score: [value for row in released if (value := row[score]) is not None] for score in context.task.scores}
+    values = {
+        score: [value for row in released if (value := row[score]) is not None]
+        for score in context.task.scores
+    }
     expected = {
         score: {"mean": float(np.mean(sites_scores)), "low": min(sites_scores), "high": max(sites_scores)}
         for score, sites_scores in values.items()
@@ -258,7 +305,9 @@ def _noise_effect(
     None where the prediction model contains no one-shot global head with noise: noise in training cannot be redrawn.
     """
     head = models.models.get("shared")
-    if not isinstance(head, SharedHead) or "shared" not in roles_of_choice(models.ensemble, models.stack, models.models):
+    if not isinstance(head, SharedHead) or "shared" not in roles_of_choice(
+        models.ensemble, models.stack, models.models
+    ):
         return None
     if not head.is_noisy or not len(table):
         return None
@@ -267,9 +316,14 @@ def _noise_effect(
     predictions = np.concatenate(
         [predict_with_models(heads, part, models.device) for part, _ in parts.values() if len(part)], axis=1
     )
-    ensembles = (combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack) for proxy in predictions)
-    tables = [replace(table, said={table.model: values}) for values in ensembles]
-    return _score_deviations([redrawn.compute_scores() for redrawn in tables]), _score_deviations([redrawn.local_rows.compute_scores() for redrawn in tables])
+    ensembles = (
+        combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack)
+        for proxy in predictions
+    )
+    tables = [replace(table, predictions={table.model: values}) for values in ensembles]
+    return _score_deviations([redrawn.compute_scores() for redrawn in tables]), _score_deviations(
+        [redrawn.local_rows.compute_scores() for redrawn in tables]
+    )
 
 
 def _score_deviations(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -280,7 +334,9 @@ def _score_deviations(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _load_models(context: RunContext, site: SiteFile) -> TrainedModels:
     data = context.open_data(site.name)
-    return load_prediction_models(context.run, context.pipeline, site, data.classes, data.shape, select_device(), all_roles=True)
+    return load_prediction_models(
+        context.run, context.pipeline, site, data.classes, data.shape, select_device(), all_roles=True
+    )
 
 
 def _predict_site(
@@ -308,7 +364,9 @@ def _predict_site(
     columns = next(iter(parts.values()))[1]
     ensembles = (*MODEL_CHOICES, LOCAL, *[ENSEMBLE] * (models.stack is not None))
     available = [
-        answer for answer in ensembles if models.models.keys() >= set(roles_of_choice(answer, models.stack, models.models))
+        answer
+        for answer in ensembles
+        if models.models.keys() >= set(roles_of_choice(answer, models.stack, models.models))
     ]
     table = PredictionTable.from_examples(
         {name: part for name, (part, _) in parts.items()},
@@ -316,13 +374,17 @@ def _predict_site(
         model=models.ensemble,
         predictions={answer: combine_predictions(by_role, answer, models.stack) for answer in available},
         outputs=data.classes,
-        extra_columns={name: np.concatenate([about[name] for _, about in parts.values()]) for name in columns},
+        extra_columns={
+            name: np.concatenate([about[name] for _, about in parts.values()]) for name in columns
+        },
     )
     write_predictions(folder, table, has_truth=has_truth)
     return models, table
 
 
-def _evaluate_external(context: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> _ExternalScores | None:
+def _evaluate_external(
+    context: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]
+) -> _ExternalScores | None:
     """Return every site's scores on `evaluate.external` and the left-out site, and those of aggregated predictions.
 
     None where both are missing.
@@ -339,23 +401,34 @@ def _evaluate_external(context: RunContext, sites: Sequence[SiteFile], weights: 
     parts = {name: _load_external_patches(context, name, first.classes) for name in names}
     examples, tables = concatenate_examples([*parts.values()]), []
     for site in sites:
-        models = load_prediction_models(context.run, context.pipeline, site, first.classes, first.shape, select_device())
+        models = load_prediction_models(
+            context.run, context.pipeline, site, first.classes, first.shape, select_device()
+        )
         with torch.no_grad():
             predictions = {models.ensemble: models.predict(examples)}
         tables.append(
-            PredictionTable.from_examples(parts, site=site.name, model=models.ensemble, predictions=predictions, outputs=first.classes)
+            PredictionTable.from_examples(
+                parts, site=site.name, model=models.ensemble, predictions=predictions, outputs=first.classes
+            )
         )
     several = len(tables) > 1 and examples.task.kind == "classes"
-    aggregated = score_voting_rules([site_table.answers for site_table in tables], examples.label, weights) if several else None
+    aggregated = (
+        score_voting_rules([site_table.model_predictions for site_table in tables], examples.label, weights)
+        if several
+        else None
+    )
     result: _ExternalScores = {
         "sites": names,
         "n": len(examples),
-        "rows": [{"site": table.site, **table.scores()} for table in tables],
+        "rows": [{"site": table.site, **table.compute_scores()} for table in tables],
         "aggregated": aggregated,
         "left_out": None,
     }
     if left_out is not None:
-        left_out_rows = [{"site": site_table.site, **site_table.where(site_table.part == left_out).scores()} for site_table in tables]
+        left_out_rows = [
+            {"site": site_table.site, **site_table.select_rows(site_table.part == left_out).compute_scores()}
+            for site_table in tables
+        ]
         store = context.open_data(left_out).digest()
         result["left_out"] = {"site": left_out, "store": store, "rows": left_out_rows}
     return result
@@ -399,7 +472,8 @@ def render_evaluation_lines(document: Evaluation) -> Lines:
         part_scores = {name: part[first] for name, part in document["parts"].items()}
         unknown_text = "not known (too few events or classes there)"
         sentence = ", ".join(
-            f"{name} {format_spread(spread_values) if is_number(spread_values['mean']) else unknown_text}" for name, spread_values in part_scores.items()
+            f"{name} {format_spread(spread_values) if is_number(spread_values['mean']) else unknown_text}"
+            for name, spread_values in part_scores.items()
         )
         yield TextLine(f"  {SCORES[first].lower()} on each site's part over all models: {sentence}")
     if document["sites"] and all(row["model"] == LOCAL for row in document["sites"]):
@@ -428,7 +502,11 @@ def _render_table(document: Evaluation) -> TextTable:
         return [name, str(values["n"]), *(format_number(values[score]) for score in scores)]
 
     if document["shared"]:
-        rows = [*(format_cells(row["site"], row["own"]) for row in sites), None, format_cells("all", sites[0])]
+        rows = [
+            *(format_cells(row["site"], row["own"]) for row in sites),
+            None,
+            format_cells("all", sites[0]),
+        ]
         return TextTable(
             f"the shared model on each site's part and the merged test set ({examples})", headings, rows
         )

@@ -14,19 +14,26 @@ import torch
 from torch import nn
 
 from wsi_fl import __version__
-from wsi_fl.models.exporting import HeadWithEncoder, DownsamplingModel, strip_local_statistics, input_name, write_onnx, write_torchscript
+from wsi_fl.models.exporting import (
+    DownsamplingModel,
+    HeadWithEncoder,
+    input_name,
+    strip_local_statistics,
+    write_onnx,
+    write_torchscript,
+)
 from wsi_fl.report import worth
 from wsi_fl.report.fill import fill_template
 from wsi_fl.report.words import SCORES, SHORT_SCORES, describe_worst_detection, format_number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare_runs import FinishedRun
 from wsi_fl.stages.answers.report import find_baselines
-from wsi_fl.stages.answers.trained import load_prediction_models, available_models, is_trained_with_dp
+from wsi_fl.stages.answers.trained import available_models, is_trained_with_dp, load_prediction_models
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.site.targets import describe_target
 from wsi_fl.stages.training.workshop import find_architecture
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import file_sha256, write_json, write_text
@@ -60,7 +67,9 @@ class ExportRequest:
     def accounts(self) -> dict[str, dict[str, Any]]:
         """The final privacy accounts of the sites of its training patients whose part of the run is here."""
         folders = {name: self.context.run.site_folder(name) for name in self.site_names}
-        return {name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()}
+        return {
+            name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()
+        }
 
     @property
     def has_guarantee(self) -> bool:
@@ -132,7 +141,9 @@ def export_model(
         _require_allowed(request, private=private)
         folder = out or run.path / "exports" / form / f"{request.site.name}-{model_name}"
         build_arguments = (request.facts["classes"], request.shape, torch.device("cpu"))
-        models = load_prediction_models(run, context.pipeline, request.site, *build_arguments, all_roles=True).models
+        models = load_prediction_models(
+            run, context.pipeline, request.site, *build_arguments, all_roles=True
+        ).models
         network = strip_local_statistics(models[request.role]).eval().requires_grad_(False)
         for card_file in _CARD_FILES:  # no card of another model
             (folder / card_file).unlink(missing_ok=True)
@@ -140,7 +151,9 @@ def export_model(
         card = build_card(request, result, folder)
     write_json(folder / "model_card.json", card)
     write_text(folder / "MODEL_CARD.md", _render_card(card))
-    run.site_folder(request.site.name).log(f"export: the {model_name} model as {form}, {', '.join(card['files'])}")
+    run.site_folder(request.site.name).log(
+        f"export: the {model_name} model as {form}, {', '.join(card['files'])}"
+    )
     return {
         "run": study.relative_path(run.path),
         "site": request.site.name,
@@ -174,14 +187,24 @@ def find_model(context: RunContext, model_name: str, site_name: str | None) -> E
     role = models[model_name]
     if site_name is None and model_name == "private":
         raise UsageError("--model private: every site has one; add --site NAME")
-    sites_with_model = [name for name in context.names if (run.site_folder(name).path / f"{role}.safetensors").exists()]
-    candidates = [name for name in sites_with_model if name not in context.sites_lost and site_name in (None, name)]
+    sites_with_model = [
+        name for name in context.names if (run.site_folder(name).path / f"{role}.safetensors").exists()
+    ]
+    candidates = [
+        name for name in sites_with_model if name not in context.sites_lost and site_name in (None, name)
+    ]
     if not candidates:
         raise UsageError(
             f"{run.name}: no {model_name} model of {site_name or 'any site'} here; "
             f"found: {', '.join(sites_with_model) or 'none'}"
         )
-    return ExportRequest(context, context.find_site(candidates[0]), model_name, role, run.site_folder(candidates[0]).store_facts())
+    return ExportRequest(
+        context,
+        context.find_site(candidates[0]),
+        model_name,
+        role,
+        run.site_folder(candidates[0]).store_facts(),
+    )
 
 
 def _require_allowed(request: ExportRequest, *, private: bool) -> None:
@@ -229,7 +252,11 @@ def _add_resizing(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.M
     if shape.size_px == size_px:
         return network, shape, shape_text
     resize_note = f"; reduced inside to {shape.size_px} px by area, as in training"
-    return DownsamplingModel(network, shape.size_px).eval(), Images(shape.channels, size_px), shape_text + resize_note
+    return (
+        DownsamplingModel(network, shape.size_px).eval(),
+        Images(shape.channels, size_px),
+        shape_text + resize_note,
+    )
 
 
 def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
@@ -244,7 +271,10 @@ def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> 
     input_shape = Images(3, spec.size_px)
     if isinstance(shape, Vectors):
         encoder = _load_encoder(request)
-        network, architecture_name = HeadWithEncoder(encoder.network, network), f"{encoder.name}+{architecture_name}"
+        network, architecture_name = (
+            HeadWithEncoder(encoder.network, network),
+            f"{encoder.name}+{architecture_name}",
+        )
         shape = input_shape
     network, input_shape, shape_text = _add_resizing(network, shape, spec.size_px)
     difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), input_shape)
@@ -323,7 +353,7 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
     """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
 
     Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
-    is exported without the site's exact statistics (`as_released`), and its scores are those of the exported head.
+    is exported without the site's exact statistics (`solve_released_head`), and its scores are those of the exported head.
     """
     context, evaluation = request.context, request.context.run.read_evaluation()
     is_head_only = request.model_name == "shared" and context.method.is_oneshot
@@ -343,19 +373,28 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
         fields["benefit"] = next((baseline["gain"] for baseline in rows if baseline.get("gain")), None)
     if is_head_only:
         released_rows = [
-            row for row in evaluation.get("global_head") or [] if context.find_site(row["site"]).allows("scores")
+            row
+            for row in evaluation.get("global_head") or []
+            if context.find_site(row["site"]).allows("scores")
         ]
         parts = [{"on": f"the test part of {row['site']}", "intervals": None} | row for row in released_rows]
         fields["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
         return fields
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
-    if row and request.site.allows("scores") and not is_head_only and (model := row["models"].get(request.role)):
+    if (
+        row
+        and request.site.allows("scores")
+        and not is_head_only
+        and (model := row["models"].get(request.role))
+    ):
         is_ensemble, scores = row["model"] == request.role, evaluation["scores"]
         test_sets = {"the test parts of all sites": (model, row)} if merged else {}
         test_sets["the test part of its site"] = (model["own"], row["own"])
         parts = []
         for on, (model_scores, site_scores) in test_sets.items():
-            ensemble_values = {name: site_scores.get(name) if is_ensemble else None for name in ("n", "intervals")}
+            ensemble_values = {
+                name: site_scores.get(name) if is_ensemble else None for name in ("n", "intervals")
+            }
             model_values = {name: model_scores.get(name) for name in scores} | (
                 {} if model_scores.get("n") is None else {"n": model_scores["n"]}
             )
@@ -413,10 +452,10 @@ def _render_card(card: Mapping[str, Any]) -> str:
     benefit_text = None
     if gain:
         ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
-        score_text = (
-            f"In the run federation{ensemble_note} reached {format_number(gain['federated']['mean'], 2)} in {gain['measure']}"
-        )
-        benefit_text = worth.build_benefit_finding(gain, score_text, "local models without differential privacy").text
+        score_text = f"In the run federation{ensemble_note} reached {format_number(gain['federated']['mean'], 2)} in {gain['measure']}"
+        benefit_text = worth.build_benefit_finding(
+            gain, score_text, "local models without differential privacy"
+        ).text
     context = {
         "card": card,
         "warning": _warning_text(card),

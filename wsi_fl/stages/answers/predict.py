@@ -20,8 +20,8 @@ from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.drawing import Color, distinct_colors
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, PatchPredictions
 from wsi_fl.slides.reading.formats import slide_name
-from wsi_fl.stages.answers.predictor import SlideImage, Predictor, SlidePatches, load_predictor
-from wsi_fl.stages.work.console import TextLine, Lines, NestedProgress, TextTable, Watcher, describe_failure
+from wsi_fl.stages.answers.predictor import Predictor, SlideImage, SlidePatches, load_predictor
+from wsi_fl.stages.work.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
 from wsi_fl.stages.work.job import RankJob, take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
@@ -67,7 +67,9 @@ def predict(
     take_threads(job.threads)
     names = [slide_name(path) for path in slides]  # as in a store
     if duplicates := [name for name, n in Counter(names).items() if n > 1]:
-        raise UsageError(f"two slides have the name {duplicates[0]}; predict them one after the other with --out")
+        raise UsageError(
+            f"two slides have the name {duplicates[0]}; predict them one after the other with --out"
+        )
     predictor = job.run_on_ranks(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
     scale = mpp or predictor.site.mpp_override
@@ -78,7 +80,9 @@ def predict(
 
     def predict_share(local_records: list[SlideRecord]) -> Iterator[dict[str, Any]]:
         for k, record in enumerate(local_records):
-            yield _predict_or_report(predictor, record, folder, NestedProgress(progress, k, len(local_records)))
+            yield _predict_or_report(
+                predictor, record, folder, NestedProgress(progress, k, len(local_records))
+            )
 
     outcomes = job.share_items(records, predict_share)
     if not job.is_first:
@@ -95,7 +99,9 @@ def predict(
     }
 
 
-def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+def _predict_or_report(
+    predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
+) -> dict[str, Any]:
     """Predict a slide; return its row, or the reason of the failure."""
     try:
         return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
@@ -150,7 +156,12 @@ def _write_patch_results(
     heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patch_table(folder / _TABLE, patches.xy_l0, patch_side_l0(predictor.meta.spec, base.mpp), columns)
-    row = {"slide": record.slide, "patches": len(patches.xy_l0), "excluded": patches.n_excluded, "score": scores}
+    row = {
+        "slide": record.slide,
+        "patches": len(patches.xy_l0),
+        "excluded": patches.n_excluded,
+        "score": scores,
+    }
     return row, {
         "class": heat.classes[kind],
         "classes": {heat.classes[k]: heatmap.score_class(heat, k) for k in heat.region_classes},
@@ -175,16 +186,30 @@ def _write_slide_results(
         side = patch_side_l0(meta.spec, base.mpp)
         boxes = heatmap.patch_boxes(patches.xy_l0, meta.spec, base.mpp, base.size_l0)
         label, legend = prediction.legend
-        heat = PatchPredictions(boxes, ("other", label), np.stack([1 - prediction.heat_values, prediction.heat_values], axis=1))
-        picture = _draw_heatmap(predictor, record, base, heat, [_OTHER_COLOR, _ATTENTION_COLOR], *prediction.caption_texts, legend)
+        heat = PatchPredictions(
+            boxes, ("other", label), np.stack([1 - prediction.heat_values, prediction.heat_values], axis=1)
+        )
+        picture = _draw_heatmap(
+            predictor, record, base, heat, [_OTHER_COLOR, _ATTENTION_COLOR], *prediction.caption_texts, legend
+        )
         write_bytes(folder / _HEATMAP, picture)
     write_patch_table(folder / _TABLE, patches.xy_l0, side, prediction.columns)
-    row = {"slide": record.slide, "patches": len(patches.xy_l0), "tumor_type": tumor_type, **prediction.document_fields}
+    row = {
+        "slide": record.slide,
+        "patches": len(patches.xy_l0),
+        "tumor_type": tumor_type,
+        **prediction.document_fields,
+    }
     return row, {"encoder": meta.encoder}
 
 
 def _draw_heatmap(
-    predictor: Predictor, record: SlideRecord, base: SlideImage, heat: PatchPredictions, colors: list[Color], *captions: str
+    predictor: Predictor,
+    record: SlideRecord,
+    base: SlideImage,
+    heat: PatchPredictions,
+    colors: list[Color],
+    *captions: str,
 ) -> bytes:
     spec, source = predictor.meta.spec, "mosaic of " if predictor.kind.data == "mosaics" else ""
     origin = f"{predictor.run.name} · {predictor.site.name} · {source}{len(heat.boxes_l0)} patches"

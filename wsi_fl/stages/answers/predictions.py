@@ -21,7 +21,7 @@ from wsi_fl.learning.predictions import PredictionTable
 from wsi_fl.learning.tasks import CLASSES, Task, Truth
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.system.files import atomic_path, require_regular_file, file_sha256
+from wsi_fl.system.files import atomic_path, file_sha256, require_regular_file
 from wsi_fl.types import WsiFlError
 
 Key = tuple[str, ...]
@@ -55,7 +55,12 @@ def write_predictions(folder: SiteFolder, table: PredictionTable, *, has_truth: 
         has_truth: whether the truth is known; its columns are empty else.
     """
     truth, output_column = COLUMNS[table.task.kind]
-    names = (*_KEY_COLUMNS, *table.extra_columns, *truth, *(output_column.format(name) for name in table.outputs))
+    names = (
+        *_KEY_COLUMNS,
+        *table.extra_columns,
+        *truth,
+        *(output_column.format(name) for name in table.outputs),
+    )
     if table.task.kind == "classes":
         true = [(table.outputs[label] if has_truth else "" for label in table.truth)]
     else:
@@ -66,9 +71,12 @@ def write_predictions(folder: SiteFolder, table: PredictionTable, *, has_truth: 
     # with all digits, for thresholds between them
     numbers = ",%r" * len(table.outputs) + "\n"
     lines: list[str] = []
-    example = csv.sealer(SimpleNamespace(write=lines.append), lineterminator="")
-    with atomic_path(_table_path(folder)) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        csv.sealer(file, lineterminator="\n").writerow(names)
+    example = csv.writer(SimpleNamespace(write=lines.append), lineterminator="")
+    with (
+        atomic_path(_table_path(folder)) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        csv.writer(file, lineterminator="\n").writerow(names)
         for k, cells in enumerate(examples):
             example.writerow(cells)
             text = lines.pop()
@@ -109,7 +117,9 @@ def read_predictions(
     model_name = rows[0][_MODEL_COLUMN] if rows else "private"
     try:
         truth_values = _parse_truth(np.stack([columns[name] for name in truth], axis=1), outputs, task)
-        values = np.stack([columns[output_column.format(name)] for name in outputs], axis=1).astype(np.float64)
+        values = np.stack([columns[output_column.format(name)] for name in outputs], axis=1).astype(
+            np.float64
+        )
     except (KeyError, ValueError) as error:
         raise _table_error(folder, f"holds an invalid prediction ({error})") from None
     table = PredictionTable(
@@ -168,7 +178,11 @@ def _find_problem(table: PredictionTable, n: int | None) -> str:
     values, kind = table.model_predictions, table.task.kind
     if not (np.isfinite(values).all() and (kind == "classes" or np.isfinite(table.truth).all())):
         return "holds numbers that are not finite"
-    if kind != "number" and len(values) and not (values.min() >= -_ROUNDING_TOLERANCE and values.max() <= 1 + _ROUNDING_TOLERANCE):
+    if (
+        kind != "number"
+        and len(values)
+        and not (values.min() >= -_ROUNDING_TOLERANCE and values.max() <= 1 + _ROUNDING_TOLERANCE)
+    ):
         return f"holds probabilities from {values.min():g} to {values.max():g}"
     if kind == "classes" and (np.abs(values.sum(1) - 1) > _ROUNDING_TOLERANCE).any():
         return "holds probabilities that do not add up to 1"
@@ -187,7 +201,9 @@ def _table_error(folder: SiteFolder, problem: str) -> WsiFlError:
 def _load_evaluation_row(folder: SiteFolder) -> dict[str, Any]:
     """Return the row of a site in the run's evaluation; {} without one."""
     run = RunFolder(folder.path.parent.parent)
-    return _load_evaluation_rows(run.path, _modification_time(run.path / "evaluation.json")).get(folder.path.name, {})
+    return _load_evaluation_rows(run.path, _modification_time(run.path / "evaluation.json")).get(
+        folder.path.name, {}
+    )
 
 
 def _modification_time(path: Path) -> int | None:
@@ -219,7 +235,9 @@ def read_example_scores(folder: SiteFolder, on: str, task: Task = CLASSES) -> Ex
     values = task.example_scores(table.model_predictions, table.truth)
     if values is None:
         return None
-    name_rows = zip(table.part, table.patient, table.slide, table.patient, *table.extra_columns.values(), strict=True)
+    name_rows = zip(
+        table.part, table.patient, table.slide, table.patient, *table.extra_columns.values(), strict=True
+    )
     keys, occurrences = [], Counter[Key]()  # folds of another seed have the same examples on other rows
     for names in name_rows:
         name = tuple(map(str, names))

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import (
     Examples,
+    build_unlabelled_bags,
+    downsample_pixels,
     find_allowed_classes,
     pack_bags,
-    downsample_pixels,
-    build_unlabelled_bags,
 )
 from wsi_fl.learning.metrics import choose_classes
 from wsi_fl.learning.survival import compute_risk
@@ -37,7 +37,7 @@ from wsi_fl.stages.answers.predictions import COLUMNS
 from wsi_fl.stages.answers.trained import TrainedModels, load_prediction_models, load_run_settings
 from wsi_fl.stages.prepare.bags import MosaicBuilder
 from wsi_fl.stages.prepare.tile_plans import build_plan_params, load_plan_segmenter
-from wsi_fl.stages.site.data import ExampleKind, find_example_kind, open_bags, list_slides
+from wsi_fl.stages.site.data import ExampleKind, find_example_kind, list_slides, open_bags
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.party import restore_study
 from wsi_fl.stages.site.targets import build_task
@@ -120,7 +120,10 @@ class SlidePrediction:
             return {"target": self.names[0], "value": float(self.slide_values[0])}
         if isinstance(self.task, SurvivalTask):
             probabilities = dict(zip(self.names, self.slide_values.tolist(), strict=True))
-            return {"without_event": probabilities, "risk": float(compute_risk(self.slide_values[None], self.task.ends)[0])}
+            return {
+                "without_event": probabilities,
+                "risk": float(compute_risk(self.slide_values[None], self.task.ends)[0]),
+            }
         return {
             "class": self.names[self._best_class],
             "probability": float(self.slide_values[self._best_class]),
@@ -158,14 +161,20 @@ class SlidePrediction:
             return self.attention / max(float(self.attention.max()), np.finfo(np.float64).tiny)
         if isinstance(self.task, NumberTask):
             return (self.patch_values[:, 0] - self.task.low) / (self.task.high - self.task.low)
-        return 1 - self.patch_values[:, -1] if self.task.kind == "survival" else self.patch_values[:, self._best_class]
+        return (
+            1 - self.patch_values[:, -1]
+            if self.task.kind == "survival"
+            else self.patch_values[:, self._best_class]
+        )
 
     @property
     def columns(self) -> dict[str, _Floats]:
         """The columns of a table of patches: heading → float64[m]."""
         attention = {} if self.attention is None else {"attention": self.attention}
         heading = COLUMNS[self.task.kind][1]
-        return attention | {heading.format(name): self.patch_values[:, k] for k, name in enumerate(self.names)}
+        return attention | {
+            heading.format(name): self.patch_values[:, k] for k, name in enumerate(self.names)
+        }
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,9 @@ class Predictor:
     def _require_encoder(self, record: SlideRecord) -> None:
         """Refuse a new slide where the training features were imported and are of another encoder than the study's."""
         encoder_label = self.meta.encoder
-        if not self._has_imported_features or not any(encoder_differences([self.pipeline.mosaic.encoder, encoder_label])):
+        if not self._has_imported_features or not any(
+            encoder_differences([self.pipeline.mosaic.encoder, encoder_label])
+        ):
             return
         receiver_hint = 'import its features as a site with role = "receiver" and train again, or '
         raise WsiFlError(
@@ -224,7 +235,9 @@ class Predictor:
 
     def load_patches(self, record: SlideRecord, watcher: Watcher) -> SlidePatches:
         """Return the patches of a slide or of its mosaic."""
-        return self._load_mosaic(record) if self.kind.data == "mosaics" else self._cut_patches(record, watcher)
+        return (
+            self._load_mosaic(record) if self.kind.data == "mosaics" else self._cut_patches(record, watcher)
+        )
 
     def _load_mosaic(self, record: SlideRecord) -> SlidePatches:
         """Return a mosaic from the site's store, else computed with the run's parameters and encoder."""
@@ -238,7 +251,9 @@ class Predictor:
             )
         else:
             self._require_encoder(record)
-            bag_maker = MosaicBuilder(self.study, self.pipeline, self.site.name, self.encoder, threads_per_rank())
+            bag_maker = MosaicBuilder(
+                self.study, self.pipeline, self.site.name, self.encoder, threads_per_rank()
+            )
             bag_maker.spec, bag_maker.params = self.meta.spec, replace(bag_maker.params, **self.meta.recipe)
             bag = bag_maker.build_bag(replace(record, path=path))
         image = self._load_image(record, path) if path and bag.has_places else None
@@ -317,7 +332,9 @@ class Predictor:
     def predict_slide(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:
         """Return the prediction of a bag by models of slides or patients, among the classes of its tumour type."""
         task, features = build_task(self.pipeline.target), bag.features
-        allowed = find_allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
+        allowed = find_allowed_classes(
+            np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types
+        )[0]
         slide = self.kind.example == "slide"
         slide_features = features if slide else features.mean(axis=0, dtype=np.float64)[None]
 
@@ -329,7 +346,10 @@ class Predictor:
             return self.models.predict(examples)
 
         with torch.inference_mode():
-            slide_values, patch_values = predict_bags([slide_features])[0], predict_bags([patch[None] for patch in features])
+            slide_values, patch_values = (
+                predict_bags([slide_features])[0],
+                predict_bags([patch[None] for patch in features]),
+            )
             attention = self._mean_attention(bag) if slide else None
         if not np.isfinite(slide_values).all() or not np.isfinite(patch_values).all():
             raise WsiFlError("the model gives no numbers; it did not train well")
@@ -338,7 +358,10 @@ class Predictor:
     def _mean_attention(self, bag: Bag) -> _Floats | None:
         """Return the attention float64[m], the mean over models; None if a model of the ensemble has none."""
         x = torch.from_numpy(pack_bags([bag.features])).to(self.models.device)
-        weights = [model.patch_attention(x) if isinstance(model, BagModel) else None for model in self.models.ensemble_models]
+        weights = [
+            model.patch_attention(x) if isinstance(model, BagModel) else None
+            for model in self.models.ensemble_models
+        ]
         attentions = [weight[0].double().cpu().numpy() for weight in weights if weight is not None]
         return np.mean(attentions, axis=0) if len(attentions) == len(weights) else None
 
@@ -429,5 +452,7 @@ def _find_slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path 
     if record.path.exists():
         return record.path
     name = compose_text(record.path.name)
-    matches = (path for path in list_slides(study, site) if name in (compose_text(path.name), slide_name(path)))
+    matches = (
+        path for path in list_slides(study, site) if name in (compose_text(path.name), slide_name(path))
+    )
     return next(matches, None)

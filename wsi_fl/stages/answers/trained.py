@@ -12,7 +12,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import predict_examples
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import Ensemble
-from wsi_fl.learning.validation import COMMON, LOCAL, ENSEMBLE, combine_predictions, roles_of_choice
+from wsi_fl.learning.validation import COMMON, ENSEMBLE, LOCAL, combine_predictions, roles_of_choice
 from wsi_fl.models import create_model
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext, find_method
@@ -28,7 +28,9 @@ _CHANGEABLE_SETTINGS = ("predict.", "features.weights=", "mosaic.weights=")
 
 def load_run_settings(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
     """Return the configuration of a run with `predict.KEY=VALUE` and paths of encoder weights overridden."""
-    if refused := [override for override in overrides if not override.strip().startswith(_CHANGEABLE_SETTINGS)]:
+    if refused := [
+        override for override in overrides if not override.strip().startswith(_CHANGEABLE_SETTINGS)
+    ]:
         raise UsageError(
             f"--set {refused[0]}: the configuration of a run is fixed; only predict.*, features.weights and "
             "mosaic.weights can be changed"
@@ -75,13 +77,17 @@ def available_models(method: Method) -> dict[str, str]:
     if "proxy" in method.learners:
         return {"private": "private", "proxy": "proxy"}
     return {
-        "shared" if method.learns_from == "everybody" or method.mixing_role == "private" else "private": "private"
+        "shared"
+        if method.learns_from == "everybody" or method.mixing_role == "private"
+        else "private": "private"
     }
 
 
 def is_trained_with_dp(context: RunContext, role: str) -> bool:
     """Return whether the models of a role are trained with differential privacy."""
-    return context.pipeline.privacy.enabled and (role in COMMON or not {*COMMON} & context.method.learners.keys())
+    return context.pipeline.privacy.enabled and (
+        role in COMMON or not {*COMMON} & context.method.learners.keys()
+    )
 
 
 def _find_roles(run: RunFolder, site: str) -> Set[str]:
@@ -111,7 +117,11 @@ def choose_ensemble(run: RunFolder, pipeline: Pipeline, site: str) -> str:
             f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no "
             "ensemble weights; train with one of them, or use private, proxy or mean"
         )
-    return choice if choice == ENSEMBLE or set(roles_of_choice(choice, there=available)) <= available else "private"
+    return (
+        choice
+        if choice == ENSEMBLE or set(roles_of_choice(choice, there=available)) <= available
+        else "private"
+    )
 
 
 def _load_stack(run: RunFolder, site: str) -> Ensemble | None:
@@ -132,7 +142,11 @@ def load_prediction_models(
 ) -> TrainedModels:
     """Load the models of a site's ensemble; with `all_roles`, all its models."""
     ensemble, stack = choose_ensemble(run, pipeline, site.name), _load_stack(run, site.name)
-    loaded_roles = _find_roles(run, site.name) if all_roles else roles_of_choice(ensemble, stack, _find_roles(run, site.name))
+    loaded_roles = (
+        _find_roles(run, site.name)
+        if all_roles
+        else roles_of_choice(ensemble, stack, _find_roles(run, site.name))
+    )
     models, travels = {}, find_method(run.manifest["method"], pipeline).mixing_role
     for role in loaded_roles:
         name = find_architecture(site, pipeline, role, common=role == "private" == travels)

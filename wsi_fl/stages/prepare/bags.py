@@ -18,7 +18,14 @@ from typing import Any, ClassVar, Generic, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import EncodedItem, Encoder, EncoderError, StageSeconds, encode_batches, encode_items
+from wsi_fl.models.encoder import (
+    EncodedItem,
+    Encoder,
+    EncoderError,
+    StageSeconds,
+    encode_batches,
+    encode_items,
+)
 from wsi_fl.models.presets import resolution_warning
 from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
@@ -29,20 +36,29 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.sources import BagsDocument, BagsRow, Outcome, SlideList, Scope
+from wsi_fl.stages.prepare.sources import BagsDocument, BagsRow, Outcome, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import build_tissue_params
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.site.encoders import load_encoder, describe_transform
-from wsi_fl.stages.work.console import TextLine, Lines, TextTable, Watcher, unread_note, describe_failure, print_message, render_speed_lines
+from wsi_fl.stages.site.encoders import describe_transform, load_encoder
+from wsi_fl.stages.work.console import (
+    Lines,
+    TextLine,
+    TextTable,
+    Watcher,
+    describe_failure,
+    print_message,
+    render_speed_lines,
+    unread_note,
+)
 from wsi_fl.stages.work.job import RankJob
 from wsi_fl.stores import bags as stored
 from wsi_fl.stores.bags import Bag, BagMeta, BagShard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import site_lock, duplicate_marks, write_bytes
+from wsi_fl.system.files import duplicate_marks, site_lock, write_bytes
 from wsi_fl.system.ordered import map_in_order
-from wsi_fl.types import DiskFull, GridSpec, ExcludedSlide, SlideRecord, WsiFlError, short_label
+from wsi_fl.types import DiskFull, ExcludedSlide, GridSpec, SlideRecord, WsiFlError, short_label
 
 _PREFETCH_THREADS = 4
 """Slides planned while another is encoded; each needs some hundred megabytes for its tissue mask."""
@@ -157,10 +173,14 @@ class BagBuilder(Generic[_Item]):
         with ExitStack() as stack:
             plans: Iterable[tuple[str, _SelectedPatches] | Outcome] = map(self._plan_slide, items)
             if n_ahead:
-                plans = stack.enter_context(closing(map_in_order(self._plan_slide, items, threads=n_ahead, ahead=n_ahead)))
+                plans = stack.enter_context(
+                    closing(map_in_order(self._plan_slide, items, threads=n_ahead, ahead=n_ahead))
+                )
             to_read = ((plan, () if isinstance(plan, Outcome) else plan[1].read_pixels()) for plan in plans)
             encoded = stack.enter_context(closing(encode_items(to_read, self.encoder)))
-            yield from stack.enter_context(closing(map_in_order(self._write_shard, encoded, threads=1, ahead=1)))
+            yield from stack.enter_context(
+                closing(map_in_order(self._write_shard, encoded, threads=1, ahead=1))
+            )
 
     def _plan_slide(self, item: _Item) -> tuple[str, _SelectedPatches] | Outcome:
         """Select the patches of a slide, unless its shard is current."""
@@ -188,7 +208,9 @@ class BagBuilder(Generic[_Item]):
         def write_selected() -> Outcome:
             if encoded.error is not None:
                 raise encoded.error
-            unread = tuple((*selected.xy_l0[row].tolist(), selected.unread[row]) for row in sorted(selected.unread))
+            unread = tuple(
+                (*selected.xy_l0[row].tolist(), selected.unread[row]) for row in sorted(selected.unread)
+            )
             bag = selected.build_bag(encoded.features)
             note = "; ".join(filter(None, (selected.note, *sorted(selected.damage))))
             shard = BagShard(
@@ -216,7 +238,9 @@ class BagBuilder(Generic[_Item]):
 
 def _shard_outcome(shard: BagShard, encoded: int = 0, spent: dict[str, float] | None = None) -> Outcome:
     n = len(shard.bag.features)
-    return Outcome(shard.slide, n, unread_note(shard.unread, n + len(shard.unread)), shard.note, encoded, spent or {})
+    return Outcome(
+        shard.slide, n, unread_note(shard.unread, n + len(shard.unread)), shard.note, encoded, spent or {}
+    )
 
 
 class MosaicBuilder(BagBuilder[SlideRecord]):
@@ -233,7 +257,8 @@ class MosaicBuilder(BagBuilder[SlideRecord]):
         spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
         super().__init__(site, study.mosaic_path(site), spec, encoder, min(threads, _PREFETCH_THREADS))
         self.params = MosaicParams(
-            **_mosaic_recipe(pipeline), tissue=build_tissue_params(study, pipeline, study.load_site(site).annotations_origin)
+            **_mosaic_recipe(pipeline),
+            tissue=build_tissue_params(study, pipeline, study.load_site(site).annotations_origin),
         )
         self.reader, self.threads = pipeline.slides.reader, threads
 
@@ -268,7 +293,12 @@ class MosaicBuilder(BagBuilder[SlideRecord]):
         damage = set(plan.survey.notes)
 
         def read_pixels() -> Iterator[NDArray[np.uint8]]:
-            options: Any = {"threads": self.threads, "reader": self.reader, "aside": unread, "notes": damage}
+            options: Any = {
+                "threads": self.threads,
+                "reader": self.reader,
+                "excluded": unread,
+                "notes": damage,
+            }
             for first, read in read_patches(item, plan.mosaic_xy_l0, self.spec, **options):
                 rows = islice((row for row in count(first) if row not in unread), len(read))
                 small.extend((row, shrink_patch(patch)) for row, patch in zip(rows, read, strict=True))
@@ -311,7 +341,9 @@ class _SiteMosaicBuilder(MosaicBuilder):
     ) -> None:
         super().__init__(listed.study, listed.pipeline, listed.site.name, encoder, threads)
         self.listed, self.excluded = listed, [*listed.excluded, *excluded]
-        self.marks = {record.slide: frozenset({files[record.path]}) for record in records if record.path in files}
+        self.marks = {
+            record.slide: frozenset({files[record.path]}) for record in records if record.path in files
+        }
         fraction = listed.pipeline.slides.test_fraction
         with_split = assign_splits(records, test_fraction=fraction, marks=self.marks)
         self.items, leaks = drop_leaks(with_split, self.marks)
@@ -368,7 +400,9 @@ class _FeatureBuilder(BagBuilder[str]):
 
     def compute_fingerprint(self, item: str) -> str:
         patches = str(self.store.open_shard(item).attrs["fingerprint"])
-        return stored.bag_fingerprint(item, patches, len(self._slide_rows(item)), short_label(self.encoder.label))
+        return stored.bag_fingerprint(
+            item, patches, len(self._slide_rows(item)), short_label(self.encoder.label)
+        )
 
     def select_patches(self, item: str) -> _SelectedPatches:
         rows = self._slide_rows(item)
@@ -414,7 +448,10 @@ def make_mosaics(study: Study, *, watcher: Watcher | None = None, **scope: Unpac
 
     def list_builders(job: RankJob) -> Iterator[BagBuilder[SlideRecord]]:
         listed = sources.list_slides(study, job, **scope)
-        records_by_site = [sources.select_labelled(slides.records, slides.pipeline.subtypes, slides.site) for slides in listed]
+        records_by_site = [
+            sources.select_labelled(slides.records, slides.pipeline.subtypes, slides.site)
+            for slides in listed
+        ]
         pipeline, settings = listed[0].pipeline, listed[0].pipeline.mosaic
         if unusual := resolution_warning(settings.encoder, settings.size_px, settings.mpp):
             job.print_message(f"  {unusual}", "yellow")
@@ -448,7 +485,9 @@ def make_features(study: Study, *, watcher: Watcher | None = None, **scope: Unpa
     return _build_all_stores(list_builders, watcher)
 
 
-def _build_all_stores(list_builders: Callable[[RankJob], Iterable[BagBuilder[Any]]], watcher: Watcher | None) -> BagsDocument:
+def _build_all_stores(
+    list_builders: Callable[[RankJob], Iterable[BagBuilder[Any]]], watcher: Watcher | None
+) -> BagsDocument:
     """Build the bags of each site; return the `--json` document."""
     job = RankJob()
     progress = job.select_watcher(watcher)
@@ -456,7 +495,11 @@ def _build_all_stores(list_builders: Callable[[RankJob], Iterable[BagBuilder[Any
     for builder in builders:
         progress.update(builder.site, 0, len(builder.items))
     results = [result for builder in builders if (result := builder.build_store(job, progress))]
-    return {"sites": [row for row, _ in results], "speed": [speed for _, speed in results]} if job.is_first else {}
+    return (
+        {"sites": [row for row, _ in results], "speed": [speed for _, speed in results]}
+        if job.is_first
+        else {}
+    )
 
 
 def render_feature_lines(document: BagsDocument) -> Lines:

@@ -12,9 +12,9 @@ from typing import TypedDict, Unpack
 
 from wsi_fl.plugins import load_entries
 from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
-from wsi_fl.stages.prepare.sources import Scope, select_sites, render_copy_lines
-from wsi_fl.stages.site.data import open_bags, open_store, list_scans
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.prepare.sources import Scope, render_copy_lines, select_sites
+from wsi_fl.stages.site.data import list_scans, open_bags, open_store
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stores.bags import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patches import PatchStore
@@ -69,7 +69,9 @@ def check_sites(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
             else "`wsi-fl import` for features, `wsi-fl partition` for images"
         )
         raise WsiFlError(f"nothing is stored yet; run {command}")
-    copies = list(dict.fromkeys(line for site_scans in scans.values() for line in describe_shared(site_scans)))
+    copies = list(
+        dict.fromkeys(line for site_scans in scans.values() for line in describe_shared(site_scans))
+    )
     return {
         "sites": rows,
         "copies": copies,
@@ -106,7 +108,9 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             damaged.append(
                 f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
             )
-    step_lists += [plugin_steps(study, site) for plugin_steps in load_entries("wsi_fl.checks").values()]  # of extensions
+    step_lists += [
+        plugin_steps(study, site) for plugin_steps in load_entries("wsi_fl.checks").values()
+    ]  # of extensions
     for steps in step_lists:
         try:
             for store_steps in steps:  # yielded once the store is open
@@ -123,7 +127,9 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             record_damage(error)
     for kind, kind_scans in store_scans.items():
         scans.setdefault(kind, []).extend(kind_scans)
-    copies = list(dict.fromkeys(line for kind_scans in store_scans.values() for line in describe_copies(kind_scans)))
+    copies = list(
+        dict.fromkeys(line for kind_scans in store_scans.values() for line in describe_copies(kind_scans))
+    )
     seconds = time.perf_counter() - start
     return {
         "site": site,
@@ -143,7 +149,9 @@ def _patch_steps(study: Study, site: str, scans: dict[str, list[Scan]]) -> Itera
 
 def _read_slide(store: PatchStore, slide: str) -> None:
     if damaged := store.verify(slide):
-        rows_text = ", ".join(map(str, damaged[:_MAX_NAMED_PATCHES])) + (", …" if len(damaged) > _MAX_NAMED_PATCHES else "")
+        rows_text = ", ".join(map(str, damaged[:_MAX_NAMED_PATCHES])) + (
+            ", …" if len(damaged) > _MAX_NAMED_PATCHES else ""
+        )
         raise WsiFlError(
             f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({rows_text}); "
             f"{store.repair_advice}"

@@ -25,10 +25,10 @@ from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.tile_plans import build_plan_params, build_grid_spec
+from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.public import require_public
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -104,7 +104,11 @@ def build_projection(
     for path in files:
         is_store = path.suffix == ".h5"
         try:
-            features = _load_store_features(path, encoder.label) if is_store else _extract_features(path, study, pipeline, encoder, mpp)
+            features = (
+                _load_store_features(path, encoder.label)
+                if is_store
+                else _extract_features(path, study, pipeline, encoder, mpp)
+            )
         except WsiFlError as error:
             if path in sources or isinstance(error, UsageError):
                 raise
@@ -117,7 +121,11 @@ def build_projection(
         raise WsiFlError(f"--from: no slide, picture or feature store{_format_names(skipped)}")
     x = np.concatenate(rows)
     if n_dimensions is None:
-        n_dimensions = N_PUBLIC if statistics is None else choose_n_components(x, statistics.n_examples, statistics.noise_variance())
+        n_dimensions = (
+            N_PUBLIC
+            if statistics is None
+            else choose_n_components(x, statistics.n_examples, statistics.noise_variance())
+        )
     projection = fit_projection(x, ProjectionOrigin(encoder=encoder.label, sources=origins), n_dimensions)
     write_projection(out, projection)
     return {

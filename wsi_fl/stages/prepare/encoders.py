@@ -8,7 +8,7 @@ from typing import Any
 
 from wsi_fl.models.presets import HUB_FILES, PRESETS
 from wsi_fl.models.weights import find_cached_weights
-from wsi_fl.stages.work.console import TextLine, Lines, TextTable
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable
 from wsi_fl.stages.work.job import select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
@@ -65,7 +65,9 @@ def _find_weights(study: Study, pipeline_name: str | None) -> dict[str, Path]:
             raise
         return {}
     sections = (pipeline.mosaic, pipeline.encoder_settings)
-    weight_files = {section.encoder: study.resolve(section.weights) for section in sections if section.weights}
+    weight_files = {
+        section.encoder: study.resolve(section.weights) for section in sections if section.weights
+    }
     return {name: path for name, path in weight_files.items() if path.is_file()}
 
 

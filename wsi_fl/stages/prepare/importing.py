@@ -20,14 +20,14 @@ from wsi_fl.slides.patching.copies import describe_copies, drop_leaks, list_scan
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.site.data import open_bags
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stores.bags import Bag, BagMeta, hash_features, write_bags
-from wsi_fl.stores.exchange import LAYOUTS, FileFacts, FeatureLayout, write_clam, write_labels
+from wsi_fl.stores.exchange import LAYOUTS, FeatureLayout, FileFacts, write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import site_lock
-from wsi_fl.types import GridSpec, ExcludedSlide, SlideRecord, UsageError, WsiFlError, encoder_label
+from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _MAX_MPP_RATIO = 1.5
 """Largest ratio of a resolution to the nominal one of its magnification: TRIDENT calls 0.3 to 0.6 µm 20×."""
@@ -127,7 +127,9 @@ def import_features(
         scales = [slide.mpp_l0 for slide in slides]
         mpp_l0 = None if None in scales else np.array(scales, np.float64)
         bags = _reread_bags(slides, layout, progress, site, len(records))
-        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides])
+        write_bags(
+            study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides]
+        )
     row = sources.build_mosaic_row(
         study,
         meta,
@@ -166,9 +168,15 @@ def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _Impo
     except WsiFlError as error:
         return ExcludedSlide(record.slide, str(error))
     table_mpp, file_facts = record.mpp_override, foreign.facts
-    if table_mpp and file_facts.mpp_l0 and not file_facts.nominal and not isclose(table_mpp, file_facts.mpp_l0, rel_tol=0.01):
+    if (
+        table_mpp
+        and file_facts.mpp_l0
+        and not file_facts.nominal
+        and not isclose(table_mpp, file_facts.mpp_l0, rel_tol=0.01)
+    ):
         return ExcludedSlide(
-            record.slide, f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}"
+            record.slide,
+            f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}",
         )
     n_patches, n_features = foreign.features.shape
     slide = _ImportedSlide(record, path, n_patches, n_features, file_facts, hash_features(foreign.features))
@@ -195,7 +203,9 @@ def _rescale_slide(slide: _ImportedSlide, spec: GridSpec) -> _ImportedSlide:
     return replace(slide, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
 
 
-def _merge_metadata(site: SiteFile, pipeline: Pipeline, slides: Sequence[_ImportedSlide], facts: ImportFacts) -> BagMeta:
+def _merge_metadata(
+    site: SiteFile, pipeline: Pipeline, slides: Sequence[_ImportedSlide], facts: ImportFacts
+) -> BagMeta:
     """Return the metadata of the store, from all files and the options."""
     _require_facts(slides, facts)
     encoder = _resolve_encoder(slides, facts)
@@ -216,7 +226,9 @@ def _require_facts(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> None
         ("patch size", "--patch-px", "size_px", facts.patch_px),
         ("resolution", "--mpp", "mpp", facts.mpp),
     )
-    missing = {fact: option for fact, option, name, value in needed if value is None and name not in fact_names}
+    missing = {
+        fact: option for fact, option, name, value in needed if value is None and name not in fact_names
+    }
     if missing:
         complaint = f"{slides[0].path.name} and the others do not say their {', '.join(missing)}"
         raise UsageError(f"{complaint}; add {', '.join(missing.values())}")
@@ -261,12 +273,18 @@ def _resolve_mpp(slides: Sequence[_ImportedSlide], option_mpp: float | None) -> 
 def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[_ImportedSlide], option: str) -> Any:
     """Return the value of the files, or that of the option where they have none; UsageError where both differ."""
     if file_value is not None and option_value is not None and not _is_same(file_value, option_value):
-        advice = f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
-        raise UsageError(f"{option} {option_value}: {slides[0].path.name} says {file_value}; leave {option} out{advice}")
+        advice = (
+            f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
+        )
+        raise UsageError(
+            f"{option} {option_value}: {slides[0].path.name} says {file_value}; leave {option} out{advice}"
+        )
     return option_value if file_value is None else file_value
 
 
-def _require_equal(slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]) -> Any:
+def _require_equal(
+    slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]
+) -> Any:
     """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
     values = [(slide.record.slide, value) for slide in slides if (value := read_value(slide)) is not None]
     for slide, value in values:
@@ -283,7 +301,9 @@ def _is_same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _reread_bags(slides: Sequence[_ImportedSlide], layout: FeatureLayout, progress: Watcher, site: str, n_slides: int) -> Iterator[Bag]:
+def _reread_bags(
+    slides: Sequence[_ImportedSlide], layout: FeatureLayout, progress: Watcher, site: str, n_slides: int
+) -> Iterator[Bag]:
     """Yield the bag of each file, read again; progress counts this as the second half of the work."""
     for number, slide in enumerate(slides, 1):
         try:
@@ -332,4 +352,6 @@ def render_feature_export(document: dict[str, Any]) -> Lines:
     """Yield the places of the files, and a hint for CLAM."""
     yield TextLine(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:
-        yield TextLine("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")
+        yield TextLine(
+            "  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set"
+        )

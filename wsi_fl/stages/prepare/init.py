@@ -10,9 +10,9 @@ from typing import NotRequired, TypedDict
 
 import tomli_w
 
-from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, list_sites, detect_layout, list_site
+from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites
 from wsi_fl.slides.patching.copies import Scan, describe_copies
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
@@ -96,7 +96,10 @@ def init_study(
     existing = [name for name in ("sites", "pipelines") if drop_companions((folder / name).glob("*"))]
     if "sites" in existing or (archive is None and existing):
         raise UsageError(f"{folder}: is a study already ({existing[0]}/ exists); choose another folder")
-    pipelines = {path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")}
+    pipelines = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in find_shipped_folder("pipelines").glob("*.toml")
+    }
     contents = None
     if archive is not None:
         layout = layout or detect_layout(archive)
@@ -110,7 +113,10 @@ def init_study(
         subtypes = "\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else ""
         pipelines = {pipeline: pipelines[pipeline] + subtypes}
     else:
-        sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
+        sites = {
+            name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import")
+            for name in names
+        }
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write_study(folder, pipelines, sites)
     slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
@@ -137,9 +143,13 @@ def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str,
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
 
 
-def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool) -> _ArchiveContents:
+def _survey_archive(
+    archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool
+) -> _ArchiveContents:
     """Return the sites of an archive; with labels of whole slides only the sites with diagnoses, and these."""
-    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
+    archive_sites = list_sites(
+        archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes
+    )
     notes = []
     if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
         notes.append(

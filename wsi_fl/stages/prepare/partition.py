@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import TextLine, Lines, build_site_table
+from wsi_fl.stages.work.console import Lines, TextLine, build_site_table
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
 from wsi_fl.stores.shards import Counts, ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
-from wsi_fl.system.files import site_lock, read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.system.files import read_sealed, remove_abandoned, site_lock, write_sealed, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH_ROWS = 256
@@ -73,7 +73,9 @@ def partition_images(
     rows = []
     with _mark_unfinished(study, sites):
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
-            counts = _write_store(study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)})
+            counts = _write_store(
+                study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)}
+            )
             training = counts["train"].tolist()
             row: dict[str, Any] = {
                 "site": site.name,
@@ -109,7 +111,9 @@ def _list_unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
         unfinished = []
     for name in dict.fromkeys([*names, *unfinished]):
         file, store = study.site_path(name), study.store_path(name)
-        is_replaceable = name in unfinished and (not file.exists() or file.read_text(errors="replace").startswith(_FILE_HEADER))
+        is_replaceable = name in unfinished and (
+            not file.exists() or file.read_text(errors="replace").startswith(_FILE_HEADER)
+        )
         for path in (file, store):
             if path.exists() and not is_replaceable:
                 raise UsageError(
@@ -159,7 +163,9 @@ def _split_test_set(data_set: ImageDataSet, fraction: float, rng: np.random.Gene
         raise UsageError(
             f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set"
         )
-    return ImageDataSet(ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes)
+    return ImageDataSet(
+        ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes
+    )
 
 
 def _hash_images(images: ImageSet) -> NDArray[np.bytes_]:
@@ -183,7 +189,9 @@ def _describe_copies(data_set: ImageDataSet) -> list[str]:
     return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
 
 
-def _write_store(study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
+def _write_store(
+    study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]
+) -> Counts:
     """Write one shard per split; every image counts as a patient."""
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
     spec = GridSpec(size, 0.0, size)

@@ -31,9 +31,18 @@ from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.sources import Outcome, SlideList, SlideQuality, Scope
-from wsi_fl.stages.prepare.tile_plans import Plans, sample_patches, plan_slides, plan_quality, build_grid_spec
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher, unread_note, describe_failure, print_message
+from wsi_fl.stages.prepare.sources import Outcome, Scope, SlideList, SlideQuality
+from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_quality, plan_slides, sample_patches
+from wsi_fl.stages.work.console import (
+    Lines,
+    SilentProgress,
+    TextLine,
+    TextTable,
+    Watcher,
+    describe_failure,
+    print_message,
+    unread_note,
+)
 from wsi_fl.stages.work.job import RankJob
 from wsi_fl.stores import shards as stored
 from wsi_fl.stores.fields import Marked, StoreMeta
@@ -86,7 +95,9 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
     return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.is_first else {}
 
 
-def _next_steps(pipeline: Pipeline, sites_option: str, pipeline_option: str, *, is_only_site: bool = False) -> list[str]:
+def _next_steps(
+    pipeline: Pipeline, sites_option: str, pipeline_option: str, *, is_only_site: bool = False
+) -> list[str]:
     """Return the commands between stores and a trained model.
 
     Example:
@@ -137,7 +148,9 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
             job,
             selected,
             shards.write_shards,
-            lambda n_done, item: watcher.update(name, (n_planned + n_done) / 2, n_planned, plans.slide_name(item[0])),
+            lambda n_done, item: watcher.update(
+                name, (n_planned + n_done) / 2, n_planned, plans.slide_name(item[0])
+            ),
         )
         failed += sources.list_excluded((*plan_outcomes, *shard_outcomes))
 
@@ -164,7 +177,9 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
             "theirs",
             style="yellow",
         )
-    quality = {outcome.slide: outcome.quality for outcome in (*plan_outcomes, *shard_outcomes) if outcome.quality}
+    quality = {
+        outcome.slide: outcome.quality for outcome in (*plan_outcomes, *shard_outcomes) if outcome.quality
+    }
     _write_quality(store.with_name("quality.csv"), quality)
     classes = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(classes, counts[split].tolist(), strict=True)) for split in SPLITS}
@@ -172,13 +187,19 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
         "site": name,
         "slides": n_slides + len(slides.excluded),
         "failed": [asdict(slide) for slide in failed],
-        "notes": [{"slide": outcome.slide, "note": outcome.note} for outcome in shard_outcomes if outcome.note],
+        "notes": [
+            {"slide": outcome.slide, "note": outcome.note} for outcome in shard_outcomes if outcome.note
+        ],
         "patches": sum(sum(counts_by_label.values()) for counts_by_label in table.values()),
-        **{label: sum(counts_by_label.get(label, 0) for counts_by_label in table.values()) for label in CLASSES},
+        **{
+            label: sum(counts_by_label.get(label, 0) for counts_by_label in table.values())
+            for label in CLASSES
+        },
         **{split: sum(table[split].values()) for split in ("train", "test")},
         **_summarize_quality(quality.values()),
         "patients": {
-            split: len({record.patient for record in records if record.split == split}) for split in ("train", "test")
+            split: len({record.patient for record in records if record.split == split})
+            for split in ("train", "test")
         },
         "copies": describe_copies(site_scans),
         "store": slides.study.relative_path(store),
@@ -196,7 +217,9 @@ def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -
     plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
     records, leaks = drop_leaks(plans.records, marks)
     reasons = {leak.slide: leak.reason for leak in leaks}
-    outcomes[:] = [replace(outcome, reason=outcome.reason or reasons.get(outcome.slide)) for outcome in outcomes]
+    outcomes[:] = [
+        replace(outcome, reason=outcome.reason or reasons.get(outcome.slide)) for outcome in outcomes
+    ]
     return list_scans(records, marks)
 
 
@@ -216,7 +239,9 @@ def _summarize_quality(slide_qualities: Iterable[SlideQuality]) -> dict[str, obj
     return {"excluded": dict(sorted(excluded.items())), "tissue": tissue}
 
 
-def _select_patches(plans: Plans, outcomes: Sequence[Outcome], pipeline: Pipeline) -> list[tuple[int, NDArray[np.bool_]]]:
+def _select_patches(
+    plans: Plans, outcomes: Sequence[Outcome], pipeline: Pipeline
+) -> list[tuple[int, NDArray[np.bool_]]]:
     """Return (number of a planned slide, mask of its selected patches) of each."""
     numbers = [number for number, outcome in enumerate(outcomes) if outcome.reason is None]
     settings = pipeline.tile
@@ -257,13 +282,17 @@ def render_tile_lines(document: dict[str, Any]) -> Lines:
                 "bold yellow",
             )
     if small_tests := [
-        f"{row['site']} {row['patients']['test']}" for row in rows if 0 < row["patients"]["test"] < _FEW_TEST_PATIENTS
+        f"{row['site']} {row['patients']['test']}"
+        for row in rows
+        if 0 < row["patients"]["test"] < _FEW_TEST_PATIENTS
     ]:
         yield TextLine(
             f"few patients are for the test ({', '.join(small_tests)}); `wsi-fl train --folds 5` tests each once"
         )
     if unready := [row["site"] for row in rows if not row["train"]]:
-        yield TextLine(f"not ready ({', '.join(unready)}); see the excluded slides, then run `wsi-fl tile` again")
+        yield TextLine(
+            f"not ready ({', '.join(unready)}); see the excluded slides, then run `wsi-fl tile` again"
+        )
         return
     stores = ", ".join(row["store"] for row in rows)
     yield TextLine(f"stores ready ({stores}); next: {' && '.join(document['next'])}")
@@ -275,7 +304,9 @@ def render_quality_lines(row: Mapping[str, Any]) -> Lines:
     if excluded := row["excluded"]:
         counts_text = ", ".join(f"{n} {kind}" for kind, n in excluded.items())
         n_excluded = sum(excluded.values())
-        yield TextLine(f"  {row['site']}: {n_excluded} patches excluded ({counts_text}); by slide: {table}", "yellow")
+        yield TextLine(
+            f"  {row['site']}: {n_excluded} patches excluded ({counts_text}); by slide: {table}", "yellow"
+        )
     for name, tissue in row["tissue"].items():
         if name != "saturation":
             gain = tissue["gain"]
@@ -317,7 +348,9 @@ def read_excluded(path: Path) -> dict[str, dict[str, int]]:
         raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
 
 
-def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> dict[str, Any]:
+def estimate_tiling(
+    study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]
+) -> dict[str, Any]:
     """Estimate patches, bytes and seconds of one site or every site; return the `--json` document.
 
     A few slides are planned and partly read; nothing is stored.
@@ -333,7 +366,10 @@ def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Un
 
 def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> dict[str, Any]:
     name, pipeline, n_slides = slides.site.name, slides.pipeline, len(slides.records)
-    records = [slides.records[k] for k in np.unique(np.linspace(0, n_slides - 1, min(n_slides, _SAMPLE_SLIDES)).astype(int))]
+    records = [
+        slides.records[k]
+        for k in np.unique(np.linspace(0, n_slides - 1, min(n_slides, _SAMPLE_SLIDES)).astype(int))
+    ]
     n_sampled = len(records)
     with tempfile.TemporaryDirectory() as folder:
         plans = Plans(Path(folder), records, build_grid_spec(pipeline))
@@ -416,7 +452,10 @@ class _Shards:
 
     def __init__(self, slides: SlideList, plans: Plans, threads: int) -> None:
         self._plans, self._spec, self._threads = plans, plans.spec, threads
-        self.folder, self.content = slides.study.store_path(slides.site.name).parent, slides.pipeline.store.pixels
+        self.folder, self.content = (
+            slides.study.store_path(slides.site.name).parent,
+            slides.pipeline.store.pixels,
+        )
         self._reader, self._relative = slides.pipeline.slides.reader, slides.study.relative_path
         self._notes: dict[str, set[str]] = {}
 
@@ -429,7 +468,9 @@ class _Shards:
         Two at a time: while one is opened, closed or drawn, the other is read.
         """
         n_ahead = _PARALLEL_SLIDES
-        with closing(map_in_order(lambda item: self._write_outcome(*item), selected, threads=n_ahead, ahead=n_ahead)) as outcomes:
+        with closing(
+            map_in_order(lambda item: self._write_outcome(*item), selected, threads=n_ahead, ahead=n_ahead)
+        ) as outcomes:
             yield from outcomes
 
     def _write_outcome(self, number: int, keep: NDArray[np.bool_]) -> Outcome:
@@ -451,7 +492,14 @@ class _Shards:
         quality = plan_quality(len(plan.xy_l0), plan, plan.aside_reason)
         notes = {*plan.notes, *self._notes.get(slide, ()), *_describe_lost_tumor(plan, is_stored)}
         note = "; ".join(sorted(notes))
-        return Outcome(slide, n_patches - len(unread), unread_note(unread, n_patches), note, content=content, quality=quality)
+        return Outcome(
+            slide,
+            n_patches - len(unread),
+            unread_note(unread, n_patches),
+            note,
+            content=content,
+            quality=quality,
+        )
 
     def _picture_path(self, slide: str) -> Path:
         return self.folder / "overview" / f"{slide}.png"
@@ -509,12 +557,19 @@ class _Shards:
         record, corners = plan.record, contents[2].xy_l0[rows]
         unreadable: dict[int, str] = {}
         notes = self._notes.setdefault(record.slide, set())
-        options: Any = {"threads": self._threads, "reader": self._reader, "aside": unreadable, "notes": notes}
+        options: Any = {
+            "threads": self._threads,
+            "reader": self._reader,
+            "excluded": unreadable,
+            "notes": notes,
+        }
         if content == "native":
             streams = _require_readable(self._native_streams(plan, corners, unreadable), unreadable)
             stored.write_streams(*contents, streams, unread=unread)
             return
-        pixels = _require_readable((batch for _, batch in read_patches(record, corners, self._spec, **options)), unreadable)
+        pixels = _require_readable(
+            (batch for _, batch in read_patches(record, corners, self._spec, **options)), unreadable
+        )
         if (quality := parse_quality(content)) is not None:
             stored.write_streams(*contents, self._new_streams(pixels, quality), unread=unread)
         elif content == "none":

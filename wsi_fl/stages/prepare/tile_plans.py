@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.patches import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
 from wsi_fl.slides.patching.placing import Origin
-from wsi_fl.slides.patching.quality import QualityParams, ArtifactSegmenter
+from wsi_fl.slides.patching.quality import ArtifactSegmenter, QualityParams
 from wsi_fl.slides.patching.splits import SEED, sample_rows
 from wsi_fl.slides.patching.survey import digest_mask
 from wsi_fl.slides.patching.tissue import Method, TissueParams

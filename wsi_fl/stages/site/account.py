@@ -21,8 +21,8 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.learning.units import PrivacyUnits, row_units, patient_units
-from wsi_fl.privacy.accounting import MAX_GROUP_EPSILON, Mechanism, epsilon, group_epsilon, find_sigma
+from wsi_fl.learning.units import PrivacyUnits, patient_units, row_units
+from wsi_fl.privacy.accounting import MAX_GROUP_EPSILON, Mechanism, epsilon, find_sigma, group_epsilon
 from wsi_fl.privacy.guarantee import LedgerRound, PrivacyTerms, collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee
@@ -207,11 +207,17 @@ def open_account(
         units = units.add_canaries(canaries)
     released = context.statistics.get(name)
     includes = (STATISTICS_RUN,) if released and pipeline.privacy.enabled else ()
-    named = {"promise": study.snapshot_digest(name), "agreement": run.agreement_digest, "approved": run.approval_time}
+    named = {
+        "promise": study.snapshot_digest(name),
+        "agreement": run.agreement_digest,
+        "approved": run.approval_time,
+    }
     run_name = planned_run or run.identity
     ledger = open_ledger(study, site, run_name, terms, includes, {} if planned_run else named)
     if released:
-        require_release(ledger, STATISTICS_RUN, released.digest, study.relative_path(study.release_path(name)))
+        require_release(
+            ledger, STATISTICS_RUN, released.digest, study.relative_path(study.release_path(name))
+        )
     if context.uses_files or site.is_receiver:
         return Account(ledger, units, None)
     folder = None if planned_run else run.site_folder(name)
@@ -295,7 +301,11 @@ def user_head_path(site: str) -> Path:
     """Return this user's anchor file of a real site's ledger; UsageError where it cannot be written."""
     try:
         state_home = Path(os.environ.get("XDG_STATE_HOME", ""))  # XDG ignores relative paths
-        state = (state_home if state_home.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+        state = (
+            (state_home if state_home.is_absolute() else Path.home() / ".local" / "state")
+            / "wsi-fl"
+            / "ledgers"
+        )
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         writable = os.access(state, os.W_OK)
     except (OSError, RuntimeError):  # no such folder, or no home
@@ -316,7 +326,11 @@ def _list_paid_rounds(study: Study, site: str) -> list[tuple[str, str, int]]:
     paid_runs = []
     for metrics in sorted(study.runs_path.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
         run = RunFolder(metrics.parents[2])
-        paid = [line["round"] for line in run.site_folder(site).read_metrics() if line["takes_part"] and line["epsilon"]]
+        paid = [
+            line["round"]
+            for line in run.site_folder(site).read_metrics()
+            if line["takes_part"] and line["epsilon"]
+        ]
         if paid and not (run.site_folder(site).read_statistics_digests() and _uses_statistics(run)):
             paid_runs.append((study.relative_path(run.path), run.identity, max(paid)))
     return paid_runs
@@ -436,10 +450,14 @@ def compute_group(site: Site, spent: Sequence[Mechanism] | None = None) -> Group
     ledger = site.ledger
     if spent is None and ledger.epsilon() is None:
         return None
-    return compute_patient_epsilon(ledger.terms, site.train.patient, ledger.list_mechanisms() if spent is None else spent)
+    return compute_patient_epsilon(
+        ledger.terms, site.train.patient, ledger.list_mechanisms() if spent is None else spent
+    )
 
 
-def compute_patient_epsilon(terms: PrivacyTerms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
+def compute_patient_epsilon(
+    terms: PrivacyTerms, patient: NDArray[np.str_], spent: Sequence[Mechanism]
+) -> Group | None:
     """Return ε of `spent` for the patient with the most rows; None where ε is per patient."""
     names = patient[patient != ""]
     if terms.unit != "row" or not spent or not len(names):

@@ -22,10 +22,10 @@ from wsi_fl.federation.preflight import ModelInputs
 from wsi_fl.learning.examples import (
     IN_MEMORY_BYTES,
     Examples,
-    find_allowed_classes,
-    build_bag_examples,
     bag_batch_size,
+    build_bag_examples,
     cache_examples,
+    find_allowed_classes,
     resize_images,
 )
 from wsi_fl.learning.tasks import Task, fold_strata
@@ -35,7 +35,7 @@ from wsi_fl.slides.patching.copies import Scan
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.site.lots import load_holdout_draw
-from wsi_fl.stages.site.targets import look_up_labels, list_classes, name_outputs, build_task
+from wsi_fl.stages.site.targets import build_task, list_classes, look_up_labels, name_outputs
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore, SlideSource, SlideUnreadable
 from wsi_fl.study.folder import Study
@@ -121,7 +121,10 @@ class _SlidePixels:
 def resolve_patterns(study: Study, patterns: str | list[str] | None) -> tuple[str, ...]:
     """Return the glob patterns of a site file's key, resolved; a [ or * in the study's path is escaped."""
     escaped = Study(Path(glob.escape(str(study.root))))
-    return tuple(str(escaped.resolve(pattern)) for pattern in ([patterns] if isinstance(patterns, str) else patterns or []))
+    return tuple(
+        str(escaped.resolve(pattern))
+        for pattern in ([patterns] if isinstance(patterns, str) else patterns or [])
+    )
 
 
 def list_slides(study: Study, site: SiteFile) -> Iterator[Path]:
@@ -272,7 +275,9 @@ class PatchData(SiteData):
 
     @property
     def shape(self) -> types.Images:
-        return types.Images(self.store.n_channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
+        return types.Images(
+            self.store.n_channels, self.pipeline.train.input_px or self.store.meta.spec.size_px
+        )
 
     def load_examples(self, split: str) -> Examples:
         examples = load_patches(self.store, split, self.shape.size_px, table=self.table)
@@ -306,13 +311,19 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
 def maker_command(study: Study, site: str, command: str) -> str:
     """Return the command that makes a site's store: without slides, `import` of features, `partition` of images."""
     named = study.site_path(site).is_file()
-    if not named or study.load_site(site).slides is not None or (study.mosaic_path(site).parent / "mosaics").is_dir():
+    if (
+        not named
+        or study.load_site(site).slides is not None
+        or (study.mosaic_path(site).parent / "mosaics").is_dir()
+    ):
         return f"{command} --site {site}"
     others = {"mosaic": f"import --site {site} …", "tile": "partition DATA …"}
     return others.get(command, f"{command} --site {site}")
 
 
-def _open_local(study: Study, site: str, path: Path, command: str, open_file: Callable[[Path], _Opened]) -> _Opened:
+def _open_local(
+    study: Study, site: str, path: Path, command: str, open_file: Callable[[Path], _Opened]
+) -> _Opened:
     """Open a store of the site itself: no other site's rows are used under its name and ledger."""
     if not path.exists():
         maker = maker_command(study, site, command)
@@ -392,7 +403,9 @@ def load_patches(
     table = store.table if table is None else table
     rows = np.flatnonzero(table.split == split)
     split_table = table.take(rows)
-    examples = Examples(lambda chosen: store.read(rows[chosen]), split_table.label, split_table.slide, split_table.patient)
+    examples = Examples(
+        lambda chosen: store.read(rows[chosen]), split_table.label, split_table.slide, split_table.patient
+    )
     return cache_examples(resize_images(examples, input_px) if input_px else examples, in_memory_bytes)
 
 
@@ -404,7 +417,9 @@ class _BagData(SiteData):
     def __init__(self, study: Study, site: str, pipeline: Pipeline, store: BagStore) -> None:
         super().__init__(study, site, pipeline, store)
         target = pipeline.target
-        self.target_labels = look_up_labels(study, study.load_site(site), target, store.table) if target.is_set else None
+        self.target_labels = (
+            look_up_labels(study, study.load_site(site), target, store.table) if target.is_set else None
+        )
         self.example = pipeline.example_level
 
     @property
@@ -412,7 +427,11 @@ class _BagData(SiteData):
         if self.target_labels:
             return name_outputs(self.pipeline.target)
         store_classes = self.store.meta.classes
-        return list_classes(self.pipeline.subtypes) if self.receives and store_classes == types.UNLABELLED else store_classes
+        return (
+            list_classes(self.pipeline.subtypes)
+            if self.receives and store_classes == types.UNLABELLED
+            else store_classes
+        )
 
     @property
     def shape(self) -> Shape:
@@ -461,7 +480,9 @@ class _BagData(SiteData):
             names = np.unique(slides.patient[may_train])
             return EligibleRows(names, np.searchsorted(names, table.patient[rows]))
         positions = np.cumsum(may_train) - 1
-        return EligibleRows(slides.patient[may_train], positions[[self.target_labels.bags[row][0] for row in rows]])
+        return EligibleRows(
+            slides.patient[may_train], positions[[self.target_labels.bags[row][0] for row in rows]]
+        )
 
     def _build_table(self) -> Table:
         if self.target_labels is not None:
@@ -487,12 +508,16 @@ class _BagData(SiteData):
             self._require_one_label(patient_index, names, "patient")
         label = np.zeros(len(first), np.int64)
         np.maximum.at(label, patient_index, patches.label)
-        kinds = [bags.tumor_type[np.unique(self.store.bag_of_patch[patient_index == k])] for k in range(len(first))]
+        kinds = [
+            bags.tumor_type[np.unique(self.store.bag_of_patch[patient_index == k])] for k in range(len(first))
+        ]
         kind = [str(bag_types[0]) if len(set(bag_types.tolist())) == 1 else "" for bag_types in kinds]
         table = BagTable(label, np.array(kind, np.str_), names, names, patches.split[first])
         return table.take(np.argsort(first))
 
-    def _require_one_label(self, group_index: NDArray[np.int64], names: NDArray[np.str_], group_kind: str) -> None:
+    def _require_one_label(
+        self, group_index: NDArray[np.int64], names: NDArray[np.str_], group_kind: str
+    ) -> None:
         """Refuse slides or patients whose patches have several labels without an order."""
         if self.receives:
             return
@@ -509,7 +534,11 @@ class _BagData(SiteData):
         """Means float32[n, d] of the features of each patient in `full_table`."""
         store, full_table = self.store, self.full_table
         number = {name: k for k, name in enumerate(full_table.patient.tolist())}
-        used = range(len(store)) if self.target_labels is None else np.concatenate(self.target_labels.bags).tolist()
+        used = (
+            range(len(store))
+            if self.target_labels is None
+            else np.concatenate(self.target_labels.bags).tolist()
+        )
         sums, n = np.zeros((len(full_table), store.n_features)), np.zeros(len(full_table))
         for bag in used:
             rows = store.bag_rows(bag)
@@ -585,7 +614,9 @@ class _BagData(SiteData):
 
     def _store_digest(self) -> str:
         full_table, store = self.full_table, self.store
-        digest = _hash_examples(full_table, full_table.tumor_type if isinstance(full_table, BagTable) else full_table.xy_l0)
+        digest = _hash_examples(
+            full_table, full_table.tumor_type if isinstance(full_table, BagTable) else full_table.xy_l0
+        )
         if self.target_labels is not None:
             digest.update(np.concatenate(self.target_labels.bags).tobytes())
         digest.update(store.meta.encoder.encode())
@@ -605,7 +636,8 @@ class _BagData(SiteData):
             patch_meta, table = patch_store.meta, patch_store.table
         columns = ("slide", "xy_l0", "label", "patient", "split")
         if (patch_meta.spec, patch_meta.classes) != (meta.spec, meta.classes) or any(
-            not np.array_equal(getattr(table, name), getattr(self.store.patch_table, name)) for name in columns
+            not np.array_equal(getattr(table, name), getattr(self.store.patch_table, name))
+            for name in columns
         ):
             raise UsageError(
                 f"{study.relative_path(self.store.path)}: features of patches as they were before the site was tiled "
@@ -642,7 +674,9 @@ class ExampleKind:
 
     def store_path(self, study: Study, site: str) -> Path:
         """Return the path of a site's store, which may not exist."""
-        return {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}[self.data](site)
+        return {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}[
+            self.data
+        ](site)
 
 
 def counts_patients(pipeline: Pipeline) -> bool:

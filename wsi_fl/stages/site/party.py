@@ -12,8 +12,8 @@ from wsi_fl.learning.examples import Examples, concatenate_examples
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SITE_FILE
-from wsi_fl.stages.site.data import SiteData, ExampleKind, find_example_kind, open_data
-from wsi_fl.stages.site.sums import STATISTICS_RUN, ReleasedStatistics, open_projection, load_statistics
+from wsi_fl.stages.site.data import ExampleKind, SiteData, find_example_kind, open_data
+from wsi_fl.stages.site.sums import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
 from wsi_fl.stages.site.targets import build_task
 from wsi_fl.stages.work.console import print_message
 from wsi_fl.study.folder import Study, load_run_pipeline
@@ -81,7 +81,9 @@ class RunContext:
         folder = run or RunFolder(study.runs_path / "dry-run")
         is_oneshot, all_sites = find_method(method, pipeline).is_oneshot, study.load_sites(pipeline)
         left_out = pipeline.train.left_out
-        sites = tuple(site for site in all_sites if site.name != left_out and (is_oneshot or not site.is_receiver))
+        sites = tuple(
+            site for site in all_sites if site.name != left_out and (is_oneshot or not site.is_receiver)
+        )
         pipeline = adapt_settings(method, study, pipeline)
         if is_oneshot:
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
@@ -125,7 +127,11 @@ class RunContext:
         """The released class statistics by site, of files here; empty where none are used."""
         starting = self.method.needs_initial_weights and self.pipeline.train.init_from == STATISTICS_RUN
         files = load_statistics(self.study, self.sites) if starting or self.uses_files else {}
-        return {name: site_statistics for name, site_statistics in files.items() if self.common_sites is None or name in self.common_sites}
+        return {
+            name: site_statistics
+            for name, site_statistics in files.items()
+            if self.common_sites is None or name in self.common_sites
+        }
 
     @property
     def local_names(self) -> list[str]:
@@ -146,7 +152,9 @@ class RunContext:
     def may_merge(self) -> bool:
         """Whether the test examples of all sites may be read here."""
         members = self.members
-        return bool(members) and all(site.allows("patches") and site.name in self.local_names for site in members)
+        return bool(members) and all(
+            site.allows("patches") and site.name in self.local_names for site in members
+        )
 
     @property
     def sites_lost(self) -> set[str]:
@@ -211,9 +219,19 @@ def restore_study(study: Study, run: RunFolder, *, is_resumed: bool = False) -> 
         initial_site, changed = restored.load_site_snapshot(name), restored.find_changed_settings(name)
         if changed and count_ranks() is None:
             words = "; ".join(changed)
-            print_message(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
-        initial_delta, current_delta = initial_site.delta if initial_site else None, study.load_site(name).delta if changed else None
-        if is_resumed and initial_delta is not None and current_delta is not None and current_delta < initial_delta:
+            print_message(
+                f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow"
+            )
+        initial_delta, current_delta = (
+            initial_site.delta if initial_site else None,
+            study.load_site(name).delta if changed else None,
+        )
+        if (
+            is_resumed
+            and initial_delta is not None
+            and current_delta is not None
+            and current_delta < initial_delta
+        ):
             raise UsageError(
                 f"sites/{name}.toml: delta = {current_delta:g} is smaller than the {initial_delta:g} of this run; start a new run"
             )

@@ -15,8 +15,13 @@ from numpy.typing import NDArray
 from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, Task
-from wsi_fl.slides.layouts.common import TableRow, suggest_decimal_point, filter_site, read_rows
-from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, normalize_columns, parse_cell_number, require_typed_name
+from wsi_fl.slides.layouts.common import TableRow, filter_site, read_rows, suggest_decimal_point
+from wsi_fl.slides.layouts.spreadsheets import (
+    PATIENT_NAMES,
+    normalize_columns,
+    parse_cell_number,
+    require_typed_name,
+)
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.study.site import SiteFile
@@ -25,7 +30,15 @@ from wsi_fl.types import BagTable, UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
 _EVENT_VALUES = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
-_CENSORED_VALUES = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
+_CENSORED_VALUES = {
+    "0": 0.0,
+    "0.0": 0.0,
+    "false": 0.0,
+    "no": 0.0,
+    "alive": 0.0,
+    "living": 0.0,
+    "censored": 0.0,
+}
 _STATUS_VALUES = _EVENT_VALUES | _CENSORED_VALUES
 _CENSORED_COLUMN = re.compile(r"(?<!un)(?<!not )(?<!not_)censor|cnsr|(?<![a-z])cens(?![a-z])", re.IGNORECASE)
 """Names of censoring columns: `CNSR` of CDISC is 0 where the event was observed."""
@@ -144,7 +157,9 @@ def look_up_labels(study: Study, site: SiteFile, target: TargetSettings, slides:
         kind = "patient" if any(kind == "patient" for kind, _ in values_by_name) else "slide"
         names_here = {compose_text(name) for name in getattr(slides, kind).tolist()} - {""}
         why = (
-            describe_mismatch({name for _, name in values_by_name}, names_here) if values_by_name else "none of its lines has a value"
+            describe_mismatch({name for _, name in values_by_name}, names_here)
+            if values_by_name
+            else "none of its lines has a value"
         )
         raise UsageError(
             f"{path}: has a label for [target] for none of the {len(slides)} slides of site {site.name}: {why}"
@@ -152,7 +167,11 @@ def look_up_labels(study: Study, site: SiteFile, target: TargetSettings, slides:
     rows = np.array([row for row, _ in labelled_rows])
     truth = np.array([value for _, value in labelled_rows], np.int64 if target.classes else np.float64)
     labelled = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
-    table, bags = (labelled, tuple(rows[:, None])) if target.example_level == "slide" else _group_by_patient(labelled, rows, path)
+    table, bags = (
+        (labelled, tuple(rows[:, None]))
+        if target.example_level == "slide"
+        else _group_by_patient(labelled, rows, path)
+    )
     return _TargetLabels(table, bags, tuple(excluded), path.name, tuple(problems))
 
 
@@ -163,7 +182,10 @@ def _normalize_heading(heading: str) -> str:
 
 def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
     """Refuse identifying columns as targets: a match of a name would disclose that its bearer is there."""
-    names = {_normalize_heading(heading) for heading in (*_SLIDE_COLUMNS, *PATIENT_NAMES, site.columns.get("patient", ""))} - {""}
+    names = {
+        _normalize_heading(heading)
+        for heading in (*_SLIDE_COLUMNS, *PATIENT_NAMES, site.columns.get("patient", ""))
+    } - {""}
     if refused := [heading for heading in columns if _normalize_heading(heading) in names]:
         raise UsageError(
             f"[target]: column {refused[0]!r} identifies slides or patients, and is no target; name another column"

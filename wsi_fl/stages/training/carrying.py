@@ -16,19 +16,19 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import Digest, SiteName, ProtocolError
+from wsi_fl.federation.documents import Digest, ProtocolError, SiteName
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.site.account import require_release, find_guarantee, open_ledger, build_terms
+from wsi_fl.stages.site.account import build_terms, find_guarantee, open_ledger, require_release
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import (
     STATISTICS_RUN,
     ReleasedStatistics,
+    build_header,
     encode_file,
     read_statistics,
     refuse_another_site,
     refuse_mismatch,
-    build_header,
 )
 from wsi_fl.stages.training.checks import require_statistics
 from wsi_fl.system.files import atomic_path
@@ -71,14 +71,26 @@ def sync_statistics(context: RunContext, comm: Comm) -> RunContext:
     if not context.uses_files:
         return context
     names, local_names = [context.names[k] for k in comm.running], [context.names[k] for k in comm.sites]
-    file_digests = {name: sha256(encode_file(statistics)).hexdigest() for name, statistics in context.statistics.items()}
-    released_before = context.run.site_folder(local_names[0]).read_statistics_digests() if context.run.agreement_digest else None
+    file_digests = {
+        name: sha256(encode_file(statistics)).hexdigest() for name, statistics in context.statistics.items()
+    }
+    released_before = (
+        context.run.site_folder(local_names[0]).read_statistics_digests()
+        if context.run.agreement_digest
+        else None
+    )
     begun_names = None if released_before is None else sorted(released_before)
-    local_offers = [StatisticsOffer(own=file_digests.get(name, ""), held=file_digests, began=begun_names) for name in local_names]
+    local_offers = [
+        StatisticsOffer(own=file_digests.get(name, ""), held=file_digests, began=begun_names)
+        for name in local_names
+    ]
     offers = dict(zip(names, comm.gather(local_offers, StatisticsOffer), strict=True))
     missing_names = [name for name in names if offers[name]["own"] and _is_missing(offers, name)]
     if missing_names:
-        local_files = [StatisticsFile(letter=_encode_statistics(context, name) if name in missing_names else "") for name in local_names]
+        local_files = [
+            StatisticsFile(letter=_encode_statistics(context, name) if name in missing_names else "")
+            for name in local_names
+        ]
         files = dict(zip(names, comm.gather(local_files, StatisticsFile), strict=True))
         for name in missing_names:
             if name not in local_names:
@@ -98,10 +110,20 @@ def _is_missing(offers: Mapping[str, StatisticsOffer], name: str) -> bool:
 
 def _find_common(offers: Mapping[str, StatisticsOffer], names: Sequence[str]) -> list[str]:
     """Return the sites whose statistics all sites have after synchronisation, and had when the run began."""
-    absent_digests = {name: {offer["held"].get(name, "") for offer in offers.values()} for name in names if name not in offers}
-    available = [name for name in names if (offers[name]["own"] if name in offers else absent_digests[name] - {""})]
+    absent_digests = {
+        name: {offer["held"].get(name, "") for offer in offers.values()}
+        for name in names
+        if name not in offers
+    }
+    available = [
+        name for name in names if (offers[name]["own"] if name in offers else absent_digests[name] - {""})
+    ]
     begun = [offer["began"] for offer in offers.values() if offer["began"] is not None]
-    return [name for name in available if len(absent_digests.get(name, "1")) == 1 and all(name in begun_names for begun_names in begun)]
+    return [
+        name
+        for name in available
+        if len(absent_digests.get(name, "1")) == 1 and all(name in begun_names for begun_names in begun)
+    ]
 
 
 def load_local_statistics(context: RunContext, name: str) -> tuple[ReleasedStatistics, PrivacyLedger, int]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.federation.methods import FILES, SHARED_HEAD, Method, list_names
-from wsi_fl.federation.topology import TOPOLOGIES, Topology, read_graph, find_topology, list_hops
+from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
 from wsi_fl.privacy.masks import require_enough_sites
 from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
-from wsi_fl.stages.site.account import require_budget, costs_epsilon
-from wsi_fl.stages.site.data import open_data, list_scans
+from wsi_fl.stages.site.account import costs_epsilon, require_budget
+from wsi_fl.stages.site.data import list_scans, open_data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.public import require_published
 from wsi_fl.stages.site.sums import STATISTICS_RUN, describe_missing
@@ -54,7 +54,10 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     if refusal := find_clash(pipeline, list_traits(row)):
         raise UsageError(refusal)
     min_sites = pipeline.train.min_sites
-    n, is_local = len(context.members if context.uses_files else sites), stores and pipeline.train.from_released
+    n, is_local = (
+        len(context.members if context.uses_files else sites),
+        stores and pipeline.train.from_released,
+    )
     if min_sites is not None and not is_local and not 2 <= min_sites <= n:
         raise UsageError(f"train.min_sites = {min_sites}: sites learn together from 2 on; there are {n}")
     # a graph of more hops than a round has room for is refused
@@ -64,7 +67,9 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     for refusal in _find_errors(context):
         raise UsageError(refusal)
     _check_stores_stay_apart(context, backend)
-    if stores and costs_epsilon(pipeline) and not context.uses_files:  # a rank of a hospital looks at its own file alone
+    if (
+        stores and costs_epsilon(pipeline) and not context.uses_files
+    ):  # a rank of a hospital looks at its own file alone
         for site in context.members:
             require_budget(site)
     _check_statistics(context, is_synced=not stores)
@@ -126,10 +131,16 @@ def _check_disclosures(context: RunContext) -> None:
         raise UsageError(
             f"{name} lets {things} leave without differential privacy; confirm that by --set privacy.enabled=false"
         )
-    bare = [disclosure for disclosure in row.disclosures if disclosure.route != FILES and disclosure.is_unprotected(costs_epsilon(pipeline))]
+    bare = [
+        disclosure
+        for disclosure in row.disclosures
+        if disclosure.route != FILES and disclosure.is_unprotected(costs_epsilon(pipeline))
+    ]
     for site in context.members:
         if forbidden := [disclosure for disclosure in bare if not site.allows(disclosure.content)]:
-            contents = ", ".join(f'"{content}"' for content in dict.fromkeys(disclosure.content for disclosure in bare))
+            contents = ", ".join(
+                f'"{content}"' for content in dict.fromkeys(disclosure.content for disclosure in bare)
+            )
             raise UsageError(
                 f"sites/{site.name}.toml: a {forbidden[0].content} without differential privacy may not leave this "
                 f"site; add allow = [{contents}] there{', or switch privacy on' if forbidden[0].protection == 'dp' else ''}"
@@ -148,7 +159,9 @@ def _find_errors(context: RunContext) -> Iterator[str]:
         )
     if not context.members and train.left_out is not None:
         yield f"train.left_out = {train.left_out!r} leaves no site to train"
-    if not context.method.is_oneshot and any(model_name.startswith(SHARED_HEAD) for model_name in (model.private, model.proxy)):
+    if not context.method.is_oneshot and any(
+        model_name.startswith(SHARED_HEAD) for model_name in (model.private, model.proxy)
+    ):
         yield f"model {SHARED_HEAD!r} needs --method {list_names(lambda row: row.is_oneshot)}"
     if model.weights not in {"", "hub"} and not context.study.resolve(model.weights).exists():
         yield f"model.weights = {model.weights!r}: no such file or folder; copy it here, or set model.weights = 'hub'"
@@ -196,7 +209,9 @@ def _check_statistics(context: RunContext, *, is_synced: bool) -> None:
         linear = context.kind.linear_head
         if linear is None or getattr(pipeline.model, role) != linear:
             head_name = repr(linear) if linear else "'linear_head', and train.data = 'features'"
-            raise UsageError(f"train.init_from = 'oneshot' is for linear heads: set model.{role} = {head_name}")
+            raise UsageError(
+                f"train.init_from = 'oneshot' is for linear heads: set model.{role} = {head_name}"
+            )
         if missing := [name for name in context.names if name not in context.statistics]:
             raise WsiFlError(describe_missing(context.study, missing[0]))
 
@@ -205,7 +220,10 @@ def require_statistics(context: RunContext) -> None:
     """Require as many released statistics as agreed; WsiFlError names the missing ones."""
     train, n_available = context.pipeline.train, len(context.statistics)
     missing = [site.name for site in context.members if site.name not in context.statistics]
-    n, is_late = n_available + len(missing), bool(train.deadline and date.today().isoformat() > train.deadline)
+    n, is_late = (
+        n_available + len(missing),
+        bool(train.deadline and date.today().isoformat() > train.deadline),
+    )
     needed = train.min_sites or (1 if is_late else max(1, n))
     if needed > n:
         raise UsageError(
@@ -216,7 +234,8 @@ def require_statistics(context: RunContext) -> None:
         first = describe_missing(context.study, missing[0])
         raise WsiFlError(
             f"statistics of {n_available} of {n} sites are here, and {needed} are needed; missing{deadline_note}: "
-            f"{', '.join(missing)}; {first}" + (f", or set train.min_sites = {n_available}" if n_available else "")
+            f"{', '.join(missing)}; {first}"
+            + (f", or set train.min_sites = {n_available}" if n_available else "")
         )
 
 
@@ -231,17 +250,25 @@ def report_doubts(context: RunContext, *, stores: bool = True) -> None:
             style="yellow",
         )
     keys, model_choice = context.pipeline.train, context.pipeline.predict.model
-    can_validate = context.task.kind == "classes" or not context.method.has_local_baseline or keys.val_fraction
+    can_validate = (
+        context.task.kind == "classes" or not context.method.has_local_baseline or keys.val_fraction
+    )
     if not can_validate and keys.local_baseline and model_choice == "auto":
         print_message(
             "  without validation rows, of train.val_fraction or of the stores, the local model predicts numbers and "
             "survival, and ε brings no gain",
             style="yellow",
         )
-    if context.uses_files and (missing := [site.name for site in context.members if site.name not in context.statistics]):
-        print_message(f"  not included, as there is no file in statistics/: {', '.join(missing)}", style="yellow")
+    if context.uses_files and (
+        missing := [site.name for site in context.members if site.name not in context.statistics]
+    ):
+        print_message(
+            f"  not included, as there is no file in statistics/: {', '.join(missing)}", style="yellow"
+        )
     if context.receivers:
-        print_message(f"  without labels, receives the head and spends nothing: {', '.join(context.receivers)}")
+        print_message(
+            f"  without labels, receives the head and spends nothing: {', '.join(context.receivers)}"
+        )
 
 
 def _report_other_patches(context: RunContext) -> None:
@@ -249,9 +276,13 @@ def _report_other_patches(context: RunContext) -> None:
     study, first = context.study, context.local_names[0]
     file = context.kind.store_path(study, first).name
     known_sites = {*context.names, context.pipeline.train.left_out}
-    unknown_sites = sorted(p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in known_sites)
+    unknown_sites = sorted(
+        p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in known_sites
+    )
     if unknown_sites and context.pipeline.sites is None:
-        print_message(f"  stores/{unknown_sites[0]} has no site file, so this site takes no part", style="yellow")
+        print_message(
+            f"  stores/{unknown_sites[0]} has no site file, so this site takes no part", style="yellow"
+        )
     if not context.find_site(first).allows("patches"):
         return
     with open_data(study, first, context.pipeline) as data:
@@ -275,7 +306,9 @@ def check_budgets(
 
     NoCommonPlan where no site can afford a round; it names no limit that other processes do not know.
     """
-    short_budgets = {document["site"]: document["affordable"] for document in documents if document["affordable"] < rounds}
+    short_budgets = {
+        document["site"]: document["affordable"] for document in documents if document["affordable"] < rounds
+    }
     warnings = [_describe_budget(name, limits.get(name), n, rounds) for name, n in short_budgets.items()]
     if len(short_budgets) == len(documents) and not any(short_budgets.values()):
         first, n = next(iter(short_budgets.items()))

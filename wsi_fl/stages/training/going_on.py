@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import SiteName, RoundNumber, PrintableText
+from wsi_fl.federation.documents import PrintableText, RoundNumber, SiteName
 from wsi_fl.runs.run import RunFolder, pipeline_stem
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.training.checks import collect_versions
@@ -98,8 +98,17 @@ def select_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
         require_same(begun_context, context, request.agreement)
         note_participants(begun_context, request)
         lost = _find_lost(chosen, states_by_site)
-        reached = max((_count_rounds(chosen, run_states) for site, run_states in states_by_site.items() if site not in lost), default=0)
-        if local_site in lost and _count_rounds(chosen, states_by_site[local_site]) < reached:  # the others finished rounds without it
+        reached = max(
+            (
+                _count_rounds(chosen, run_states)
+                for site, run_states in states_by_site.items()
+                if site not in lost
+            ),
+            default=0,
+        )
+        if (
+            local_site in lost and _count_rounds(chosen, states_by_site[local_site]) < reached
+        ):  # the others finished rounds without it
             run.record_return(local_site)
         return begun_context.run
     if request.without and not request.may_begin_without:
@@ -123,14 +132,19 @@ def open_run(study: Study, request: RunRequest) -> tuple[RunContext, Summary | N
     finished = load_summary(run)
     if finished is not None:
         sites_done = {row["site"] for row in finished["sites"]} | set(finished.get("inference_sites", ()))
-        sites_awaited = set(names if run.agreement_digest else context.local_names)  # a hospital has its own store only
+        sites_awaited = set(
+            names if run.agreement_digest else context.local_names
+        )  # a hospital has its own store only
         return context, finished if sites_awaited - set(without) <= sites_done else None
     return context, None
 
 
 def require_same(begun: RunContext, signed: RunContext, agreement: str) -> None:
     """Refuse a run that differs from a signed plan, in agreement, method or settings."""
-    if (begun.run.agreement_digest, begun.name) != (agreement, signed.name) or begun.pipeline != signed.pipeline:
+    if (begun.run.agreement_digest, begun.name) != (
+        agreement,
+        signed.name,
+    ) or begun.pipeline != signed.pipeline:
         raise UsageError(
             f"{begun.run.name} belongs to another plan than the one signed here, or has other settings; nothing was "
             "begun"
@@ -173,11 +187,19 @@ def list_plan_runs(study: Study, digest: str) -> list[RunFolder]:
 def find_begun_run(study: Study, digest: str, approved: str, site: str) -> RunFolder | None:
     """Return the run of a plan (its SHA-256) in which a site finished rounds under an approval, valid for one run."""
     runs = list_plan_runs(study, digest)
-    return next((run for run in runs if run.approval_time == approved and run.site_folder(site).list_checkpoints()), None)
+    return next(
+        (run for run in runs if run.approval_time == approved and run.site_folder(site).list_checkpoints()),
+        None,
+    )
 
 
 def find_summary(
-    study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, skip_lost: bool = False
+    study: Study,
+    agreement: str,
+    sites: Sequence[str],
+    without: Sequence[str] = (),
+    *,
+    skip_lost: bool = False,
 ) -> Summary | None:
     """Return the summary of a finished run of a plan, except the part of sites in `without`.
 
@@ -213,14 +235,23 @@ def choose_run(states_by_site: Mapping[str, RunStates]) -> str:
         Traceback (most recent call last):
         wsi_fl.types.KnownToAll: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
     """
-    identities = {site: [state["identity"] for state in states["runs"]] for site, states in states_by_site.items()}
+    identities = {
+        site: [state["identity"] for state in states["runs"]] for site, states in states_by_site.items()
+    }
     common_runs = [
         identity
         for identity in max(identities.values(), key=len)
-        if all(identity in ids or site in _find_lost(identity, states_by_site) for site, ids in identities.items())
+        if all(
+            identity in ids or site in _find_lost(identity, states_by_site)
+            for site, ids in identities.items()
+        )
     ]
     if common_runs:
-        begun_runs = (identity for identity in reversed(common_runs) if any(_count_rounds(identity, states) for states in states_by_site.values()))
+        begun_runs = (
+            identity
+            for identity in reversed(common_runs)
+            if any(_count_rounds(identity, states) for states in states_by_site.values())
+        )
         return next(begun_runs, common_runs[-1])
     for site, states in states_by_site.items():
         for run in states["runs"]:
@@ -294,7 +325,9 @@ def _claim_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
         identity = hashlib.sha256(identities.encode()).hexdigest()[:32]
         describe = partial(describe_run, context, request, identity)
         run = RunFolder.claim_folder(runs, number, proposals[0]["name"], identity, describe)
-        if all(claim["claimed"] for claim in comm.gather([_FolderClaim(claimed=run is not None)], _FolderClaim)):
+        if all(
+            claim["claimed"] for claim in comm.gather([_FolderClaim(claimed=run is not None)], _FolderClaim)
+        ):
             assert run is not None
             for name in request.without if request.may_begin_without else ():
                 run.record_dropout(name, request.reasons.get(name, "left out by --without"))
@@ -305,7 +338,11 @@ def _claim_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
 
 
 def describe_run(
-    context: RunContext, request: RunRequest, identity: str, run: RunFolder, series: Mapping[str, Any] | None = None
+    context: RunContext,
+    request: RunRequest,
+    identity: str,
+    run: RunFolder,
+    series: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.toml and manifest.json, with which the run can be repeated."""
     complete = context.pipeline.model_copy(update={"sites": context.names})

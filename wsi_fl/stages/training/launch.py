@@ -29,8 +29,8 @@ from wsi_fl.system.machine import (
     launcher_reason,
     local_environment,
     n_cores,
-    threads_per_rank,
     read_thread_setting,
+    threads_per_rank,
 )
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
@@ -116,7 +116,9 @@ def share_threads() -> None:
     share, n_requested = threads_per_rank(), read_thread_setting()
     take_threads(share)
     if n_requested and n_requested > share and is_first_rank():
-        print_message(f"  OMP_NUM_THREADS = {n_requested} in every rank is more than there are cores: each takes {share}")
+        print_message(
+            f"  OMP_NUM_THREADS = {n_requested} in every rank is more than there are cores: each takes {share}"
+        )
 
 
 def _count_threads(n_ranks: int) -> int:
@@ -243,12 +245,15 @@ class _Ranks:
         return {
             site: f"no sign of life for {current - self._last_heard[site]:.0f} s"
             for site, (_, last) in sorted(self._late.copy().items())
-            if current - last < _STALE_S and current - self._last_heard.get(site, current) > self._timeout_s / 2
+            if current - last < _STALE_S
+            and current - self._last_heard.get(site, current) > self._timeout_s / 2
         }
 
     def is_deadlocked(self) -> bool:
         """Return whether others wait for a site, though alive, for many times the timeout."""
-        return any(last - first > _DEADLOCK_TIMEOUTS * self._timeout_s for first, last in self._late.copy().values())
+        return any(
+            last - first > _DEADLOCK_TIMEOUTS * self._timeout_s for first, last in self._late.copy().values()
+        )
 
     def find_killed(self, log: bytes) -> dict[str, str]:
         """Return the sites whose processes a signal ended, from the log of MPI's launcher."""

@@ -20,11 +20,18 @@ from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.guarantee import reportable_max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.report.words import describe_worst_detection
-from wsi_fl.stages.site.account import Group, is_above_budget, compute_group, describe_group, list_mechanisms, describe_spending
+from wsi_fl.stages.site.account import (
+    Group,
+    compute_group,
+    describe_group,
+    describe_spending,
+    is_above_budget,
+    list_mechanisms,
+)
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import check_run, check_budgets, report_doubts
-from wsi_fl.stages.training.workshop import build_preflight, build_site, build_schedule
-from wsi_fl.stages.work.console import TextLine, Lines, print_message
+from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
+from wsi_fl.stages.training.workshop import build_preflight, build_schedule, build_site
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import Images
@@ -90,7 +97,10 @@ def dry_run(
         assembled = [build_site(context, index) for index in context.running_locally]
         documents = [build_preflight(site, context) for site in assembled]
         preflight.compare_sites(documents)
-        limits, rounds = {site.name: site.max_epsilon for site in context.sites}, context.pipeline.train.rounds
+        limits, rounds = (
+            {site.name: site.max_epsilon for site in context.sites},
+            context.pipeline.train.rounds,
+        )
         if warning := check_budgets(documents, limits, rounds):
             print_message(f"  {warning}", "yellow")
         paying = [site for site in assembled if site.name not in context.receivers]
@@ -119,7 +129,11 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
     rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
     schedule = build_schedule(context)
     image_batches = load_batches(
-        site.training_examples(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
+        site.training_examples(),
+        iter(rows),
+        augment=schedule.make_augment(stream),
+        device=site.device,
+        draws=stream,
     )
     start = 0.0
     for number, batch in enumerate(site.units.attach_units(image_batches, rows, site.device)):
@@ -134,7 +148,9 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
     cost = list_mechanisms(site, pipeline.train.rounds) if pipeline.privacy.has_noise else []
     return {
         "site": site.name,
-        "n_train": len(context.open_data(site.name).list_eligible().patient if terms.lifetime else site.train),
+        "n_train": len(
+            context.open_data(site.name).list_eligible().patient if terms.lifetime else site.train
+        ),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
         "n_validation": None if terms.lifetime else len(site.validation) if site.validation else 0,
@@ -207,7 +223,9 @@ def plan_lines(document: _RunCost) -> Lines:
             f"{trained_note if row['trained_parameters'] < row['parameters'] else ''}"
         )
         if row["expected"] is not None:
-            yield TextLine(f"    of heads on features, gain in our study: {row['expected']} (studies/ROUNDS.md)")
+            yield TextLine(
+                f"    of heads on features, gain in our study: {row['expected']} (studies/ROUNDS.md)"
+            )
         if row["group"] is not None:
             is_above = is_above_budget(row["group"], row["max_epsilon"])
             text = f", which is above its max_epsilon = {row['max_epsilon']:g}" if is_above else ""

@@ -7,9 +7,9 @@ from math import isfinite
 from typing import Any
 
 from wsi_fl.privacy import accounting
-from wsi_fl.privacy.plan import BudgetProposal, propose_plan, list_proposals
+from wsi_fl.privacy.plan import BudgetProposal, list_proposals, propose_plan
 from wsi_fl.report.words import describe_detection
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.study.toml import MIN_SIGMA
 from wsi_fl.types import UsageError
 
@@ -101,7 +101,9 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
             f"signal to noise {option['signal_to_noise']:.0f}"
         )
     if document["ways"]:
-        yield TextLine(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
+        yield TextLine(
+            f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}"
+        )
     yield TextLine(
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({_ACCOUNTANTS[document['accountant']]})"
@@ -110,5 +112,9 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
         yield TextLine(describe_detection(document["max_tpr_at_fpr_1pct"], "row"))
     if document["group"]:
         rows, patient_epsilon = document["group"]["rows"], document["group"]["epsilon"]
-        above = f"more than {accounting.MAX_GROUP_EPSILON:g}, no protection" if patient_epsilon is None else f"{patient_epsilon:.3g}"
+        above = (
+            f"more than {accounting.MAX_GROUP_EPSILON:g}, no protection"
+            if patient_epsilon is None
+            else f"{patient_epsilon:.3g}"
+        )
         yield TextLine(f"for a patient with {rows} rows together: ε = {above} (group privacy)")

@@ -21,7 +21,7 @@ from wsi_fl.federation.cross_site_evaluation import CrossSiteScoring
 from wsi_fl.federation.site import Site
 from wsi_fl.report.words import SCORES
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import hold_site_lock, append_note
+from wsi_fl.runs.site import append_note, hold_site_lock
 from wsi_fl.stages.site.account import compute_group
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
@@ -32,17 +32,25 @@ from wsi_fl.stages.training.launch import hint_resume
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
 from wsi_fl.stages.training.workshop import (
     build_preflight,
+    build_schedule,
     build_site,
     describe_disclosures,
-    store_decisions,
     require_signed_model,
-    build_schedule,
+    store_decisions,
 )
-from wsi_fl.stages.work.console import PrivateEvents, JsonEvents, PrivateProgress, SilentProgress, Watcher, emit_event, describe_failure
+from wsi_fl.stages.work.console import (
+    JsonEvents,
+    PrivateEvents,
+    PrivateProgress,
+    SilentProgress,
+    Watcher,
+    describe_failure,
+    emit_event,
+)
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.types import Interrupted, ReportableError, NoCommonPlan, UsageError, WsiFlError
+from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, UsageError, WsiFlError
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
@@ -86,7 +94,9 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             stack.enter_context(hold_site_lock(site.folder.path))
         for site in sites:
             site_documents = zip(comm.running, documents, strict=True)
-            site.announced_units = {index: (document["units"], document["sigma"]) for index, document in site_documents}
+            site.announced_units = {
+                index: (document["units"], document["sigma"]) for index, document in site_documents
+            }
             store_decisions(site)
             if notice := describe_disclosures(site, method):
                 watcher.print_message(f"  {notice}")
@@ -150,7 +160,11 @@ def run_rank(run_path: Path) -> None:
         report_late=lambda sites: emit_event({"site": local_site, "late": [names[k] for k in sites]}),
     )
     local_site = names[comm.sites[0]]
-    events = PrivateEvents(run.site_folder(local_site).log, owner) if study.load_site(local_site).real else JsonEvents(owner)
+    events = (
+        PrivateEvents(run.site_folder(local_site).log, owner)
+        if study.load_site(local_site).real
+        else JsonEvents(owner)
+    )
     emit_event({"site": local_site, "pid": os.getpid(), "host": socket.gethostname()})
 
     def report_error(text: str, usage: bool) -> None:
@@ -191,8 +205,14 @@ def _run_guarded(
         kind = UsageError if is_public and isinstance(error, UsageError) else WsiFlError
         text = describe_failure(error, study.runs_path)
         if real:
-            begun = run is not None and run.site_folder(local_site).list_checkpoints()  # otherwise its folder will be removed
-            log = run.site_folder(local_site).log_path if run and begun else study.runs_path / f"{local_site}.log"
+            begun = (
+                run is not None and run.site_folder(local_site).list_checkpoints()
+            )  # otherwise its folder will be removed
+            log = (
+                run.site_folder(local_site).log_path
+                if run and begun
+                else study.runs_path / f"{local_site}.log"
+            )
             with suppress(OSError):
                 append_note(log, f"{text}\n{traceback.format_exc()}")
             if not is_public:
@@ -222,7 +242,7 @@ def run_launched_rank(context: RunContext, request: RunRequest) -> Summary:
 def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
     """Run as the process of a site, over any transport; return the summary.
 
-    The sites agree on the run (`which_run`). A failure is reported in one line and ends the job everywhere.
+    The sites agree on the run (`select_run`). A failure is reported in one line and ends the job everywhere.
     """
     study, local_site = context.study, context.names[comm.sites[0]]
 
@@ -230,10 +250,16 @@ def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
     def run_work(run: RunFolder) -> Summary:
-        watcher = PrivateProgress(run.site_folder(local_site).log) if study.load_site(local_site).real else SilentProgress()
+        watcher = (
+            PrivateProgress(run.site_folder(local_site).log)
+            if study.load_site(local_site).real
+            else SilentProgress()
+        )
         return work_as_rank(study, run, comm, watcher)
 
-    return _run_guarded(comm, study, local_site, lambda: select_run(context, request, comm), run_work, report_error)
+    return _run_guarded(
+        comm, study, local_site, lambda: select_run(context, request, comm), run_work, report_error
+    )
 
 
 def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:

@@ -26,9 +26,17 @@ from wsi_fl.privacy.plan import PrivacyPlan, require_plan
 from wsi_fl.stages.prepare.sources import Scope, select_sites
 from wsi_fl.stages.site import account
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import STATISTICS_RUN, StatisticsHeader, ReleasedStatistics, read_statistics, refuse_mismatch, build_header, write_statistics
+from wsi_fl.stages.site.sums import (
+    STATISTICS_RUN,
+    ReleasedStatistics,
+    StatisticsHeader,
+    build_header,
+    read_statistics,
+    refuse_mismatch,
+    write_statistics,
+)
 from wsi_fl.stages.training.workshop import build_model, load_training
-from wsi_fl.stages.work.console import TextLine, Lines, print_message
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.stages.work.job import RankJob, select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -48,14 +56,21 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     def prepare_sites() -> tuple[Pipeline, list[SiteFile]]:
         pipeline, selected = select_sites(study, **selection)
         if not (sites := [site for site in selected if not site.is_receiver]):
-            raise UsageError(f"sites/{selected[0].name}.toml: role = 'receiver', which releases no statistics")
+            raise UsageError(
+                f"sites/{selected[0].name}.toml: role = 'receiver', which releases no statistics"
+            )
         for site in job.local_share(sites):
             with _build_context(study, pipeline, site) as context:
                 context.open_data(site.name)
         return pipeline, sites
 
     pipeline, sites = job.run_on_ranks(prepare_sites)
-    rows = job.share_items(sites, lambda job_sites: (_release_site(_build_context(study, pipeline, site), repeat) for site in job_sites))
+    rows = job.share_items(
+        sites,
+        lambda job_sites: (
+            _release_site(_build_context(study, pipeline, site), repeat) for site in job_sites
+        ),
+    )
     return {"sites": rows} if job.is_first else {}
 
 
@@ -75,8 +90,12 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     account.require_budget(site)
     with site_lock(home.parent, site.name), context:
         data = context.open_data(site.name)
-        guarantee = "none" if data.is_synthetic() else account.find_guarantee(context.method, context.pipeline)
-        ledger = account.open_ledger(study, site, STATISTICS_RUN, account.build_terms(site, context.pipeline, guarantee))
+        guarantee = (
+            "none" if data.is_synthetic() else account.find_guarantee(context.method, context.pipeline)
+        )
+        ledger = account.open_ledger(
+            study, site, STATISTICS_RUN, account.build_terms(site, context.pipeline, guarantee)
+        )
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
         if known_copy is None:
             new_release, statistics = _compute_release(context, ledger)
@@ -110,7 +129,12 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
             copies.append((label, read_statistics(file, label)))
         except WsiFlError as error:
             errors.append(error)
-    charged = {sent for ledger_round in ledger.list_rounds() if ledger_round.final for sent in ledger_round.releases.values()}
+    charged = {
+        sent
+        for ledger_round in ledger.list_rounds()
+        if ledger_round.final
+        for sent in ledger_round.releases.values()
+    }
     released = {sent for ledger_round in ledger.list_rounds() for sent in ledger_round.releases.values()}
     by_ledger = [copy for copy in copies if digest_values(copy[1].vector) in released]
     if errors and not copies:
@@ -135,7 +159,11 @@ def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Releas
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {context.example_plural}")
     local_run = (ledger.site, STATISTICS_RUN)  # a release that never left is replaced
-    counted_rounds = [ledger_round for ledger_round in collect_rounds(ledger.entries) if ledger_round.final or (ledger_round.site, ledger_round.run) != local_run]
+    counted_rounds = [
+        ledger_round
+        for ledger_round in collect_rounds(ledger.entries)
+        if ledger_round.final or (ledger_round.site, ledger_round.run) != local_run
+    ]
     past = [ledger_round.mechanism for ledger_round in counted_rounds if ledger_round.mechanism]
     plan = account.plan_round(site, context.pipeline, units.n, past=past, is_oneshot=True)
     head = _sum_examples(context, train, units, plan, ledger.terms.delta)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Amount, Count, SiteName, RoundNumber, PrintableText
+from wsi_fl.federation.documents import Amount, Count, PrintableText, RoundNumber, SiteName
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import Group, compute_group
@@ -173,10 +173,15 @@ def build_summary(context: RunContext, rows: Sequence[SummaryRow], seconds: floa
         "inference_sites": [row["site"] for row in rows if row["receives"]],
         "statistics": {name: statistics.digest[:8] for name, statistics in context.statistics.items()},
         "lost": [loss["site"] for loss in run.list_dropouts()],
-        "losses": [cast(_SiteLoss, {key: loss[key] for key in _SiteLoss.__annotations__}) for loss in run.list_dropouts()],
+        "losses": [
+            cast(_SiteLoss, {key: loss[key] for key in _SiteLoss.__annotations__})
+            for loss in run.list_dropouts()
+        ],
         "communication": communication,
     }
 
 
 def _strip_row(row: SummaryRow) -> _SiteSummary:
-    return cast(_SiteSummary, {key: value for key, value in row.items() if key in _SiteSummary.__annotations__})
+    return cast(
+        _SiteSummary, {key: value for key, value in row.items() if key in _SiteSummary.__annotations__}
+    )

@@ -19,7 +19,7 @@ from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_run, report_doubts
 from wsi_fl.stages.training.going_on import RunRequest, describe_run, note_participants, open_run
 from wsi_fl.stages.training.summary import Summary, load_summary
-from wsi_fl.stages.work.console import TextLine, Lines, NestedProgress, SilentProgress, Watcher, print_message
+from wsi_fl.stages.work.console import Lines, NestedProgress, SilentProgress, TextLine, Watcher, print_message
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.machine import count_ranks
@@ -61,7 +61,9 @@ class _RunSeries:
         folds = {"fold": member.fold} if self.folds else {}
         left_out = {"left_out": member.left_out} if self.sites else {}
         member_pipeline = pipeline.replace_keys(train={"seed": member.seed, **folds, **left_out})
-        return member_pipeline.model_copy(update={"sites": list(self.sites)}) if self.sites else member_pipeline
+        return (
+            member_pipeline.model_copy(update={"sites": list(self.sites)}) if self.sites else member_pipeline
+        )
 
     def find_runs(self, study: Study) -> dict[SeriesMember, RunFolder]:
         """Return the existing runs by member, without settings common to all, such as a fold of the pipeline."""
@@ -117,11 +119,21 @@ def train(
     if (ranks := count_ranks()) is not None:
         context = RunContext.create(study, pipeline, method)
         _check_ranks(ranks, context)
-        from wsi_fl.stages.training.ranks import run_launched_rank  # and with it PyTorch; launchers need not wait for it
+        from wsi_fl.stages.training.ranks import (
+            run_launched_rank,  # and with it PyTorch; launchers need not wait for it
+        )
 
         check_run(context, backend, stores=False)
         return run_launched_rank(context, RunRequest(name))
-    return begin_run(study, pipeline, method, name, backend=backend, watcher=watcher or SilentProgress(), is_reported=is_reported)
+    return begin_run(
+        study,
+        pipeline,
+        method,
+        name,
+        backend=backend,
+        watcher=watcher or SilentProgress(),
+        is_reported=is_reported,
+    )
 
 
 def begin_run(
@@ -221,7 +233,9 @@ def _start_run(context: RunContext, backend: str, watcher: Watcher) -> Summary:
                 ) from None
             for name, reason in lost.reasons.items():
                 loss = run.record_dropout(name, reason)
-                watcher.print_message(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
+                watcher.print_message(
+                    f"  {name} was lost in round {loss['round']}: {reason}; the others go on"
+                )
     summary = load_summary(run)
     if summary is None:
         raise WsiFlError(f"the ranks ended without a summary; continue with `{resume_hint}`")
@@ -246,7 +260,9 @@ def summary_lines(summary: Summary, return_command: str = "") -> Lines:
         yield TextLine(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
         yield TextLine(f"  it can come back: {return_command or 'wsi-fl train --resume ' + summary['run']}")
     yield from (TextLine(f"  {line}", "yellow") for line in describe_absences(summary["sites"]))
-    yield TextLine(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
+    yield TextLine(
+        f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}"
+    )
 
 
 def train_series(
@@ -276,10 +292,16 @@ def train_series(
         )
     series = _build_series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
     for member in series.members:  # all are checked before the first is trained
-        check_run(RunContext.create(study, series.build_pipeline(pipeline, member), method), backend, is_reported=True)
+        check_run(
+            RunContext.create(study, series.build_pipeline(pipeline, member), method),
+            backend,
+            is_reported=True,
+        )
     with RunContext.create(study, pipeline, method) as context:
         _report_series(context, series)
-    return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
+    return _complete_series(
+        study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress()
+    )
 
 
 def _build_series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _RunSeries:
@@ -313,7 +335,11 @@ def _report_series(context: RunContext, series: _RunSeries) -> None:
     for name in context.names if series.folds and context.task.kind == "classes" else ():
         if not (context.find_site(name).allows("patches") and context.has_store(name)):
             continue
-        table, classes, n_folds = context.open_data(name).table, context.open_data(name).classes, series.folds or 1
+        table, classes, n_folds = (
+            context.open_data(name).table,
+            context.open_data(name).classes,
+            series.folds or 1,
+        )
         for kind, patients in rare_classes(table.patient, table.label, n_folds=n_folds).items():
             print_message(
                 f"  site {name}: {patients} patients of class {classes[kind]} for {n_folds} folds, so some folds test "
@@ -332,10 +358,14 @@ def resume_series(
     manifest = run.manifest
     if not (document := manifest.get("series")):
         return None
-    series = _RunSeries(document["id"], tuple(document["seeds"]), document.get("folds"), tuple(document.get("sites") or ()))
+    series = _RunSeries(
+        document["id"], tuple(document["seeds"]), document.get("folds"), tuple(document.get("sites") or ())
+    )
     pipeline = load_run_pipeline(run.path / "config.toml")
     method, name = manifest["method"], manifest["pipeline"]
-    return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
+    return _complete_series(
+        study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress()
+    )
 
 
 def _complete_series(
@@ -366,7 +396,9 @@ def _complete_series(
                 summary = resume_run(study, run.name, **options)
             else:
                 member_pipeline = series.build_pipeline(pipeline, member)
-                summary = begin_run(study, member_pipeline, method, name, **options, series=series, is_reported=position > 0)
+                summary = begin_run(
+                    study, member_pipeline, method, name, **options, series=series, is_reported=position > 0
+                )
         summaries.append(summary)
     return {
         "method": method,

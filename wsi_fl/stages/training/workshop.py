@@ -22,17 +22,23 @@ from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import (
     Examples,
     build_augmentation,
-    load_batches,
-    draw_epoch_rows,
     concatenate_examples,
-    select_examples,
+    draw_epoch_rows,
+    load_batches,
     sample_patches,
+    select_examples,
 )
-from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_supervised_step, replace_nonfinite
+from wsi_fl.learning.local import (
+    DPSettings,
+    Learner,
+    predict_examples,
+    replace_nonfinite,
+    take_supervised_step,
+)
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
 from wsi_fl.learning.units import Canaries, PrivacyUnits, build_canaries, toss_coins
-from wsi_fl.learning.validation import COMMON, LOCAL, ENSEMBLE, draw_held_out, require_patient_names
+from wsi_fl.learning.validation import COMMON, ENSEMBLE, LOCAL, draw_held_out, require_patient_names
 from wsi_fl.models import HUB, StartWeights, create_model, parameters_digest, schema_digest, start_digest
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
@@ -43,10 +49,10 @@ from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.sums import explain_invalid_statistics
 from wsi_fl.slides.patching.copies import describe_copies
-from wsi_fl.stages.site.account import count_affordable, open_account, build_units, loss_weights
+from wsi_fl.stages.site.account import build_units, count_affordable, loss_weights, open_account
 from wsi_fl.stages.site.data import SiteData, list_scans
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import load_projection, has_patient_means, refuse_mismatch, build_header
+from wsi_fl.stages.site.sums import build_header, has_patient_means, load_projection, refuse_mismatch
 from wsi_fl.stages.training.checks import build_graph, collect_versions
 from wsi_fl.stages.work.job import select_device
 from wsi_fl.study.folder import Study
@@ -103,8 +109,15 @@ def build_site(context: RunContext, index: int) -> Site:
     canaries = load_canaries(context, name)
     account = open_account(context, index, units, canaries.included if canaries else None)
     make = _learner_factory(context, index, device, account.plan, train)
-    roles = {role: role_settings for role, role_settings in context.method.learners.items() if role in COMMON or not data.receives}
-    learners = {role: make(role, dp=role_settings.dp, common=role_settings.common) for role, role_settings in roles.items()}
+    roles = {
+        role: role_settings
+        for role, role_settings in context.method.learners.items()
+        if role in COMMON or not data.receives
+    }
+    learners = {
+        role: make(role, dp=role_settings.dp, common=role_settings.common)
+        for role, role_settings in roles.items()
+    }
     if context.method.has_local_baseline and pipeline.train.local_baseline:
         learners[LOCAL] = make(LOCAL, dp=False)
     site = Site(
@@ -175,7 +188,11 @@ def _list_settings(pipeline: Pipeline) -> dict[str, Setting]:
     """Return "section.key" → value, of all settings that must agree at all sites."""
     values = pipeline.model_dump(by_alias=True)
     extra_sections = [name for name, section in pipeline if isinstance(section, Section) and section.compared]
-    settings = {f"{name}.{key}": value for name in (*_COMPARED_SECTIONS, *extra_sections) for key, value in values[name].items()}
+    settings = {
+        f"{name}.{key}": value
+        for name in (*_COMPARED_SECTIONS, *extra_sections)
+        for key, value in values[name].items()
+    }
     return {key: value for key, value in settings.items() if key not in _SITE_KEYS}
 
 
@@ -203,7 +220,7 @@ class TrainingPart(NamedTuple):
     Attributes:
         train: the training examples.
         validation: examples for the choice of the prediction model; None for none.
-        units: privacy units of `Data.eligible`, for the rows of `train`.
+        units: privacy units of `SiteData.list_eligible`, for the rows of `train`.
     """
 
     train: Examples
@@ -310,11 +327,16 @@ def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
                 f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
             )
         validation = select_examples(train, np.flatnonzero(is_held_out))
-        train, units = select_examples(train, np.flatnonzero(~is_held_out)), units.select_rows(np.flatnonzero(~is_held_out))
+        train, units = (
+            select_examples(train, np.flatnonzero(~is_held_out)),
+            units.select_rows(np.flatnonzero(~is_held_out)),
+        )
     if context.method.is_oneshot and pipeline.predict.model == "proxy":
         raise UsageError("oneshot: the head that all sites share is called so: predict.model = 'shared'")
     has_predictions = (
-        pipeline.train.local_baseline or (pipeline.train.tune and pipeline.privacy.has_noise) or context.method.is_oneshot
+        pipeline.train.local_baseline
+        or (pipeline.train.tune and pipeline.privacy.has_noise)
+        or context.method.is_oneshot
     )
     if pipeline.predict.model == ENSEMBLE and not has_predictions and not len(validation):
         raise UsageError(
@@ -392,7 +414,9 @@ def _learner_factory(
                 shape = (input_shape.channels, input_shape.size_px, input_shape.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
         stays = settings is None and role != context.method.mixing_role
-        hyper_parameters = _default_parameters(keys) if stays else HyperParameters(keys.lr, keys.weight_decay, keys.balance)
+        hyper_parameters = (
+            _default_parameters(keys) if stays else HyperParameters(keys.lr, keys.weight_decay, keys.balance)
+        )
         return _build_learner(model, hyper_parameters, train, n_classes, device, pipeline, dp=settings)
 
     return make_learner
@@ -420,7 +444,9 @@ def _build_learner(
         weight_decay=hyper_parameters.weight_decay,
         device=device,
         dp=dp,
-        class_weights=_class_weights(train.label, n_classes) if hyper_parameters.balance and dp is None else None,
+        class_weights=_class_weights(train.label, n_classes)
+        if hyper_parameters.balance and dp is None
+        else None,
         task=train.task,
         bfloat16=pipeline.gpu.train == "bfloat16",
     )
@@ -444,10 +470,15 @@ def _tune_site(context: RunContext, site: Site) -> None:
     local_learners = {
         role: learner
         for role in (LOCAL, "private")
-        if (learner := site.learners.get(role)) and not (learner.is_private or role == context.method.mixing_role)
+        if (learner := site.learners.get(role))
+        and not (learner.is_private or role == context.method.mixing_role)
     }
     if not pipeline.train.tune:
-        local_learners = {role: candidate for role, candidate in local_learners.items() if role == LOCAL and _is_linear(candidate.model)}
+        local_learners = {
+            role: candidate
+            for role, candidate in local_learners.items()
+            if role == LOCAL and _is_linear(candidate.model)
+        }
     if not local_learners:
         return
     model = next(iter(local_learners.values())).model
@@ -491,7 +522,9 @@ def _fit_head(model: nn.Module, train: Examples, n_classes: int, device: torch.d
     size = train.at_once or 256
     row_blocks = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
     with torch.no_grad():
-        x = torch.cat([fixed_layers(x) for x, _ in load_batches(train, iter(row_blocks), augment=None, device=device)])
+        x = torch.cat(
+            [fixed_layers(x) for x, _ in load_batches(train, iter(row_blocks), augment=None, device=device)]
+        )
     return fit_linear_head(x.cpu().numpy(), train.label, train.patient, n_classes, train.task)
 
 
@@ -507,18 +540,24 @@ def _tune_parameters(
 
     def predict_others(hyper_parameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
         model.load_state_dict(start)
-        training, others = (select_examples(train, np.flatnonzero(rows)) for rows in (is_training, ~is_training))
+        training, others = (
+            select_examples(train, np.flatnonzero(rows)) for rows in (is_training, ~is_training)
+        )
         learner = _build_learner(model, hyper_parameters, training, site.n_classes, site.device, pipeline)
         stream = CipherStream.from_seed(keys.seed, "tuning")
         patch_stream = stream if keys.max_patches else None  # the draws of patches
         augment = build_augmentation(keys.augment, stream) if of_images else None
-        rows = draw_epoch_rows(len(training), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream)
+        rows = draw_epoch_rows(
+            len(training), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream
+        )
         for batch in load_batches(training, rows, augment=augment, device=site.device, draws=patch_stream):
             take_supervised_step(learner, batch, stream)
         return replace_nonfinite(predict_examples(learner.predict_logits, others, site.device), others)
 
     folds = 1 if of_images else 5
-    hyper_parameters, held_out = tune_hyperparameters(train.label, train.patient, _default_parameters(keys), predict_others, folds=folds, task=train.task)
+    hyper_parameters, held_out = tune_hyperparameters(
+        train.label, train.patient, _default_parameters(keys), predict_others, folds=folds, task=train.task
+    )
     model.load_state_dict(start)
     return hyper_parameters, held_out
 
@@ -540,11 +579,15 @@ def _load_released(context: RunContext, site: Site) -> None:
     for other, statistics in context.statistics.items():
         refuse_mismatch(statistics.header, header, label := study.relative_path(study.release_path(other)))
         values, facts = torch.from_numpy(statistics.vector), statistics.header
-        if problem := explain_invalid_statistics(head, values, facts.n, facts.sigma, rows=facts.unit == "row"):
+        if problem := explain_invalid_statistics(
+            head, values, facts.n, facts.sigma, rows=facts.unit == "row"
+        ):
             raise WsiFlError(
                 f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file"
             )
-    exact = np.mean([statistics.vector.astype(np.float64) for statistics in context.statistics.values()], axis=0)
+    exact = np.mean(
+        [statistics.vector.astype(np.float64) for statistics in context.statistics.values()], axis=0
+    )
     mean, n = np.asarray(exact, np.float32), len(context.statistics)
     if context.uses_files:
         if local_statistics := context.statistics.get(name):

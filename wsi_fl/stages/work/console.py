@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import count_ranks
-from wsi_fl.types import DiskFull, WsiFlError, single_line, make_printable
+from wsi_fl.types import DiskFull, WsiFlError, make_printable, single_line
 
 _LINE_EVERY_S = 5.0
 _MAX_SHOWN_PARTS = 12
@@ -139,12 +139,20 @@ class ProgressBars(SilentProgress):
         progress = done - sum(d for d, _ in self._starting_points.values())
         # at the speed up to the last step, less the time since
         duration = self._progress_time - min(t for _, t in self._starting_points.values())
-        seconds = (total - done) / progress * duration - (time.monotonic() - self._progress_time) if progress > 0 else 0.0
+        seconds = (
+            (total - done) / progress * duration - (time.monotonic() - self._progress_time)
+            if progress > 0
+            else 0.0
+        )
         remaining = (
-            f", about {seconds:.0f} s left" if share > 0.02 and seconds > 0 and duration >= _LINE_EVERY_S else ""
+            f", about {seconds:.0f} s left"
+            if share > 0.02 and seconds > 0 and duration >= _LINE_EVERY_S
+            else ""
         )
         remaining = ", finishing" if share >= 1 else remaining
-        notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MAX_SHOWN_PARTS] if note)
+        notes = ", ".join(
+            f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MAX_SHOWN_PARTS] if note
+        )
         more = f", and {len(state) - _MAX_SHOWN_PARTS} more" if len(state) > _MAX_SHOWN_PARTS else ""
         return f"{self.title}: {share:.0%}{remaining}" + (f" ({notes}{more})" if notes else "")
 
@@ -240,7 +248,9 @@ def print_lines(lines: Lines) -> None:
             print(line, flush=True)
 
 
-def build_site_table(title: str, corner: str, sites: Sequence[str], lines: Iterable[Sequence[object] | None]) -> TextTable:
+def build_site_table(
+    title: str, corner: str, sites: Sequence[str], lines: Iterable[Sequence[object] | None]
+) -> TextTable:
     """Return a table of numbers by site: sites as columns, or as rows where they are many.
 
     Each line is a name and a number per site; None draws a line. `corner` is the heading of the names.
@@ -255,7 +265,9 @@ def build_site_table(title: str, corner: str, sites: Sequence[str], lines: Itera
 def _print_table(table: TextTable) -> None:
     table_view = rich.table.Table(title=escape(make_printable(table.title)), title_justify="left")
     for k, heading in enumerate(table.headings):
-        table_view.add_column(escape(make_printable(heading)), justify="right" if k else "left", no_wrap=k > 0)
+        table_view.add_column(
+            escape(make_printable(heading)), justify="right" if k else "left", no_wrap=k > 0
+        )
     for row in table.rows:
         if row is None:
             table_view.add_section()

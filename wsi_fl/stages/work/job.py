@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.work.console import SilentProgress, Watcher, describe_failure, print_message
-from wsi_fl.system.machine import list_cores, count_ranks, read_thread_setting
+from wsi_fl.system.machine import count_ranks, list_cores, read_thread_setting
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class RankJob:
             self._comm = MpiComm(inf, tuple(range(ranks)))
         self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
         rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores()}
-        cores_by_rank = [(document["host"], document["cores"]) for document in self._comm.gather([rank_cores], _RankCores)]
+        cores_by_rank = [
+            (document["host"], document["cores"]) for document in self._comm.gather([rank_cores], _RankCores)
+        ]
         self.threads = _count_cores((rank_cores["host"], rank_cores["cores"]), cores_by_rank)
 
     @property

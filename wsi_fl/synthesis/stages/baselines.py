@@ -16,7 +16,7 @@ from wsi_fl.stages.answers.compare_runs import find_finished_run
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.train import begin_run
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, TextTable, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa

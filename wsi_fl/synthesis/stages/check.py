@@ -19,22 +19,22 @@ from torch import Tensor
 
 from wsi_fl.models.encoder import encode_batches
 from wsi_fl.report import figures
-from wsi_fl.report.figures import Chart, load_palette, build_png_style
+from wsi_fl.report.figures import Chart, build_png_style, load_palette
 from wsi_fl.report.fill import fill_template
-from wsi_fl.report.pictures import enlarge_patch, render_grid, encode_patch
+from wsi_fl.report.pictures import encode_patch, enlarge_patch, render_grid
 from wsi_fl.report.words import format_number
 from wsi_fl.stages.site.data import is_source_store, open_store
 from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import (
     COPY_THRESHOLD,
     CRITERIA,
     MIN_HELD_OUT,
-    list_doubts,
     frechet_distance,
     kernel_distance,
+    list_doubts,
 )
 from wsi_fl.synthesis.stages.kinds import (
     HELD_OUT,
@@ -78,7 +78,9 @@ def check_generator(
                 pictures_of(store, resolution, *splits) for splits in (("train",), HELD_OUT)
             )
         if (n := len(held_out)) < MIN_HELD_OUT:
-            watcher.print_message(f"  site {site} holds out {n} images; {MIN_HELD_OUT} are the least for a verdict")
+            watcher.print_message(
+                f"  site {site} holds out {n} images; {MIN_HELD_OUT} are the least for a verdict"
+            )
         case = Case(study, pipeline, site, folder, document, training, held_out, watcher)
         evidence = kind.evidence(case)
         result = _result(case, evidence)
@@ -159,7 +161,9 @@ def _write(case: Case, evidence: Evidence, result: Document) -> None:
         "names": _NAMES,
         "chart": _histogram(evidence),
         "rows": [(name, [encode_patch(enlarge_patch(one)) for one in patches]) for name, patches in rows],
-        "samples": [(name, [encode_patch(enlarge_patch(one)) for one in patches]) for name, patches in samples],
+        "samples": [
+            (name, [encode_patch(enlarge_patch(one)) for one in patches]) for name, patches in samples
+        ],
     }
     write_text(place / names["page"], fill_template("check", context, Path(__file__).parent))
     write_sealed(case.folder.check_path, result)
@@ -216,7 +220,9 @@ def check_lines(document: Document) -> Lines:
                 f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
             )
         if one := document["quality"].get(name):
-            yield TextLine(f"  quality {name}: FID {format_number(one['fid'], 1)}, KID {format_number(one['kid'], 4)}")
+            yield TextLine(
+                f"  quality {name}: FID {format_number(one['fid'], 1)}, KID {format_number(one['kid'], 4)}"
+            )
     if z := document.get("memorization"):
         yield TextLine(
             f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "

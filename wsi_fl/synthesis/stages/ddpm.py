@@ -32,10 +32,10 @@ from wsi_fl.synthesis.ddpm import (
     DdpmState,
     Sampling,
     UNet,
-    draw_images,
-    step,
     count_training_steps,
+    draw_images,
     flatten_parameters,
+    step,
 )
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
@@ -147,7 +147,11 @@ def images_of(
         store: of real patches of the same kind.
         site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
-    ddpm, sampling, shape = pipeline.find_section(Ddpm), _sampling_of(pipeline.find_section(Ddpm)), denoiser.shape
+    ddpm, sampling, shape = (
+        pipeline.find_section(Ddpm),
+        _sampling_of(pipeline.find_section(Ddpm)),
+        denoiser.shape,
+    )
     labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.synthetic_path(key)
@@ -200,7 +204,9 @@ class _Ddpm(GeneratorType):
         key, generated = _images(case)
         to_training = evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
         held = evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        found = evidence.judge_copies(to_training, held, len(evidence.find_duplicates(training.images.numpy())))
+        found = evidence.judge_copies(
+            to_training, held, len(evidence.find_duplicates(training.images.numpy()))
+        )
         comparisons, lpips = _compared(case, generated, held)
         distances = {"denoiser": to_training.distance}
         if len(held_out):
@@ -264,7 +270,9 @@ def _compared(
         evidence.find_nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
         for one in (case.training, case.held_out)
     ]
-    among = evidence.find_nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
+    among = evidence.find_nearest_other(
+        case.training.images.numpy(), case.training.patient, memory_bytes=memory
+    )
     if not (by_pixels := evidence.compare_relative(reached, (among, held.distance))):
         return {}, None
     found = {"nearest sample": by_pixels}

@@ -18,11 +18,11 @@ from wsi_fl.stages.work.job import select_device
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import Comparison, compare_paired, summarize_distances, compare_relative
+from wsi_fl.synthesis.evidence import Comparison, compare_paired, compare_relative, summarize_distances
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, project_images, draw_samples, step, describe_terms
+from wsi_fl.synthesis.gan import GanState, describe_terms, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
-from wsi_fl.synthesis.lpips import Keepaway, Lpips, embed_images, compute_margin, find_nearest_lpips
+from wsi_fl.synthesis.lpips import Keepaway, Lpips, compute_margin, embed_images, find_nearest_lpips
 from wsi_fl.synthesis.stages.kinds import (
     Case,
     Course,
@@ -160,7 +160,9 @@ class _Gan(GeneratorType):
         distances = {name: one.projected[0] for name, one in found.items()}
         order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
         shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
-        shifted = asdict(compare_paired(distances["after"], distances["before"])) if "after" in found else None
+        shifted = (
+            asdict(compare_paired(distances["after"], distances["before"])) if "after" in found else None
+        )
         spreads = {name: asdict(summarize_distances(values)) for name, values in distances.items()}
         return Evidence(
             training=training,

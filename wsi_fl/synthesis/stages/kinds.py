@@ -23,7 +23,7 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
 from wsi_fl.synthesis.folder import KINDS, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
-from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, find_nearest_lpips
+from wsi_fl.synthesis.lpips import RANDOM, Lpips, find_nearest_lpips, load_lpips
 from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.types import UsageError, WsiFlError
 

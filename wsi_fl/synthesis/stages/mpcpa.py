@@ -84,7 +84,9 @@ def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watche
         NoCommonPlan: when the sites' denoisers do not fit together.
     """
     checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
-    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.read_document("package"))} for site in sites]
+    mine: list[Ready] = [
+        {"images": _all_there(party.study, site.folder.read_document("package"))} for site in sites
+    ]
     if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
         _exchange(party, sites, comm, watcher, checked=checked)
     for site in sites:
@@ -153,7 +155,9 @@ def _exchange(
                 watcher=watcher,
                 part=site.name,
             )
-        site.folder.write_document("package", {"images": {name: drawn[name] for name in names if name in drawn}})
+        site.folder.write_document(
+            "package", {"images": {name: drawn[name] for name in names if name in drawn}}
+        )
 
 
 def _patches(party: RunContext, site: str) -> PatchData:

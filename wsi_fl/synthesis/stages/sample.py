@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import TextLine, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard

@@ -10,7 +10,7 @@ from shutil import rmtree
 from wsi_fl import __version__
 from wsi_fl.report.pictures import render_grid
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
-from wsi_fl.stages.work.console import TextLine, Lines, SilentProgress, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase

@@ -14,10 +14,10 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.dicom import read_header, is_dicom, is_dicom_folder
-from wsi_fl.slides.reading.formats.levels import select_levels, find_padded_levels
+from wsi_fl.slides.reading.formats.dicom import is_dicom, is_dicom_folder, read_header
+from wsi_fl.slides.reading.formats.levels import find_padded_levels, select_levels
 from wsi_fl.slides.reading.formats.ngff import open_zarr
-from wsi_fl.slides.reading.formats.ome import is_misread, read_ome_mpp, open_ome_tiff
+from wsi_fl.slides.reading.formats.ome import is_misread, open_ome_tiff, read_ome_mpp
 from wsi_fl.slides.reading.formats.pictures import open_picture
 from wsi_fl.slides.reading.formats.scanners import open_czi, open_isyntax
 from wsi_fl.slides.reading.formats.source import PixelSource, name_mpp_properties
@@ -25,8 +25,8 @@ from wsi_fl.slides.reading.formats.tiff import (
     find_foreign_levels,
     main_picture,
     open_tiled_tiff,
-    require_slide,
     require_colors,
+    require_slide,
 )
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.names import compose_text, slide_of

@@ -14,7 +14,7 @@ from math import isclose
 from pathlib import Path
 
 from wsi_fl.slides.reading.formats.frames import find_contradiction
-from wsi_fl.slides.reading.formats.levels import select_levels, padding_ratios
+from wsi_fl.slides.reading.formats.levels import padding_ratios, select_levels
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.names import drop_companions
 from wsi_fl.types import WsiFlError
@@ -22,7 +22,9 @@ from wsi_fl.types import WsiFlError
 _PREAMBLE_BYTES = 128
 _SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
 """The SOP class of whole-slide images."""
-_IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99"))
+_IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (
+    f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99")
+)
 _READABLE_SYNTAXES = {
     _EXPLICIT_SYNTAX,
     *(f"1.2.840.10008.1.2.4.{number}" for number in ("50", "90", "91")),
@@ -243,7 +245,10 @@ def read_header(path: Path) -> Header | None:
     if not is_dicom(path):
         return None
     try:
-        with require_regular_file(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            require_regular_file(path).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             values = _read_values(data)
     except (OSError, ValueError, struct.error, IndexError, RecursionError, zlib.error):
         return None
@@ -251,7 +256,10 @@ def read_header(path: Path) -> Header | None:
     if text.pop("sop_class") != _SLIDE_CLASS:
         return None
     kind = f"{text.pop('kind')}\\\\\\".split("\\")[2]
-    numbers = {name: _decode_number(values.get(tag), form, default) for name, (tag, form, default) in _NUMBER_TAGS.items()}
+    numbers = {
+        name: _decode_number(values.get(tag), form, default)
+        for name, (tag, form, default) in _NUMBER_TAGS.items()
+    }
     spacing = _decode_spacing(values.get(_SPACING_TAG, b""))
     return Header(path, kind=kind, spacing=spacing, **text, **numbers)  # type: ignore[arg-type]
 
@@ -296,8 +304,13 @@ def _read_values(data: mmap.mmap) -> dict[int, bytes]:
     syntax = _decode_text(values.get(_TEXT_TAGS["syntax"], b""))
     dataset: bytes | mmap.mmap = data
     if syntax == _DEFLATED_SYNTAX:
-        dataset, position = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data[position:], _MAX_INFLATED_BYTES), 0
-    for tag, value, next_start in _iterate_elements(dataset, position, explicit=syntax != _IMPLICIT_SYNTAX, until=_FRAMES_TAG):
+        dataset, position = (
+            zlib.decompressobj(-zlib.MAX_WBITS).decompress(data[position:], _MAX_INFLATED_BYTES),
+            0,
+        )
+    for tag, value, next_start in _iterate_elements(
+        dataset, position, explicit=syntax != _IMPLICIT_SYNTAX, until=_FRAMES_TAG
+    ):
         position = next_start
         if tag in tags:
             values[tag] = bytes(value)
@@ -355,4 +368,8 @@ def _skip_sequence(data: bytes | mmap.mmap, position: int, *, explicit: bool) ->
             tag, length, position = _read_element(data, position, explicit=explicit)
             if tag == _END_OF_ITEM:
                 break
-            position = _skip_sequence(data, position, explicit=explicit) if length == _UNDEFINED_LENGTH else position + length
+            position = (
+                _skip_sequence(data, position, explicit=explicit)
+                if length == _UNDEFINED_LENGTH
+                else position + length
+            )

@@ -25,7 +25,10 @@ def find_contradiction(path: Path, colors: str) -> str:
     Args:
         colors: the photometric interpretation.
     """
-    with require_regular_file(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with (
+        require_regular_file(path).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         frame = _first_frame(data)
     try:
         encoding = _jpeg2000_encoding(frame) if frame.startswith(_CODESTREAM) else _jpeg_encoding(frame)

@@ -34,7 +34,9 @@ def select_levels(sizes_px: Sequence[tuple[int, int]], foreign: Collection[int] 
     numbers.sort(key=lambda k: -sizes_px[k][0] * sizes_px[k][1])
     sizes = [sizes_px[k] for k in numbers]
     return [
-        k for position, k in enumerate(numbers) if sizes_px[k] not in sizes[:position] and _fits_ratio(sizes[0], sizes_px[k])
+        k
+        for position, k in enumerate(numbers)
+        if sizes_px[k] not in sizes[:position] and _fits_ratio(sizes[0], sizes_px[k])
     ]
 
 
@@ -45,9 +47,12 @@ def _fits_ratio(slide_size: tuple[int, int], level_size: tuple[int, int]) -> boo
     ratios = [side / level_side for side, level_side in zip(slide_size, level_size, strict=True)]
     if abs(ratios[0] - ratios[1]) <= _MAX_RATIO_DIFFERENCE * max(ratios):
         return True
-    min_ratios = [side / (level_side + _ROUNDING_PX) for side, level_side in zip(slide_size, level_size, strict=True)]
+    min_ratios = [
+        side / (level_side + _ROUNDING_PX) for side, level_side in zip(slide_size, level_size, strict=True)
+    ]
     max_ratios = [
-        side / max(level_side - _ROUNDING_PX, _ROUNDING_PX / 2) for side, level_side in zip(slide_size, level_size, strict=True)
+        side / max(level_side - _ROUNDING_PX, _ROUNDING_PX / 2)
+        for side, level_side in zip(slide_size, level_size, strict=True)
     ]
     return max(min_ratios) <= min(max_ratios)
 
@@ -64,11 +69,15 @@ def find_padded_levels(source: PixelSource) -> set[int]:
     (width, height), candidates = sizes[0], []
     if len(tiles) == len(sizes):
         size_ratios = [(width / w + height / h) / 2 for w, h in sizes]
-        candidates = [k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(size_ratios[k], downsamples[k])]
+        candidates = [
+            k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(size_ratios[k], downsamples[k])
+        ]
     if not any(is_padded(sizes[0], sizes[k], tiles[k]) for k in candidates):
         return set()
     return {
-        k for k in candidates if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])
+        k
+        for k in candidates
+        if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])
     }
 
 
@@ -79,7 +88,9 @@ def is_padded(slide_size: tuple[int, int], level_size: tuple[int, int], tile_siz
         >>> is_padded((2304, 2304), (1280, 1280), (256, 256)), is_padded((2304, 2304), (576, 576), (64, 64))
         (True, False)
     """
-    return bool(padding_ratios(slide_size, level_size, tile_size)) and not _picture_ratios(slide_size, level_size)
+    return bool(padding_ratios(slide_size, level_size, tile_size)) and not _picture_ratios(
+        slide_size, level_size
+    )
 
 
 def _picture_ratios(slide_size: tuple[int, int], level_size: tuple[int, int]) -> set[int]:
@@ -89,7 +100,9 @@ def _picture_ratios(slide_size: tuple[int, int], level_size: tuple[int, int]) ->
     return {n for n in ratios if all(abs(side / n - level_side) <= _ROUNDING_PX for side, level_side in axes)}
 
 
-def padding_ratios(slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]) -> set[int]:
+def padding_ratios(
+    slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]
+) -> set[int]:
     """Return the possible whole-number reductions of a level whose size is that of all its tiles.
 
     Example:

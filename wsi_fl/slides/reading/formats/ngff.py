@@ -12,11 +12,11 @@ import numpy as np
 from wsi_fl.slides.reading.formats.ome import find_unit_um
 from wsi_fl.slides.reading.formats.source import (
     Mpp,
-    Rgb,
     PixelSource,
-    is_red_green_blue,
+    Rgb,
     build_array_levels,
     import_extra,
+    is_red_green_blue,
 )
 from wsi_fl.types import WsiFlError
 
@@ -46,7 +46,9 @@ def open_zarr(path: Path) -> PixelSource:
     """Open the largest multiscale image of an OME-Zarr, which may have several (bioformats2raw)."""
     root = import_extra("zarr", "formats", path).open(str(path), mode="r")
     if not hasattr(root, "group_keys"):
-        raise WsiFlError(f"{path.name}: a Zarr array alone; {_READABLE_VERSIONS}, which are groups with multiscales")
+        raise WsiFlError(
+            f"{path.name}: a Zarr array alone; {_READABLE_VERSIONS}, which are groups with multiscales"
+        )
     images = list(_iterate_images(path, root)) or [
         image for name in _list_series(root) for image in _iterate_images(path, root[name])
     ]
@@ -70,7 +72,9 @@ def _digest_zarr(path: Path, image: _MultiscaleImage) -> str:
     metadata_files = {entry for name in (".z*", "zarr.json") for entry in path.rglob(name) if entry.is_file()}
     coarsest = path / str(image.arrays[-1].path)
     chunks = sorted(entry for entry in coarsest.rglob("*") if entry.is_file() and entry not in metadata_files)
-    samples = {chunks[k] for k in np.linspace(0, len(chunks) - 1, _MAX_CHUNKS).astype(int)} if chunks else set()
+    samples = (
+        {chunks[k] for k in np.linspace(0, len(chunks) - 1, _MAX_CHUNKS).astype(int)} if chunks else set()
+    )
     for file in sorted(metadata_files | samples):
         with file.open("rb") as stream:
             head = stream.read(_HEAD_BYTES if file in samples else -1)
@@ -99,7 +103,9 @@ def _iterate_images(path: Path, group: Any) -> Iterator[_MultiscaleImage]:
         yield _MultiscaleImage([array for array, _ in pairs], axes, ordered, metadata)
 
 
-def _read_axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _read_axes(
+    path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
     """Return the axes of a multiscale image; since NGFF 0.6 they are those of its datasets' coordinate system.
 
     Raises:

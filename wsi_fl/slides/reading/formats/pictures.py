@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.source import Levels, Mpp, PixelSource, digest_file, blend_rgb
+from wsi_fl.slides.reading.formats.source import Levels, Mpp, PixelSource, blend_rgb, digest_file
 from wsi_fl.slides.reading.formats.tiff import main_picture, require_single
 from wsi_fl.types import WsiFlError
 

@@ -67,7 +67,8 @@ def wastes_bits(properties: Mapping[str, str]) -> bool:
     """Return whether OpenSlide, by its properties, keeps the upper 8 of 16 bits of a CZI with fewer bits in use."""
     image = "zeiss.Information.Image."
     return (
-        properties.get(f"{image}PixelType") == _DEEP_PIXELS and properties.get(f"{image}ComponentBitCount") != "16"
+        properties.get(f"{image}PixelType") == _DEEP_PIXELS
+        and properties.get(f"{image}ComponentBitCount") != "16"
     )
 
 

@@ -116,7 +116,11 @@ def build_array_levels(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels
     is_gray = "c" not in axes
 
     def read_box(level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
-        slices = {"x": slice(corner[0], corner[0] + size[0]), "y": slice(corner[1], corner[1] + size[1]), "c": slice(0, 3)}
+        slices = {
+            "x": slice(corner[0], corner[0] + size[0]),
+            "y": slice(corner[1], corner[1] + size[1]),
+            "c": slice(0, 3),
+        }
         pixels = np.asarray(arrays[level][tuple(slices.get(axis, 0) for axis in axes)])
         order = [axis for axis in axes if axis in slices]
         if is_gray:
@@ -145,7 +149,9 @@ def is_red_green_blue(names: Sequence[str], colors: Sequence[str]) -> bool:
     """
     plain = tuple(name.strip().lower() for name in names)
     is_neutral = len({name.strip("0123456789 _:-#") for name in plain}) <= 1
-    is_colored = all(not color or color == primary for color, primary in zip(colors, _PRIMARIES, strict=False))
+    is_colored = all(
+        not color or color == primary for color, primary in zip(colors, _PRIMARIES, strict=False)
+    )
     return is_colored and (is_neutral or plain in _PRIMARY_NAMES)
 
 

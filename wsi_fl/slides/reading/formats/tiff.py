@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.reading.formats.levels import select_levels
-from wsi_fl.slides.reading.formats.source import Mpp, PixelSource, digest_file, build_array_levels, import_extra
+from wsi_fl.slides.reading.formats.source import (
+    Mpp,
+    PixelSource,
+    build_array_levels,
+    digest_file,
+    import_extra,
+)
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -40,7 +46,9 @@ def main_picture(tif: TiffFile) -> TiffPage:
 def count_pictures(tif: TiffFile) -> int:
     """Return the number of pictures of the main picture's size in a TIFF: channels, focal planes or times."""
     main = main_picture(tif)
-    pictures = [page for page in _list_pictures(tif) if _page_size(page) == _page_size(main) and not _is_reduced(page)]
+    pictures = [
+        page for page in _list_pictures(tif) if _page_size(page) == _page_size(main) and not _is_reduced(page)
+    ]
     n_images = int((tif.imagej_metadata or {}).get("images", 1)) if tif.is_imagej else 1
     return max(len(pictures), n_images)
 
@@ -60,7 +68,9 @@ def describe_pixels(page: TiffPage) -> str:
     if n_usual is None:
         return kind
     n_extra = page.samplesperpixel - n_usual
-    is_transparent = n_extra == 1 and page.photometric == _RGB and {*map(int, page.extrasamples)} <= _ALPHA_SAMPLES
+    is_transparent = (
+        n_extra == 1 and page.photometric == _RGB and {*map(int, page.extrasamples)} <= _ALPHA_SAMPLES
+    )
     if n_extra and not (is_transparent and page.extrasamples):
         return f"{kind} of {page.samplesperpixel} channels"
     return ""
@@ -189,7 +199,9 @@ class TileGaps:
         ]
 
     @staticmethod
-    def _find_missing_tiles(first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]) -> NDArray[np.bool_] | None:
+    def _find_missing_tiles(
+        first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]
+    ) -> NDArray[np.bool_] | None:
         """Return bool[rows, columns] of tiles without some channel; None if all are complete."""
         n_columns, n_rows = -(-first.imagewidth // first.tilewidth), -(-first.imagelength // first.tilelength)
         missing = np.zeros((n_rows, n_columns), bool)
@@ -197,9 +209,16 @@ class TileGaps:
             is_absent = np.ones(missing.size, bool)
             if page is not None:
                 is_absent = np.array(
-                    [not (offset and n_bytes) for offset, n_bytes in zip(page.dataoffsets, page.databytecounts, strict=True)]
+                    [
+                        not (offset and n_bytes)
+                        for offset, n_bytes in zip(page.dataoffsets, page.databytecounts, strict=True)
+                    ]
                 )
-            missing |= is_absent[: is_absent.size // missing.size * missing.size].reshape(-1, n_rows, n_columns).any(0)
+            missing |= (
+                is_absent[: is_absent.size // missing.size * missing.size]
+                .reshape(-1, n_rows, n_columns)
+                .any(0)
+            )
         return missing if missing.any() else None
 
     def __call__(self, level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.bool_]:
@@ -217,7 +236,9 @@ class TileGaps:
 def _list_levels(tif: TiffFile, main: TiffPage) -> list[TiffPage]:
     """Return the main picture and its reduced copies, finest first."""
     copies = [
-        page for page in _list_pictures(tif) if _is_reduced(page) and page.is_tiled and _page_kind(page) == _page_kind(main)
+        page
+        for page in _list_pictures(tif)
+        if _is_reduced(page) and page.is_tiled and _page_kind(page) == _page_kind(main)
     ]
     pages = [main, *(page for page in copies if _page_area(page) < _page_area(main))]
     return [pages[k] for k in select_levels([_page_size(page) for page in pages])]
