@@ -94,7 +94,7 @@ def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
 
     for row in document["sites"]:
         table = pandas.read_csv(folders.site_folder(row["site"]).path / "predictions.csv")
-        mine = table[table.answers]
+        mine = table[table.selected]
         own = mine.part == row["site"]
         for rows, told in ((mine, row), (mine[own], row["own"]), (mine[~own], row["external"])):
             assert {name: told[name] for name in scores(rows)} == scores(rows)

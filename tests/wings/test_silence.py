@@ -150,7 +150,7 @@ KINDS += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
 
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
-    listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
+    listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z0-9_]+)`", what)}
     assert {key for kind in KINDS for key in get_type_hints(kind)} <= listed
     for folder in folders:
         documents = read_lines(folder / "gathered.jsonl")
