@@ -60,15 +60,9 @@ class Link:
 
 def hop_of(sites: list[Site], comm: LocalComm, matrix: Matrix, round_: int, hop: int) -> float:
     """Sends P·(x, w) and adds up what arrives; returns the seconds of both, ledgers left out."""
-    releases = {
-        k: _release(site, round_, hop)
-        for k, site in enumerate(sites)
-        if hop == 0 or list_receivers(matrix, k)
-    }
+    releases = {k: _release(site, round_, hop) for k, site in enumerate(sites) if hop == 0 or list_receivers(matrix, k)}
     outgoing = [
-        Outgoing(k, to, float(matrix[to, k]), r)
-        for k, r in releases.items()
-        for to in list_receivers(matrix, k)
+        Outgoing(k, to, float(matrix[to, k]), r) for k, r in releases.items() for to in list_receivers(matrix, k)
     ]
     expected = [(sender, k) for k in range(len(sites)) for sender in list_senders(matrix, k)]
     began = time.perf_counter()
@@ -175,9 +169,7 @@ def draw(path: Path, rows: list[dict[str, Any]], link: Link) -> None:
             for color, graph in zip(("s1", "s0"), GRAPHS, strict=True):
                 mine = [row for row in rows if row["graph"] == graph]
                 x, y = [row["n_sites"] for row in mine], [row[key] / unit for row in mine]
-                axes.plot(
-                    x, y, marker="o" if graph == "star" else "s", ms=5, color=colors[color], label=graph
-                )
+                axes.plot(x, y, marker="o" if graph == "star" else "s", ms=5, color=colors[color], label=graph)
             _log_axes(axes, sorted({row["n_sites"] for row in rows}), title)
         figure.axes[0].legend(frameon=False, loc="upper left")
         figure.savefig(path)
@@ -196,9 +188,7 @@ def _log_axes(axes: Axes, n_sites: list[int], title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=199_210, help="floats of the model that travels")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=6)

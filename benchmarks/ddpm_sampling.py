@@ -63,9 +63,7 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", required=True)
     parser.add_argument("--n", type=int, default=24)
     parser.add_argument("--pipeline")

@@ -36,9 +36,7 @@ SITE, PATIENTS, MPP = "C1", 5, 1.0
 
 def study_of(folder: Path, size_px: int, slide_px: int) -> Study:
     """Return a study of ten painted slides, tiled."""
-    archive = phantom.simulate_archive(
-        folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px
-    )
+    archive = phantom.simulate_archive(folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px)
     init_study(folder / "study", archive=archive)
     study = Study(folder / "study")
     keys = {"size_px": size_px, "stride_px": size_px, "mpp": MPP, "min_tissue": 0.1, "balance": "false"}
@@ -107,9 +105,7 @@ def main() -> None:
             rates["features"].append(rate_of(study, make_features, overrides))
             rates["mosaic"].append(rate_of(study, make_mosaics, overrides))
     threads = f"{torch.get_num_threads()} threads" if encoder.device.type == "cpu" else str(encoder.device)
-    print(
-        f"{args.encoder} on {threads}: {len(slides)} slides, {n} patches of {args.size_px} px, batches of {size}"
-    )
+    print(f"{args.encoder} on {threads}: {len(slides)} slides, {n} patches of {args.size_px} px, batches of {size}")
     alone = max(rates["encoder alone"])
     for command, found in rates.items():
         print(f"{command:<16}{max(found):9.1f} patches/s, ratio {max(found) / alone:.3f}")

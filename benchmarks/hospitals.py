@@ -117,9 +117,7 @@ def letters(identities: Sequence[Identity], megabytes: float, repeats: int) -> d
     """Seconds of making and of opening a letter, and the bytes that it has beside its content."""
     sender, receiver = MessageSealer(identities[0]), MessageSealer(identities[1])
     content = np.random.default_rng(0).bytes(int(megabytes * 1e6))
-    holder = SealedMessage.read(sender.write_handshake(_hello(sender), "")).read_handshake(
-        identities[1].root
-    )[1]
+    holder = SealedMessage.read(sender.write_handshake(_hello(sender), "")).read_handshake(identities[1].root)[1]
     make: list[float] = []
     open_: list[float] = []
     for _ in range(repeats):
@@ -178,9 +176,7 @@ def _by_folder(root: Path, megabytes: float, repeats: int, name: str, barrier: B
         release = ledger.release(round_, vector, schema="ab" * 32, mechanism=None, content="model")
         barrier.wait()
         began = time.perf_counter()
-        comm.exchange(
-            [Outgoing(me, right, 1.0, release)], [(left, me)], round_=round_, hop=0, size=vector.size
-        )
+        comm.exchange([Outgoing(me, right, 1.0, release)], [(left, me)], round_=round_, hop=0, size=vector.size)
         seconds.append(time.perf_counter() - began)
     sent = (comm.sent_bytes - before) / len(seconds)
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -215,9 +211,7 @@ def runs(root: Path, rounds: int) -> dict[str, Any]:
         crew.run(first, "federation", "plan", *common, "--out", plan)
         for name, place in places.items():
             crew.run(place, "federation", "approve", plan, "--kit", kits[name], "--yes")
-        crew.start_server(
-            DemoMachine("server", kits["server"], kits["server"]), "federation", "start", kits["server"]
-        )
+        crew.start_server(DemoMachine("server", kits["server"], kits["server"]), "federation", "start", kits["server"])
         for name, place in places.items():
             crew.start_server(place, "federation", "start", kits[name])
         said = crew.run(bench, "federation", "submit", "--kit", kits["coordinator"], "--plan", plan)
@@ -251,12 +245,9 @@ def _hospital(root: Path, whole: Path, name: str) -> DemoMachine:
 def _measured(studies: Sequence[Path], run: str) -> dict[str, Any]:
     """Seconds of an exchange, the slowest site's, and the bytes of all sites in a round."""
     lines = [
-        read_lines(study / run / "sites" / name / "metrics.jsonl")
-        for name, study in zip(SITES, studies, strict=True)
+        read_lines(study / run / "sites" / name / "metrics.jsonl") for name, study in zip(SITES, studies, strict=True)
     ]
-    rounds = [
-        [line for line in lines_of_site if line["messages"]] for lines_of_site in zip(*lines, strict=True)
-    ]
+    rounds = [[line for line in lines_of_site if line["messages"]] for lines_of_site in zip(*lines, strict=True)]
     slowest = [max(line["communication_seconds"] for line in round_) for round_ in rounds if round_]
     return {
         "seconds": median(slowest[1:] or slowest),
@@ -288,9 +279,7 @@ def print_document(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=44.0)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=4, help="of the run over MPI and over FLARE")

@@ -51,9 +51,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return f"{self.sites} × {self.rows}, " + (
-            "alike" if self.share == 0.5 else f"{self.share:.0%} of a half"
-        )
+        return f"{self.sites} × {self.rows}, " + ("alike" if self.share == 0.5 else f"{self.share:.0%} of a half")
 
 
 SETTINGS = (
@@ -129,9 +127,7 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
             head.set_local_statistics(z, columns)
             exact = head.pack_statistics(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))
-            head.set_noisy_statistics(
-                exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2
-            )
+            head.set_noisy_statistics(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
             heads.append(head)
         directions = [said(head(torch.from_numpy(test)).detach().numpy()) for head in heads[:ASKED]]
         SharedHead.combine(heads)
@@ -164,22 +160,17 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
 
 def table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown: means over hospitals, and intervals over seeds of the mixture's gain."""
-    columns = (
-        "question, hospitals, noise, alone, directions, joined head, mixture, gain, worst hospital, pooled"
-    )
+    columns = "question, hospitals, noise, alone, directions, joined head, mixture, gain, worst hospital, pooled"
     yield f"| {columns.replace(', ', ' | ')} |"
     yield "|---" * (columns.count(",") + 1) + "|"
     keys = list(dict.fromkeys((row["question"], row["setting"], row["shared"]) for row in rows))
     for key in keys:
         mine = [row for row in rows if (row["question"], row["setting"], row["shared"]) == key]
         seeds = sorted({row["seed"] for row in mine})
-        gains = np.array(
-            [[row["mixture"] - row["lone"] for row in mine if row["seed"] == seed] for seed in seeds]
-        )
+        gains = np.array([[row["mixture"] - row["lone"] for row in mine if row["seed"] == seed] for seed in seeds])
         half = student.ppf(0.975, max(1, len(seeds) - 1)) * gains.mean(1).std(ddof=1) / np.sqrt(len(seeds))
         mean = {
-            name: np.mean([row[name] for row in mine])
-            for name in ("lone", "directions", "joined", "mixture", "pooled")
+            name: np.mean([row[name] for row in mine]) for name in ("lone", "directions", "joined", "mixture", "pooled")
         }
         yield (
             f"| {key[0]} | {key[1]} | {'shared' if key[2] else 'own'} | {mean['lone']:.3f} | {mean['directions']:.3f} "
@@ -189,9 +180,7 @@ def table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--question", choices=TASKS, default="number")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--spoil", type=float, default=1.0, help="multiplies the second hospital's letter")
@@ -205,9 +194,7 @@ def main() -> None:
     for setting in SETTINGS:
         for seed in range(args.seeds):
             for row in measured(setting, TASKS[args.question], seed, args.spoil):
-                line = json.dumps(
-                    {key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()}
-                )
+                line = json.dumps({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})
                 if args.out is None:
                     print(line)
                 else:

@@ -194,8 +194,7 @@ def measured(scores: NDArray[np.float64], truth: NDArray[Any]) -> float:
     """AUROC, or concordance where the truth is (time, event); mean over the sites' models."""
     survives = truth.ndim == 2
     found = [
-        concordance(one, truth) if survives else compute_auroc(np.stack([1 - one, one], 1), truth)
-        for one in scores
+        concordance(one, truth) if survives else compute_auroc(np.stack([1 - one, one], 1), truth) for one in scores
     ]
     return float(np.mean([value for value in found if value is not None]))
 
@@ -234,9 +233,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features of patches")
     parser.add_argument("--question", choices=["tumour", "survival"], default="tumour")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS)
@@ -244,20 +241,14 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--patients", type=int, default=40, help="for training, of each site")
     parser.add_argument("--patches", type=int, default=60, help="of the largest slide; the smallest has half")
-    parser.add_argument(
-        "--tumour", type=float, nargs=2, default=(0.05, 0.2), help="share in a positive slide"
-    )
+    parser.add_argument("--tumour", type=float, nargs=2, default=(0.05, 0.2), help="share in a positive slide")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument(
-        "--out", type=Path, help="rows as JSON lines; those that are there are not made again"
-    )
+    parser.add_argument("--out", type=Path, help="rows as JSON lines; those that are there are not made again")
     parser.add_argument("--show", type=Path, help="only print the table of rows that are there")
     args = parser.parse_args()
     path = args.show or args.out
-    rows = (
-        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path and path.exists() else []
-    )
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path and path.exists() else []
     if args.show is None:
         if args.pool is None:
             parser.error("which pool?")

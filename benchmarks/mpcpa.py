@@ -141,9 +141,7 @@ def measured(study: Study, setting: Setting, seed: int, args: argparse.Namespace
     overrides = ["mpcpa.unchecked=true", "evaluate.bootstrap=0", f"ddpm.seed={seed}", f"train.seed={seed}"]
     overrides += args.set
     with ProgressBars(f"{setting.name}, seed {seed}") as watcher:
-        document = baselines(
-            study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher
-        )
+        document = baselines(study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher)
     runs = {method: right(study.root / run).tolist() for method, run in document["runs"].items()}
     seconds = time.perf_counter() - began
     return {"setting": setting.name, "seed": seed, "seconds": seconds, "right": runs, "table": document}
@@ -184,9 +182,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
     for name in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == name]
         passed = [one["passed"] for row in mine for one in row["table"]["memorization"]]
-        lines += [
-            f"**{name}**, seeds {', '.join(str(row['seed']) for row in mine)}; denoisers that pass their check: "
-        ]
+        lines += [f"**{name}**, seeds {', '.join(str(row['seed']) for row in mine)}; denoisers that pass their check: "]
         lines[-1] += f"{sum(passed)} of {len(passed)}"
         lines += ["", "| | every seed | mean |", "|---|---|---|"]
         for label, of in ANSWERS.items():
@@ -203,9 +199,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder of two classes of images")
     parser.add_argument("--folder", type=Path, default=Path("mpcpa_studies"), help="for the studies")
     parser.add_argument("--pipeline", default="mpcpa_small")

@@ -126,9 +126,7 @@ def _run(folder: Path, *arguments: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     making = verbs.add_parser("release", help="train, and keep what is released")
     making.add_argument("folder", type=Path, help="is made; gets release.npz")

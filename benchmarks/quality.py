@@ -46,9 +46,7 @@ def seconds(study: Path, kinds: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-px", type=int, default=16384)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()

@@ -46,9 +46,7 @@ def tensors_per_second(store: PatchStore, batch_size: int) -> float:
     examples = load_patches(store, "train", None, in_memory_bytes=0)
     for _ in range(2):  # the first epoch touches memory that the others find
         began = time.perf_counter()
-        for _ in load_batches(
-            examples, shuffled(len(examples), batch_size), augment=None, device=torch.device("cpu")
-        ):
+        for _ in load_batches(examples, shuffled(len(examples), batch_size), augment=None, device=torch.device("cpu")):
             pass
     return len(examples) / (time.perf_counter() - began)
 

@@ -48,9 +48,7 @@ def measured(command: tuple[str, ...], study: Path) -> tuple[float, float]:
     """Run a command of wsi-fl; return its seconds, and the most MB that it held."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "wsi_fl", *command], cwd=study, stdout=said, stderr=said
-        )
+        process = subprocess.Popen([sys.executable, "-m", "wsi_fl", *command], cwd=study, stdout=said, stderr=said)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             said.seek(0)
@@ -114,9 +112,7 @@ def _row(unit: str, n: int, command: str, cost: tuple[float, float]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--slides", type=int, nargs="*", default=[750, 1500, 3000])
     args = parser.parse_args()

@@ -92,9 +92,7 @@ def _columns(case: Case) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[np.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patches", type=int, default=250_000)
     parser.add_argument("--patients", type=int, default=200)
     parser.add_argument("--turns", type=int, default=2)
@@ -104,9 +102,7 @@ def main() -> None:
         of_classes("10000 images, 10 classes", 10_000, 10, 10_000),
         of_classes(f"{args.patches} patches, {args.patients} patients", args.patches, 2, args.patients),
     ]
-    print(
-        "| 1000 resamples of | s by weights | s by sorting anew | times | MB so far |\n|---|---|---|---|---|"
-    )
+    print("| 1000 resamples of | s by weights | s by sorting anew | times | MB so far |\n|---|---|---|---|---|")
     for case in cases:
         print(compared(case, args.turns), flush=True)
 

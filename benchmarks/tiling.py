@@ -200,9 +200,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
     lines.append(f"  openslide + PIL -> HDF5      {row['plain']:8.0f} patches/s")
     lines.append(f"  decoder's limit              {row['decoder']:8.0f} patches/s")
     ratio = row["reading_of_decoder"]
-    lines.append(
-        f"  reading alone                {row['reading']:8.0f} patches/s   {ratio:5.2f} of the limit"
-    )
+    lines.append(f"  reading alone                {row['reading']:8.0f} patches/s   {ratio:5.2f} of the limit")
     lines += [
         f"  tile, {name:<8} end to end    {row[name]['patches_per_s']:8.0f} patches/s   "
         f"{row[name]['of_plain']:5.2f} x plain   peak {row[name]['peak_mb']:.0f} MB"
@@ -213,9 +211,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tile-px", type=int, nargs="+", default=[256, 512, 240], help="native tiles")
     parser.add_argument("--slide-px", type=int, default=20480, help="side of the slides")
     parser.add_argument("--size-px", type=int, default=512, help="side of the patches")

@@ -88,9 +88,7 @@ def torture(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--turns", type=int, default=None, help="end after so many turns")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))

@@ -75,9 +75,7 @@ class Rows:
     patient: NDArray[np.str_]
 
 
-def drawn(
-    rng: np.random.Generator, patients: int, each: int, share: float, site: int = 0, apart: float = 0.0
-) -> Rows:
+def drawn(rng: np.random.Generator, patients: int, each: int, share: float, site: int = 0, apart: float = 0.0) -> Rows:
     """Draw patients with so many rows each; at least two of each class."""
     y = rng.random(patients) < share
     y[:4] = [0, 1, 0, 1]
@@ -111,10 +109,7 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
     """Return each hospital's model after training together; shared noise is a part of it from each."""
     row, plan = METHODS[method], plan_of(method, len(parts[0].y), epsilon)
     found = federate(
-        {
-            f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist())
-            for k, part in enumerate(parts)
-        },
+        {f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         row,
         private=lambda: build_linear_head(2, FEATURES),
         rounds=ROUNDS,
@@ -125,8 +120,7 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
         seed=seed,
     )
     return [
-        one.models.get("proxy") or one.models.get("shared") or next(iter(one.models.values()))
-        for one in found.values()
+        one.models.get("proxy") or one.models.get("shared") or next(iter(one.models.values())) for one in found.values()
     ]
 
 
@@ -138,9 +132,7 @@ def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) 
     return build_ensemble(lone.held_out, said(model, part), part.y, part.patient, worth)
 
 
-def gains(
-    models: Sequence[Any], stacks: Sequence[Ensemble], lone: Sequence[FittedHead], rows: Rows
-) -> Floats:
+def gains(models: Sequence[Any], stacks: Sequence[Ensemble], lone: Sequence[FittedHead], rows: Rows) -> Floats:
     """Return how much more often joined answers are right than lone ones, float64[n], the mean over hospitals."""
     found = []
     for model, stack, head in zip(models, stacks, lone, strict=True):
@@ -172,8 +164,7 @@ def repetition(setting: Setting, method: str, shared: bool, number: int) -> list
     for seed in range(2 * RUNS):
         models = learned(parts, method, setting.epsilon, shared, seed)
         stacks = [
-            stack_of(model, head, part, setting.mixed)
-            for model, head, part in zip(models, lone, parts, strict=True)
+            stack_of(model, head, part, setting.mixed) for model, head, part in zip(models, lone, parts, strict=True)
         ]
         true.append(float(np.average(gains(models, stacks, lone, pool), weights=w_pool)))
         if seed >= RUNS:
@@ -183,9 +174,7 @@ def repetition(setting: Setting, method: str, shared: bool, number: int) -> list
             noise.append(moved(models, stacks, lone, test, w, rng))
     values, told = np.array(seen), np.array(noise) if noise else None
     ones = np.tile(w, (RUNS, 1))
-    near = 1 - sqrt(
-        (1 / RUNS) / (2 / RUNS)
-    )  # of the first, so that the truth is not nearer to them than an exact one
+    near = 1 - sqrt((1 / RUNS) / (2 / RUNS))  # of the first, so that the truth is not nearer to them than an exact one
     mean = near * np.mean(true[:RUNS]) + (1 - near) * np.mean(true[RUNS:])
     alone = float(np.mean(true[1:])) if noise else true[0]
     single = estimate_mean(values[:1], ones[:1], test.patient, None if told is None else told[:1])
@@ -250,9 +239,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
             cells.append(f"{100 * _mean(mine, 'covered'):.1f} %")
             for word in ("join", "local"):
                 told = [row for row in mine if row["verdict"] == word]
-                cells += [
-                    f"{100 * len(one) / len(mine):.1f} %" for one in (told, [r for r in told if r["wrong"]])
-                ]
+                cells += [f"{100 * len(one) / len(mine):.1f} %" for one in (told, [r for r in told if r["wrong"]])]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -262,9 +249,7 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--methods", nargs="*", default=["oneshot", "fedavg", "proxyfl"])
     parser.add_argument("--jobs", type=int, default=1)

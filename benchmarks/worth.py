@@ -113,9 +113,7 @@ SHARED_NOISE = "privacy.noise=shared"
 
 def private(name: str, method: str, epsilon: float, *overrides: str, unit: str = "row") -> Variant:
     """A variant under differential privacy."""
-    where = (", shared noise" if SHARED_NOISE in overrides else "") + (
-        ", per patient" if unit == "patient" else ""
-    )
+    where = (", shared noise" if SHARED_NOISE in overrides else "") + (", per patient" if unit == "patient" else "")
     terms = (f"privacy.target_epsilon={epsilon}", f"privacy.unit={unit}")
     return Variant(f"{name}, ε = {epsilon:g}{where}", method, (*terms, *overrides), unit)
 
@@ -174,9 +172,7 @@ def drawn(setting: Setting, label: Rows, seed: int, patches: int = 1) -> tuple[l
     Of patients with several patches a site has whole ones, as many as come nearest.
     """
     rng, within, first = np.random.default_rng(seed), np.arange(patches), label[::patches]
-    left = [
-        (patches * rng.permutation(np.flatnonzero(first == one))[:, None] + within).ravel() for one in (0, 1)
-    ]
+    left = [(patches * rng.permutation(np.flatnonzero(first == one))[:, None] + within).ravel() for one in (0, 1)]
     parts = []
     for site in range(setting.sites):
         n = setting.rows if isinstance(setting.rows, int) else setting.rows[site % len(setting.rows)]
@@ -245,9 +241,7 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
     run = RunFolder(study.find_run(summary["run"]))
-    answers = [
-        read_example_scores(run.site_folder(site["site"]), "merged") or {} for site in document["sites"]
-    ]
+    answers = [read_example_scores(run.site_folder(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
     merged, shared = (
         document["merged"] or {},
@@ -279,9 +273,7 @@ def run_grid(pool: Pool, args: argparse.Namespace, done: set[tuple[str, str, int
                 # every site would fit the same pooled model, so one does
                 rows = [np.concatenate(parts)] if variant.method == "joint" else parts
                 with tempfile.TemporaryDirectory() as folder:
-                    study = study_of(
-                        pool, rows, test, Path(folder), variant.unit, receives=setting.receives > 0
-                    )
+                    study = study_of(pool, rows, test, Path(folder), variant.unit, receives=setting.receives > 0)
                     found = measured(study, variant, seed, args.directions)
                 names = {"setting": setting.name, "variant": variant.name, "seed": seed}
                 yield {**names, **found, "asked": test.tolist()}
@@ -407,21 +399,15 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features")
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS], help="default: all")
     parser.add_argument("--variants", nargs="+", choices=[v.name for v in VARIANTS], help="default: all")
-    parser.add_argument(
-        "--directions", type=Path, help="of public tissue, for one-shot; default: random ones"
-    )
+    parser.add_argument("--directions", type=Path, help="of public tissue, for one-shot; default: random ones")
     parser.add_argument("--patches", type=int, default=1, help="of a patient, in a pool of stained.py")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, help="rows as JSON lines; those that are there are not made again"
-    )
+    parser.add_argument("--out", type=Path, help="rows as JSON lines; those that are there are not made again")
     parser.add_argument("--show", type=Path, help="only print the tables of rows that are there")
     args = parser.parse_args()
     if args.show:

@@ -142,9 +142,7 @@ def in_order(store: PatchStore) -> NDArray[np.int64]:
     return np.lexsort((number, store.table.split == "test"))
 
 
-def networks_of(
-    root: Path, given: argparse.Namespace, store: PatchStore, hospitals: Sequence[Any], test: Any
-) -> Study:
+def networks_of(root: Path, given: argparse.Namespace, store: PatchStore, hospitals: Sequence[Any], test: Any) -> Study:
     """Return a study of patches with these hospitals, A1, B1, …, each with a share of the test set."""
     study = made(root, given.weights)
     for k, mine in enumerate(hospitals):
@@ -262,16 +260,12 @@ def gain(gains: Sequence[NDArray[np.float64]]) -> str:
     means = np.array([one.mean() for one in gains])
     if not len(means):
         return ""
-    half = (
-        t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.nan
-    )
+    half = t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.nan
     return f"{means.mean():+.3f} ± {half:.3f} (worst {np.mean(gains, axis=0).min():+.3f})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ways = parser.add_subparsers(required=True)
     one = ways.add_parser("parts")
     one.set_defaults(work=parts)

@@ -221,9 +221,7 @@ def cvae(draw: Draw, *, rounds: int, lr: float, clip: float, space: str) -> list
             one = functional.one_hot(torch.from_numpy(part.y), draw.k).float()
             for chosen in plan.draw_batches(stream):
                 normal = torch.randn(len(chosen), model.parts[2])
-                trainer.step(
-                    torch.cat([x[chosen], one[chosen], normal], 1), partial(elbo, x[chosen], d), stream
-                )
+                trainer.step(torch.cat([x[chosen], one[chosen], normal], 1), partial(elbo, x[chosen], d), stream)
         together = {
             name: torch.stack([model.decoder.state_dict()[name] for model in models]).mean(0)
             for name in models[0].decoder.state_dict()
@@ -387,9 +385,7 @@ def show(given: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     does = parser.add_subparsers(required=True)
     runs = does.add_parser("run")
     runs.add_argument("table", type=Path)

@@ -223,9 +223,7 @@ def means_of(own: Array, within: Array, others: Array, noise: Array) -> tuple[Ar
     counts = others[:, -1].clip(min=0)
     trust = counts / (v * counts + noise).clip(min=1e-30)
     precision = counts * trust + own[:, -1] / v
-    return (others[:, :-1] * trust[:, None] + own[:, :-1] / v) / precision[:, None].clip(
-        min=1e-30
-    ), precision * v
+    return (others[:, :-1] * trust[:, None] + own[:, :-1] / v) / precision[:, None].clip(min=1e-30), precision * v
 
 
 def within_of(z: Array, y: Rows, covariance: Array) -> Array:
@@ -236,9 +234,7 @@ def within_of(z: Array, y: Rows, covariance: Array) -> Array:
     return found
 
 
-def discriminant(
-    means: Array, within: Array, ridge: float = RIDGE, rows: Array | None = None
-) -> tuple[Array, Array]:
+def discriminant(means: Array, within: Array, ridge: float = RIDGE, rows: Array | None = None) -> tuple[Array, Array]:
     """With `rows`, what the means are worth, their squares are not too large by the noise in them."""
     d, v = len(within), np.trace(within) / len(within)
     inverse = np.linalg.inv(within + ridge * v * np.eye(d))
@@ -307,9 +303,7 @@ def linear(own: Array, test: Array, weights: Array, bias: Array, worth: tuple[fl
 def shipped(draw: Draw) -> list[Said]:
     """The head of the package itself."""
     table, heads = draw.table, []
-    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n_components + 1))) * np.sqrt(
-        draw.variance()
-    )
+    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n_components + 1))) * np.sqrt(draw.variance())
     for part, y, one in zip(draw.parts, draw.labels, noise, strict=True):
         head = SharedHead(2, table.raw.shape[1], projection=table.directions)
         z, label = head.embed_rows(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
@@ -466,9 +460,7 @@ def second_moment(share: float, *, diagonal: bool = False) -> Idea:
             v, n = np.trace(within) / d, max(others[:, -1].sum(), 1.0)
             theirs = (moments.sum(0) - moments[i]) / n - means.T @ (means * others[:, -1:].clip(min=0)) / n
             if diagonal:  # the correlations stay as they are
-                theirs = within * np.sqrt(
-                    np.outer(*[np.diag(theirs).clip(min=0.1 * v) / np.diag(within)] * 2)
-                )
+                theirs = within * np.sqrt(np.outer(*[np.diag(theirs).clip(min=0.1 * v) / np.diag(within)] * 2))
             worth = n / (1 + draw.variance(share) * (draw.k - 1) / (2 * n * v**2))
             base = (y == 0).sum() + (y == 1).sum() - len(np.unique(y)) + d
             values, axes = np.linalg.eigh((base * within + worth * theirs) / (base + worth))
@@ -505,9 +497,7 @@ def learned_map(share: float, wide: int = 64, n: int = 32) -> Idea:
     return idea
 
 
-def hessian_mixing(
-    draw: Draw, rounds: int = 2, rows: int = 100, share: float = 0.5, bound: float = 1.0
-) -> list[Said]:
+def hessian_mixing(draw: Draw, rounds: int = 2, rows: int = 100, share: float = 0.5, bound: float = 1.0) -> list[Said]:
     """Iterative Hessian Mixing (Lev et al., 2601.07545): Newton's steps of least squares from random mixtures of rows.
 
     A round releases mixtures S X + η N for the Hessian, and the gradient Xᵀ(y − X θ), residuals clipped, with noise.
@@ -526,18 +516,14 @@ def hessian_mixing(
         hessian, gradient = np.zeros((d, d)), np.zeros(d)
         mixture = np.zeros((rows, d))
         for mine, label in zip(x, y, strict=True):
-            mixture += rng.normal(size=(rows, len(mine))) @ mine + rng.normal(size=(rows, d)) * eta / np.sqrt(
-                k
-            )
+            mixture += rng.normal(size=(rows, len(mine))) @ mine + rng.normal(size=(rows, d)) * eta / np.sqrt(k)
             gradient += mine.T @ (label - mine @ theta).clip(-bound, bound)
             gradient += rng.normal(size=d) * unit * bound / np.sqrt(k)
         hessian = mixture.T @ mixture / rows
         theta = theta + np.linalg.solve(hessian, gradient)
     weights = np.outer(theta[:-1], [-0.5, 0.5]) / np.sqrt(1.25)
     bias = theta[-1] * 0.5 / np.sqrt(1.25) * np.array([-0.5, 0.5])
-    return [
-        linear(mine, test, weights, bias, said.worth) for mine, said in zip(z, in_numpy(draw), strict=True)
-    ]
+    return [linear(mine, test, weights, bias, said.worth) for mine, said in zip(z, in_numpy(draw), strict=True)]
 
 
 def mixing_noise(draw: Draw, rounds: int, rows: int, sigma: float) -> float:
@@ -603,9 +589,7 @@ def prototypes(cells: int) -> Idea:
             part /= part.sum(1, keepdims=True)
             inverse = np.linalg.inv(within + RIDGE * v * np.eye(d))
 
-            def logits(
-                at: Array, middle: Array = middle, part: Array = part, inverse: Array = inverse
-            ) -> Array:
+            def logits(at: Array, middle: Array = middle, part: Array = part, inverse: Array = inverse) -> Array:
                 apart = at[:, None, None] - middle
                 far = -0.5 * np.einsum("ncjd,de,ncje->ncj", apart, inverse, apart) + np.log(part)
                 return np.logaddexp.reduce(far, axis=2)
@@ -712,9 +696,7 @@ def synthetic(draw: Draw) -> list[Said]:
         own = table.x[draw.parts[i]]
         x, labels = np.concatenate([own, made]), np.concatenate([y, label])
         counts = sent.exact[i, :, -1]
-        theirs = np.minimum(
-            (rows - counts).clip(min=1), 60
-        )  # as `stack_by_rows` believes a head along few directions
+        theirs = np.minimum((rows - counts).clip(min=1), 60)  # as `stack_by_rows` believes a head along few directions
         weight = np.concatenate([np.ones(len(y)), (theirs / len(public))[label]])
         weight *= (weight.sum() / 2 / np.bincount(labels, weight))[labels]
         basis = np.linalg.qr(x.T)[0]
@@ -764,9 +746,7 @@ IDEAS: Mapping[str, Idea] = {
     "96 directions, power −1/8, used by worth / 2": letter(shaped(-0.125, n=96), solver=leading(0.5)),
     "96 directions, power −1/8, used by worth / 3": letter(shaped(-0.125, n=96), solver=leading(1 / 3)),
     "96 directions, power 0, used by worth / 2": letter(shaped(-1e-9, n=96), solver=leading(0.5)),
-    "64 directions, used by worth / 2, own counts weigh": letter(
-        first(64), weighed(by_own_count), leading(0.5)
-    ),
+    "64 directions, used by worth / 2, own counts weigh": letter(first(64), weighed(by_own_count), leading(0.5)),
     "second moment, 20 %": second_moment(0.2),
     "variances, 20 %": second_moment(0.2, diagonal=True),
     "second moment for the map, 20 %": learned_map(0.2),
@@ -783,9 +763,7 @@ IDEAS: Mapping[str, Idea] = {
     "own counts weigh, shrunk, 64 directions": letter(first(64), weighed(by_own_count), shrunk),
     "own counts weigh, shrunk, directions from n·ε": by_budget(weighed(by_own_count), shrunk),
     "shrunk, clip at the 25 % quantile": letter(shaped(quantile=0.25), solver=shrunk),
-    "own counts weigh, shrunk, clip at the 25 % quantile": letter(
-        shaped(quantile=0.25), weighed(by_own_count), shrunk
-    ),
+    "own counts weigh, shrunk, clip at the 25 % quantile": letter(shaped(quantile=0.25), weighed(by_own_count), shrunk),
     "likeness weighs": letter(send=weighed(by_likeness)),
     "synthetic rows": synthetic,
 }
@@ -818,9 +796,7 @@ def probabilities(logits: Array) -> Array:
 def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> list[Lone]:
     """What the heads say that hospitals have alone; fitted once."""
     if not kept.exists():
-        made = [
-            fit_linear_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts
-        ]
+        made = [fit_linear_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts]
         kept.parent.mkdir(exist_ok=True)
         np.savez(
             kept,
@@ -829,10 +805,7 @@ def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> l
             strength=[one.strength for one in made],
             held_out=[0 if one.held_out is None else 1 for one in made],
             seen=np.concatenate(
-                [
-                    np.zeros((len(p), 2)) if h.held_out is None else h.held_out
-                    for p, h in zip(parts, made, strict=True)
-                ]
+                [np.zeros((len(p), 2)) if h.held_out is None else h.held_out for p, h in zip(parts, made, strict=True)]
             ),
         )
     heads = np.load(kept)
@@ -902,11 +875,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [idea]
         for setting in settings:
             seeds = sorted(
-                {
-                    s
-                    for name, one, s in found
-                    if (name, one) == (setting, idea) and (setting, "shipped", s) in found
-                }
+                {s for name, one, s in found if (name, one) == (setting, idea) and (setting, "shipped", s) in found}
             )
             if not seeds:
                 cells.append("")
@@ -928,17 +897,13 @@ def difference(each: Array) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--ideas", nargs="+", choices=IDEAS)
     parser.add_argument("--settings", nargs="+")
-    parser.add_argument(
-        "--cache", type=Path, default=Path("lone_heads"), help="of the heads that hospitals have alone"
-    )
+    parser.add_argument("--cache", type=Path, default=Path("lone_heads"), help="of the heads that hospitals have alone")
     parser.add_argument("--out", type=Path, default=Path("letters.jsonl"))
     parser.add_argument("--show", type=Path)
     args = parser.parse_args()
@@ -948,9 +913,7 @@ def main() -> None:
         if read := set(args.seeds) & set(READ_ONCE):
             parser.error(f"seeds {sorted(read)} were read once, for WORTH.md; take others")
         with np.load(args.table) as kept:
-            table = Table(
-                kept["x"].astype(np.float32), kept["y"].astype(np.int64), kept["public"].astype(np.float32)
-            )
+            table = Table(kept["x"].astype(np.float32), kept["y"].astype(np.int64), kept["public"].astype(np.float32))
         done = {(row["setting"], row["idea"], str(row["seed"])) for row in rows}
         rows += measured(table, args, done)
     print(shown(rows))

@@ -35,9 +35,7 @@ from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(
-    prefix="wsi-fl-state-"
-)  # heads of ledgers, gone with the tests
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsi-fl-state-")  # heads of ledgers, gone with the tests
 _MADE = tempfile.mkdtemp(prefix="wsi-fl-stores-")
 for _folder in (os.environ["XDG_STATE_HOME"], _MADE):
     atexit.register(shutil.rmtree, _folder, ignore_errors=True)
@@ -83,9 +81,7 @@ def pytest_runtest_call(item):
     result = yield
     limit = next(SECONDS[name] for name in SECONDS if not name or item.get_closest_marker(name))
     spent = _processor_seconds() - before
-    assert spent <= 3 * limit, (
-        f"it took {spent:.1f} s of processor, more than {limit} s: make it smaller or mark it"
-    )
+    assert spent <= 3 * limit, f"it took {spent:.1f} s of processor, more than {limit} s: make it smaller or mark it"
     return result
 
 
@@ -468,9 +464,7 @@ def train_generator(study, *, site, overrides=(), **given):
     from wsi_fl.synthesis.stages.train import train_generator
 
     pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
-    return train_generator(
-        study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site, **given
-    )
+    return train_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site, **given)
 
 
 def check(study, *, site, overrides=()):

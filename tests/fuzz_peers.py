@@ -269,9 +269,7 @@ def fuzz_roster(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> 
     ]
     roster = build_membership(range(N_SITES), several(rng, MembershipReply, answers))
     edges = {"rounds": [[["A", "B"], ["B", "C"]], [["C", "D", 0.5], ["D", "A", 0.5]], [["D", "A"]]]}
-    graph = rng.choice(
-        [make(rng.randrange(9)) for make in topology.TOPOLOGIES.values()] + [parse_graph(edges, "ABCD")]
-    )
+    graph = rng.choice([make(rng.randrange(9)) for make in topology.TOPOLOGIES.values()] + [parse_graph(edges, "ABCD")])
     hops = topology.list_hops(graph, N_SITES, roster.present, min(first, ROUND), 0.5)
     hops.append(topology.build_handover(N_SITES, roster.leaving, roster.staying))
     hops.append(topology.build_welcome(N_SITES, roster.returning, roster.staying))
@@ -304,9 +302,7 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
         problem = SHAPE.find_problem(np.asarray(arrived.vector, np.uint8))
     else:
         with np.errstate(all="ignore"):
-            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(
-                arrived, np.ones(size, np.float32), ()
-            )
+            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(arrived, np.ones(size, np.float32), ())
     if problem:
         raise WsiFlError(problem)
     if not images:
@@ -337,9 +333,7 @@ def run_case(seed: int, case: int, every: list[tuple[Any, dict[str, Any]]]) -> s
         raise
 
 
-def fuzz(
-    seed: int, *, cases: int | None = None, seconds: float | None = None, slow: bool = False
-) -> Counter[str]:
+def fuzz(seed: int, *, cases: int | None = None, seconds: float | None = None, slow: bool = False) -> Counter[str]:
     """How often each outcome was seen, in so many cases or seconds."""
     every = kinds(slow=slow)
     numbers: Iterator[int] = iter(range(cases if cases is not None else 1 << 62))
@@ -353,9 +347,7 @@ def fuzz(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--case", type=int)

@@ -57,9 +57,7 @@ class Bed:
                 furnish(whole, f"S{k}", k)
         self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
         server = None if folder else server or f"localhost:{find_free_port()}"
-        provision_federation(
-            root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites
-        )
+        provision_federation(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
         for site in self.sites:
             others = [name for name in self.sites if name != site]
             shutil.copytree(whole.root, root / site, ignore=shutil.ignore_patterns(*others, "data.npz"))
@@ -193,7 +191,5 @@ class Earlier(datetime):
 
 def digests(run: Path, site: str) -> dict[str, str]:
     """SHA-256 of every model that a run left at a site."""
-    files = [
-        run / "sites" / site / f"{role}.safetensors" for role in ("central", "model", "private", "proxy")
-    ]
+    files = [run / "sites" / site / f"{role}.safetensors" for role in ("central", "model", "private", "proxy")]
     return {path.name: sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}

@@ -34,9 +34,7 @@ class Federation:
 
     def identity(self, name, **given):
         key = generate_key()
-        certificate = issue_certificate(
-            build_request(key, name, "org"), self.key, self.root, role="hospital", **given
-        )
+        certificate = issue_certificate(build_request(key, name, "org"), self.key, self.root, role="hospital", **given)
         return Identity.load(key, certificate, self.root)
 
     def kit(self, folder, name, identity=None, /, **more):

@@ -46,9 +46,7 @@ def main() -> None:
         code = _print_failure(f"{place}{error.strerror or error}", 1)
     except MemoryError as error:
         detail = f" ({error})" if str(error) else ""
-        code = _print_failure(
-            f"there is not enough memory{detail}; free some, or lower what is held at once", 1
-        )
+        code = _print_failure(f"there is not enough memory{detail}; free some, or lower what is held at once", 1)
     except Exception as error:
         if os.environ.get("WSI_FL_TRACEBACK"):
             raise

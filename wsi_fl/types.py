@@ -89,9 +89,7 @@ def make_printable(text: str) -> str:
         >>> make_printable("Zoë 名" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë 名{chr(10)}a\ufffd[2J\ufffd"
         True
     """
-    return "\n".join(
-        line if line.isprintable() else "".join(map(_replace_hidden, line)) for line in text.split("\n")
-    )
+    return "\n".join(line if line.isprintable() else "".join(map(_replace_hidden, line)) for line in text.split("\n"))
 
 
 def _replace_hidden(character: str) -> str:

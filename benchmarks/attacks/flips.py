@@ -79,11 +79,7 @@ def attack(seed: int, folder: Path) -> Result:
     study = copied(before, folder / f"flip {seed}")
     name = _drawn(study, rng)
     how = hurt(study / name, rng)
-    spoilt = (
-        name.startswith("stores/")
-        and name.endswith(".h5")
-        and name in different(outcome(before), outcome(study))
-    )
+    spoilt = name.startswith("stores/") and name.endswith(".h5") and name in different(outcome(before), outcome(study))
     told, ends, seconds, most = "", [], 0.0, 0
     for command in readers(name):
         calm = result_of(folder, command)
@@ -172,6 +168,4 @@ def made_by(command: Command, study: Path) -> dict[str, str]:
 def _room(name: str) -> str:
     """Return the kind of a file."""
     parts = name.split("/")
-    return "/".join(
-        (*(part for part in parts[:-1] if not part.startswith(("C", "0"))), parts[-1].split(".")[-1])
-    )
+    return "/".join((*(part for part in parts[:-1] if not part.startswith(("C", "0"))), parts[-1].split(".")[-1]))

@@ -34,9 +34,7 @@ def attack(seed: int, folder: Path) -> Result:
     told = ended.wrong()
     shown = " ".join(command)[:300]
     if told:
-        (study / "what.json").write_text(
-            json.dumps([command, ended.said[-4000:], ended.told[-4000:]], indent=2)
-        )
+        (study / "what.json").write_text(json.dumps([command, ended.said[-4000:], ended.told[-4000:]], indent=2))
     else:
         shutil.rmtree(study)
     end = "failed" if told else "refused" if ended.code else "used"
@@ -148,11 +146,7 @@ def _commands() -> list[tuple[Words, Sequence[Any]]]:
     def walk(command: Any, words: Words) -> list[tuple[Words, Sequence[Any]]]:
         if hasattr(command, "commands"):
             return [one for name, sub in command.commands.items() for one in walk(sub, (*words, name))]
-        return (
-            []
-            if " ".join(words) in _NOT
-            else [(words, [one for one in command.params if one.name != "help"])]
-        )
+        return [] if " ".join(words) in _NOT else [(words, [one for one in command.params if one.name != "help"])]
 
     return walk(typer.main.get_command(app), ())
 

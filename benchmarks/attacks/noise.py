@@ -202,9 +202,7 @@ class Signs(NamedTuple):
         return sum(erfc(2 * one / sqrt(2)) / 2 for one in self.margin.tolist())
 
 
-def certain_signs(
-    noisy: NDArray[np.float64], wrong: NDArray[np.float64], sizes: Sequence[int], n: int
-) -> Signs:
+def certain_signs(noisy: NDArray[np.float64], wrong: NDArray[np.float64], sizes: Sequence[int], n: int) -> Signs:
     """Return at least the n most certain signs, and a quarter more where there are, the most certain first."""
     parts = []
     for chunk in chunks_of(sizes):

@@ -228,9 +228,7 @@ def _ledger(path: Path) -> str:
 
 def _scores(path: Path) -> str:
     document = json.loads(path.read_text())
-    return json.dumps(
-        [document.get(key) for key in ("merged", "internal", "external", "sites")], sort_keys=True
-    )
+    return json.dumps([document.get(key) for key in ("merged", "internal", "external", "sites")], sort_keys=True)
 
 
 _READERS: tuple[tuple[Callable[[str], bool], Callable[[Path], str]], ...] = (

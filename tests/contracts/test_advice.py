@@ -230,9 +230,7 @@ def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
     assert all(row["ok"] for row in document["checks"] if row["name"] != "disk"), document
 
 
-@pytest.mark.parametrize(
-    "problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")]
-)
+@pytest.mark.parametrize("problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")])
 def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
     def broken():
         raise problem

@@ -55,9 +55,7 @@ def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed
     rng = np.random.default_rng(seed)
     members, others = (rng.integers(n_values, size=k).astype(float) for k in (n, m))
     truth = np.repeat([1, 0], [n, m])
-    assert compute_auroc(members, others) == pytest.approx(
-        roc_auc_score(truth, np.concatenate([members, others]))
-    )
+    assert compute_auroc(members, others) == pytest.approx(roc_auc_score(truth, np.concatenate([members, others])))
     for rate, found in roc_points(members, others):
         thresholds = [t for t in [*np.unique(others), np.inf] if (others >= t).mean() <= rate + 1e-9]
         low = min(thresholds)
@@ -275,9 +273,7 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
     party = RunContext.restore(study, run)
     for index, site in enumerate(party.sites):
         proxy = _load_audited_models(party, index)[1]
-        lines = [
-            line for line in read_lines(study.ledger_path(site.name)) if line["run"].startswith(run.name)
-        ]
+        lines = [line for line in read_lines(study.ledger_path(site.name)) if line["run"].startswith(run.name)]
         released = [line["released"] for line in lines if "released" in line]
         vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().cpu().numpy()
         assert released[-1] == f"model {digest_values(vector)}"
@@ -424,10 +420,7 @@ def finished(tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "content", "words"),
     [
-        *(
-            ("ledger.json", text, "damaged; put its backup back")
-            for text in ("{}", "[]", "null", '{"epsilon": 1}')
-        ),
+        *(("ledger.json", text, "damaged; put its backup back") for text in ("{}", "[]", "null", '{"epsilon": 1}')),
         ("ledger.json", None, "no such file; put its backup back"),
         ("ledger.json", "\xff", "not valid JSON"),
         ("private.safetensors", "proxy", "the private model of S0 differs from this run's"),

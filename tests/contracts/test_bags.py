@@ -65,9 +65,7 @@ mpp = 1.0
 """
 
 
-def write_mosaic(
-    study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None
-):
+def write_mosaic(study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None):
     """A feature store whose features tell the class; every third slide is held out."""
     rng = np.random.default_rng(seed)
     label = np.arange(n_slides) % (len(classes) if only is None else only)
@@ -260,9 +258,7 @@ def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     write_bags(bags.mosaic_path("S1"), meta, table, content)
     refused(lambda: trained(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
     shutil.rmtree(bags.mosaic_path("S1").parent)
-    refused(
-        lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError
-    )
+    refused(lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
 
 
 def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
@@ -279,9 +275,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
             for kind, of in row[key]["tumor_types"].items():
                 right = [line["right"] for line in part if line["tumor_type"] == kind]
                 assert (of["n"], of["accuracy"]) == (len(right), pytest.approx(np.mean(right)))
-        assert metrics(study.root / name, row["site"])[-1]["merged"]["accuracy"] == pytest.approx(
-            row["accuracy"]
-        )
+        assert metrics(study.root / name, row["site"])[-1]["merged"]["accuracy"] == pytest.approx(row["accuracy"])
     for which, key in (("internal", "own"), ("external", "external")):
         for metric in ("accuracy", "macro_accuracy", "auroc"):
             values = [row[key][metric] for row in document["sites"]]
@@ -419,9 +413,7 @@ def test_gradients_of_patients_are_means_over_their_slides(name):
         norms.append(float(norm))
         return torch.tensor([0.5])
 
-    sums, _ = _sum_unit_gradients(
-        model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh
-    )
+    sums, _ = _sum_unit_gradients(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
     assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
     torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
 

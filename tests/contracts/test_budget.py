@@ -94,9 +94,7 @@ def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
 
 def test_a_real_hospital_never_gives_one_record_away_whole(hospital, tmp_path):
     rewrite(hospital, "1e-5", "0.03")
-    refused(
-        lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028"
-    )
+    refused(lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028")
     ledger = ledger_at(tmp_path / "C1.jsonl", delta=0.01, lifetime=True, max_epsilon=9.0)
     refused(lambda: ledger.record(1, planned(100, 10, delta=0.01)), "one of 100 rows", "below 0.01")
 

@@ -72,20 +72,14 @@ def test_small_groups_are_not_told(described, wsi_fl):
     for words in ("For the clinic", "of fewer than 10 patients: not reported", "Net benefit", "TRIPOD+AI"):
         assert words in page
     refused(lambda: describe_clinically(study, [run], by="shoe_size"), "shoe_size")
-    refused(
-        lambda: describe_clinically(study, [run], by="shelf"), "no table of the sites has a slide or patient"
-    )
+    refused(lambda: describe_clinically(study, [run], by="shelf"), "no table of the sites has a slide or patient")
     refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
 def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
     study, run = described
     for k in range(2):  # two slides of each patient, who agree but for the last patient
-        rows = [
-            f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}"
-            for i in range(40, 70)
-            for n in (0, 1)
-        ]
+        rows = [f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}" for i in range(40, 70) for n in (0, 1)]
         (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
     for row in describe_clinically(study, [run], by="sex")["sites"]:
         groups = row["classes"]["tumor"]["subgroups"]

@@ -171,9 +171,7 @@ def test_page_figure_and_table_are_written(series):
         assert finding["text"] in seen.text
         assert "take part" not in finding["text"]  # a verdict on all sites
     assert sum(tag == "svg" for tag, _ in seen.tags) == 4
-    assert page.index("Benefit of federation for each hospital") < page.index(
-        document["findings"][0]["text"][:40]
-    )
+    assert page.index("Benefit of federation for each hospital") < page.index(document["findings"][0]["text"][:40])
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
     with Image.open(study.root / document["benefit"]["figure"]) as image:
@@ -246,10 +244,7 @@ def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copi
     early = evaluation(study, folder.name)
     write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
     newer_than(folder / "summary.json", folder / "evaluation.json")
-    assert (
-        row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"]
-        == row_of(document, "fedavg")["accuracy"]
-    )
+    assert row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
 
 
 def test_differing_settings_make_rows_and_labels(pair):
@@ -417,9 +412,7 @@ def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said)
     tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
     first, second = comparison.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
     assert second.tone == tone and said.format(comparison.LOCAL_BASELINE) in second.text, second.text
-    assert "reaches 0.60 in AUROC over all test patches (" in first.text, (
-        "the means whose difference is the gain"
-    )
+    assert "reaches 0.60 in AUROC over all test patches (" in first.text, "the means whose difference is the gain"
     assert f"reaches {0.6 + gain[0]:.2f} (ε" in second.text and "0.78" not in second.text
     assert "p <" not in second.text
 
@@ -428,9 +421,7 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
-    *_, third, fourth = comparison.list_comparison_findings(
-        [ALONE, *rows], tests, ALONE["label"], gains=gains
-    )
+    *_, third, fourth = comparison.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
     assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
@@ -454,9 +445,7 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
 )
 def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
     def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
-        return {
-            0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})
-        }
+        return {0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
 
     known = {"local": answers([0.4] * 4), "federated": answers([0.6] * 4)}
     found = _estimate_benefit(known | ({"pooled": answers(pooled)} if pooled else {}))

@@ -56,9 +56,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "words"), [(f, *one) for f, rows in MISTAKES.items() for one in rows]
-)
+@pytest.mark.parametrize(("file", "text", "words"), [(f, *one) for f, rows in MISTAKES.items() for one in rows])
 def test_a_mistake_in_a_file_is_one_line(study, file, text, words):
     folder = "pipelines" if file == "p" else "sites"
     (study.root / folder / f"{file}.toml").write_text(text + "\n")
@@ -117,9 +115,7 @@ def test_mistake_in_an_override_is_one_line(study, override, words):
 
 def test_extends_merges_key_by_key(study):
     folder = study.root / "pipelines"
-    (folder / "base.toml").write_text(
-        "sites = ['C1', 'C2']\n[train]\nrounds = 9\nlr = 0.5\n[tile]\nsize_px = 64\n"
-    )
+    (folder / "base.toml").write_text("sites = ['C1', 'C2']\n[train]\nrounds = 9\nlr = 0.5\n[tile]\nsize_px = 64\n")
     (folder / "mid.toml").write_text("extends = 'base'\nsites = ['C2']\n[train]\nrounds = 8\n")
     (folder / "top.toml").write_text("extends = 'mid.toml'\n[privacy]\nsigma = 2.0\n")
     top = study.load_pipeline("top", ["train.alpha=0.7"])
@@ -154,9 +150,7 @@ def test_only_pipeline_is_the_default(study):
     assert study.pipeline_name(None) == "camelyon17"
 
 
-@pytest.mark.parametrize(
-    "path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_pipeline_is_valid_begins_with_its_command_and_loads_back(study, path, tmp_path):
     pipeline = study.load_pipeline(path.stem)
     assert pipeline == Study(study.root).load_pipeline(str(path))

@@ -48,10 +48,7 @@ def test_every_key_has_a_meaning_of_its_own():
 def test_config_explains_a_key_a_section_and_all():
     explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
     assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    Guarantee level of ε.')
-    found = {
-        prefix: [row["key"] for row in find_keys(prefix)]
-        for prefix in ("topology", "site.real", "predict.model")
-    }
+    found = {prefix: [row["key"] for row in find_keys(prefix)] for prefix in ("topology", "site.real", "predict.model")}
     assert found == {
         "topology": ["topology.graph", "topology.self_weight"],
         "site.real": ["site.real"],
@@ -86,14 +83,10 @@ def test_links_lead_somewhere_and_keys_that_are_named_exist():
         text = path.read_text(encoding="utf-8")
         links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
         wrong += [
-            (path.name, link)
-            for link in links
-            if not link.startswith("http") and not (path.parent / link).exists()
+            (path.name, link) for link in links if not link.startswith("http") and not (path.parent / link).exists()
         ]
         named = re.findall(r"(?:`|--set )([a-z]+)\.([a-z_0-9]+)", text)
-        keys_named = [
-            f"{section}.{key}" for section, key in named if section in sections and key not in FILES
-        ]
+        keys_named = [f"{section}.{key}" for section, key in named if section in sections and key not in FILES]
         wrong += [(path.name, key) for key in keys_named if key not in known]
     assert len(PAGES) > 60 and not wrong, wrong
 
@@ -106,9 +99,7 @@ def test_every_command_and_pipeline_is_described():
     assert {"synthesize", "view"} < set(visible)
     assert [name for name in (*visible, *between) if f"`wsi-fl {name}" not in described] == []
     described = text_of("docs/pipelines.md")
-    assert [
-        p.stem for p in find_shipped_folder("pipelines").glob("*.toml") if f"`{p.stem}`" not in described
-    ] == []
+    assert [p.stem for p in find_shipped_folder("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
 
 
 def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_path):
@@ -127,9 +118,7 @@ def test_the_readme_is_a_first_page():
 
 def test_help_and_the_page_of_commands_have_the_same_groups():
     sections = re.split(r"^## ", text_of("docs/commands.md"), flags=re.M)[1:-1]
-    of_page = {
-        part.split("\n", 1)[0]: {*re.findall(r"^\| `wsi-fl ([a-z-]+)", part, flags=re.M)} for part in sections
-    }
+    of_page = {part.split("\n", 1)[0]: {*re.findall(r"^\| `wsi-fl ([a-z-]+)", part, flags=re.M)} for part in sections}
     assert of_page == {title: {*names, *MORE.get(title, ())} for title, names in GROUPS.items()}
     shown = CliRunner().invoke(app, ["--help"]).stdout
     of_help = {part.split(":", 1)[0]: part for part in re.split(r"^(?=\S+.*:$)", shown, flags=re.M)}

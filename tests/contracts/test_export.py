@@ -205,9 +205,7 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it
     run = trained(study, "regular", *sets)["run"]
     document = export_model(study, run, model_name="private", form="wsinfer", site="S0", private=True)
     pixels = pixels_of(study)
-    ours = said(
-        study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(downsample_pixels(pixels, 16))
-    )
+    ours = said(study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(downsample_pixels(pixels, 16)))
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
     document = export_model(study, run, model_name="private", form="onnx", site="S0", private=True)
     whole = as_trained(pixels)  # as WSInfer's transform makes it: one contract for both files
@@ -269,18 +267,14 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
     assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}
     with torch.no_grad():
         assert np.abs(say(x) - torch.softmax(public(x), 1).numpy()).max() < 1e-5
-        for part, site in zip(
-            card["metrics"]["parts"], ("S0", "S1"), strict=True
-        ):  # of this head, not of the mixture
+        for part, site in zip(card["metrics"]["parts"], ("S0", "S1"), strict=True):  # of this head, not of the mixture
             with BagStore(pair.features_path(site)) as store:
                 seen, rows = torch.from_numpy(store.read_bag(0).features), store.patch_table.split == "test"
                 right = public(seen)[rows].argmax(1).numpy() == store.patch_table.label[rows]
             assert (part["on"], part["n"]) == (f"the test part of {site}", 10)
             assert part["accuracy"] == pytest.approx(right.mean())
         head.local_sums.copy_(head.local_sums * 5 + 1)
-        assert torch.equal(head.solve_released_head()(x), public(x)) and not torch.allclose(
-            head(x), public(x)
-        )
+        assert torch.equal(head.solve_released_head()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 
 @pytest.mark.slow

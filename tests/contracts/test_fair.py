@@ -129,9 +129,7 @@ def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
         run = run_of(skewed, *overrides, method="proxyfl")
-        lines = [
-            line for line in read_lines(skewed.ledger_path("S0")) if line.get("run", "").startswith(run[5:])
-        ]
+        lines = [line for line in read_lines(skewed.ledger_path("S0")) if line.get("run", "").startswith(run[5:])]
         released.append([line["released"] for line in lines if "released" in line])
     assert released[0] == released[1] != []
 
@@ -149,9 +147,7 @@ def test_other_models_choose_their_settings_one_by_one():
 
     for folds in (5, 1):
         asked.clear()
-        best, held_out = tune_hyperparameters(
-            labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds
-        )
+        best, held_out = tune_hyperparameters(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
         assert best == HyperParameters(0.3, 1e-2, True)
         assert held_out.shape == (40, 2)
         assert _class_balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
@@ -247,18 +243,14 @@ def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, pat
     labels = np.repeat([0, 1], (40, rare))
     whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
     said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
-    assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(
-        most
-    )
+    assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
 
 
 def test_rows_of_one_patient_are_no_more_than_one():
     eight = np.tile([0, 1], 4)
     pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
-    often = [
-        np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)
-    ]
+    often = [np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
     assert often[0] > often[1] + 0.3
 
 
@@ -310,13 +302,8 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
     moved = _center_scores(score, point)
     assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
     at_point = _center_scores(np.array([point]), point)[0]
-    assert (
-        at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point
-    )  # the likelier class is the second
-    assert (
-        find_operating_point(score, np.ones(5, int)) is None
-        and find_operating_point(np.full(5, 0.3), truth) is None
-    )
+    assert at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point  # the likelier class is the second
+    assert find_operating_point(score, np.ones(5, int)) is None and find_operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = find_operating_point(noisy, truth)
     marks = (best, *np.linspace(0, 1, 101))
@@ -326,9 +313,7 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
 
 def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    tumour = np.zeros(
-        (20, 10), int
-    )  # every second slide has three tumour patches among ten; all look a little ill
+    tumour = np.zeros((20, 10), int)  # every second slide has three tumour patches among ten; all look a little ill
     tumour[1::2, :3] = 1
     labels, of = tumour.flatten(), np.arange(20).repeat(10)
     x = np.random.default_rng(0).normal(size=(200, 24)) + 3 * np.outer(labels, np.arange(24) < 3)
@@ -362,9 +347,7 @@ def alike(one, other):
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory):
     """Two sites each: with features of 60 patients in training, and with tiny patches."""
-    found = {
-        kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS
-    }
+    found = {kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS}
     for k, share in enumerate((0.2, 0.5)):
         x, labels = rows_of(60, k, share, d=40)
         more, theirs = rows_of(60, 10 + k, d=40)
@@ -378,9 +361,7 @@ def studies(tmp_path_factory):
 @pytest.mark.parametrize("method", TALKING)
 def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (
-        seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false")
-    )
+    with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
         alike(kept(with_it, role), kept(without, role))
     assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
@@ -442,9 +423,6 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    runs = [
-        seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}")
-        for said in ("true", "false")
-    ]
+    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

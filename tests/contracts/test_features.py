@@ -87,9 +87,7 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
 
     def of(*sources, name="x", **more):
         sets = [*settings, "tile.size_px=64", "tile.mpp=1.0"]
-        return build_projection(
-            study, sources, out=tmp_path / name, overrides=sets, **{"n_dimensions": 8, **more}
-        )
+        return build_projection(study, sources, out=tmp_path / name, overrides=sets, **{"n_dimensions": 8, **more})
 
     made = of(*both, name="d.safetensors")
     assert made["dimensions"] == 8 and len(made["sources"]) == 5 and not made["excluded"]
@@ -100,9 +98,7 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     again = of(*both, name="e.safetensors")
     assert again["digest"] == made["digest"]
     assert (
-        of(*both, name="f.safetensors", n_dimensions=None, statistics=ExpectedStatistics(10**6, 4, 1.0))[
-            "dimensions"
-        ]
+        of(*both, name="f.safetensors", n_dimensions=None, statistics=ExpectedStatistics(10**6, 4, 1.0))["dimensions"]
         > 32
     )
     assert again["excluded"] == ["README.md", "labels.csv", "thumbnail.png"]

@@ -169,9 +169,7 @@ def test_each_fold_is_charged_by_itself(study, capsys):
     document = in_series(study, "train.folds=2")
     said = " ".join(capsys.readouterr().err.split())
     assert "every run is charged on the ledgers by itself: 2 runs cost a site about 2 times as much" in said
-    assert (
-        len({line["run"].split()[0] for line in read_lines(study.ledger_path("S0")) if line.get("run")}) == 2
-    )
+    assert len({line["run"].split()[0] for line in read_lines(study.ledger_path("S0")) if line.get("run")}) == 2
     first, second = (run["sites"][0]["epsilon"] for run in document["runs"])
     assert first == pytest.approx(second)
 
@@ -209,9 +207,7 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
     assert document["left_out"] == ["S0", "S1", "S2"]
     for name, summary in zip(document["left_out"], document["runs"], strict=True):
         run = RunFolder(study.root / summary["run"])
-        assert (
-            name not in {row["site"] for row in summary["sites"]} and not run.site_folder(name).path.exists()
-        )
+        assert name not in {row["site"] for row in summary["sites"]} and not run.site_folder(name).path.exists()
         assert config(study, summary["run"]).train.left_out == name
         outside = evaluate(study, summary["run"])["external_set"]
         assert outside["sites"] == [name] and outside["n"] == 12 and len(outside["rows"]) == 2
@@ -274,7 +270,5 @@ def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_
 
     refused(lambda: divided(n_folds), f"{n_patients} patients", way_on)
     if way_on.startswith("to"):
-        fewest = pipeline_model().model_json_schema()["$defs"]["Train"]["properties"]["folds"]["anyOf"][0][
-            "minimum"
-        ]
+        fewest = pipeline_model().model_json_schema()["$defs"]["Train"]["properties"]["folds"]["anyOf"][0]["minimum"]
         assert n_patients >= fewest and sorted(divided(n_patients)) == list(range(n_patients))

@@ -48,11 +48,7 @@ def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(
         checked = wsi_fl("check", "--site", "A", cwd=imported.root)
         trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported.root)
     for ended in (checked, trained):
-        assert (
-            ended.returncode == 1
-            and IN_USE in ended.stderr
-            and "close it there (a notebook?)" in ended.stderr
-        )
+        assert ended.returncode == 1 and IN_USE in ended.stderr and "close it there (a notebook?)" in ended.stderr
         assert "run `wsi-fl" not in ended.stderr and "damaged;" not in ended.stderr
     assert check_sites(imported, site="A")["ok"]
 
@@ -100,9 +96,7 @@ def test_images_that_a_notebook_holds_are_in_use(tmp_path):
 def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, number, words, by_hdf5):
     def fail(*_, **__):
         if by_hdf5:  # in words alone
-            raise OSError(
-                f"Can't synchronously read data (errno = {number}, error message = '{os.strerror(number)}')"
-            )
+            raise OSError(f"Can't synchronously read data (errno = {number}, error message = '{os.strerror(number)}')")
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
@@ -116,9 +110,7 @@ def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, num
 
 def test_a_row_that_a_disk_fails_to_read_is_no_damage(imported, monkeypatch):
     with open_bags(imported, "A", "mosaics") as store:
-        broken = OSError(
-            "Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')"
-        )
+        broken = OSError("Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')")
         monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *_: (_ for _ in ()).throw(broken))
         refused(lambda: store.read(np.arange(3)), "lost it; mount that disk again", error=FileUnavailable)
 
@@ -130,9 +122,7 @@ def test_a_model_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("wsi_fl.system.tensors.safe_open", fail)
-    refused(
-        lambda: load_tensors(tmp_path / "a.safetensors", "model"), "may not read it", error=FileUnavailable
-    )
+    refused(lambda: load_tensors(tmp_path / "a.safetensors", "model"), "may not read it", error=FileUnavailable)
 
 
 def test_the_command_that_mends_a_store_is_the_one_that_made_it(imported, tmp_path):

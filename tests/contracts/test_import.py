@@ -251,9 +251,7 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     with store_of(study) as store:
         assert store.meta.encoder == "uni" and store.meta.spec.size_px == 224
         assert store.meta.spec.mpp == pytest.approx(256 / 224)
-        assert store.read_bag(0).features.dtype == np.float32 and np.array_equal(
-            store.read_bag(0).features, made["a"]
-        )
+        assert store.read_bag(0).features.dtype == np.float32 and np.array_equal(store.read_bag(0).features, made["a"])
         assert [store.read_bag(k).xy_l0[1].tolist() for k in (0, 1)] == [[2048, 3072], [1024, 1536]]
     row = brought(study, "stamp", folder)
     assert len(row["notes"]) == 4 and "mpp_override" in row["notes"][0]["note"]
@@ -269,9 +267,7 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     lacks = "do not say their encoder, patch size, resolution; add --encoder, --patch-px, --mpp"
     refused(lambda: brought(study, "clam", folder), lacks)
-    refused(
-        lambda: brought(study, "clam", folder, new_name="resnet50", mpp=0.5), "patch size; add --patch-px"
-    )
+    refused(lambda: brought(study, "clam", folder, new_name="resnet50", mpp=0.5), "patch size; add --patch-px")
     row = brought(study, "clam", folder, **RESNET)
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:

@@ -188,9 +188,7 @@ def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_no
     assert "announced" in explain_invalid_statistics(head, exact, 50, 0.0) and not explain_invalid_statistics(
         head, exact, 60, 0.0
     )
-    assert not explain_invalid_statistics(
-        head, letter, 70, 2.0
-    )  # ten rows are held out of those that n counts
+    assert not explain_invalid_statistics(head, letter, 70, 2.0)  # ten rows are held out of those that n counts
 
 
 def test_with_many_rows_a_number_is_what_linear_regression_says():
@@ -295,9 +293,7 @@ def test_a_mixture_that_does_worse_than_the_lone_head_is_noticed(task):
     assert is_worse_than_local(stack, own, own[::-1].copy(), truth, task)
     if task.kind == "survival":  # in the same order, but far too sure of the event
         assert is_worse_than_local(stack, own, own**4, truth, task)
-    assert np.array_equal(
-        Ensemble.parse_document(json.loads(json.dumps(vars(stack))))(own, own), stack(own, own)
-    )
+    assert np.array_equal(Ensemble.parse_document(json.loads(json.dumps(vars(stack))))(own, own), stack(own, own))
 
 
 @pytest.fixture

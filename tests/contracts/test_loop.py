@@ -116,9 +116,7 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
     path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
     states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
     sent = [load_file(state)["push/x"] for state in states]
-    names = [
-        name for name, _ in create_model("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()
-    ]
+    names = [name for name, _ in create_model("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()]
     for k in range(4):
         proxy = model(path, f"S{k}", "proxy")
         got = torch.cat([proxy[name].flatten() for name in names])
@@ -198,14 +196,10 @@ def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_pat
     assert model(run(study, "proxyfl", OPEN), "S0")
 
 
-@pytest.mark.parametrize(
-    ("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)]
-)
+@pytest.mark.parametrize(("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)])
 def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, override, secret):
     seeds = []
-    monkeypatch.setattr(
-        workshop, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62))
-    )
+    monkeypatch.setattr(workshop, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62)))
     for _ in range(2):
         run(pair, "regular", override, "train.rounds=2")
     assert len(set(seeds[:4])) == 4

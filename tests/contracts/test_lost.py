@@ -68,9 +68,7 @@ class Table(LocalComm):
     def exchange(self, outgoing, expected, *, lossy=False, **given):
         told = self.meet(outgoing, [k for k, _ in expected])
         here = [item for items in told.values() for item in items if item.receiver in self.sites]
-        self.traffic = {
-            k: self.traffic.get(k) or next(iter(self.traffic.values())) for k in range(self.n_sites)
-        }
+        self.traffic = {k: self.traffic.get(k) or next(iter(self.traffic.values())) for k in range(self.n_sites)}
         return super().exchange(here, expected, lossy=lossy, **given)
 
 

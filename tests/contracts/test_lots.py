@@ -61,9 +61,7 @@ def replies(study, *overrides, method="proxyfl", index=0):
     """What a site brings to the preflight but for the settings, which all know."""
     with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
         return {
-            key: value
-            for key, value in build_preflight(build_site(party, index), party).items()
-            if key != "settings"
+            key: value for key, value in build_preflight(build_site(party, index), party).items() if key != "settings"
         }
 
 
@@ -128,14 +126,8 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
 
 def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
     path, found = secret_path(study, "S0"), []
-    assert (
-        not path.exists()
-        and load_holdout_draw(study, "S1") is PUBLIC_DRAW
-        and not secret_path(study, "S1").exists()
-    )
-    threads = [
-        threading.Thread(target=lambda: found.append(load_holdout_draw(study, "S0"))) for _ in range(8)
-    ]
+    assert not path.exists() and load_holdout_draw(study, "S1") is PUBLIC_DRAW and not secret_path(study, "S1").exists()
+    threads = [threading.Thread(target=lambda: found.append(load_holdout_draw(study, "S0"))) for _ in range(8)]
     for each in threads:
         each.start()
     for each in threads:
@@ -179,9 +171,7 @@ def test_folds_of_a_real_site_are_disjoint_and_repeat(study):
             return set(data.test_examples.patient)
 
     parts = [tested(fold) for fold in (1, 2, 3, 4)]
-    assert sorted(name for one in parts for name in one) == NAMES and parts == [
-        tested(k) for k in (1, 2, 3, 4)
-    ]
+    assert sorted(name for one in parts for name in one) == NAMES and parts == [tested(k) for k in (1, 2, 3, 4)]
     assert parts != [tested(k, 1) for k in (1, 2, 3, 4)]
 
 

@@ -84,17 +84,13 @@ def test_after_a_star_every_site_holds_the_central_model(study, method, role):
 
 def test_with_one_site_there_is_nobody_to_average_with(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    alone, again = (
-        flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush")
-    )
+    alone, again = (flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush"))
     assert np.array_equal(alone, again)
 
 
 def test_what_passes_through_the_centre_is_noted_and_costs_nothing(study):
     run(study, "fedavg")
-    relayed = [
-        sum("relayed" in line for line in read_lines(study.ledger_path(site))) for site in ("S0", "S1")
-    ]
+    relayed = [sum("relayed" in line for line in read_lines(study.ledger_path(site))) for site in ("S0", "S1")]
     assert relayed == [2, 0]  # one broadcast a round
 
 

@@ -110,9 +110,7 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, ti
                 assert min(picture.size) > 400
 
 
-def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(
-    calm, archive, settings, tiny_weights, tmp_path
-):
+def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, settings, tiny_weights, tmp_path):
     study = Study(shutil.copytree(calm[0].root, tmp_path / "study"))
     overrides = [*settings, "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
     overrides += ["model.private=deepset", "privacy.enabled=false"]
@@ -168,9 +166,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm
     assert not list((study.root / "stores").rglob("*.partial*"))
 
 
-def test_a_second_run_makes_nothing_and_changes_are_noticed(
-    study, calm, settings, tiny_weights, tmp_path, capsys
-):
+def test_a_second_run_makes_nothing_and_changes_are_noticed(study, calm, settings, tiny_weights, tmp_path, capsys):
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
     shards = sorted((study.root / "stores/C1/mosaics").glob("*.h5"))
     before = {path: path.stat().st_mtime_ns for path in shards}
@@ -295,9 +291,7 @@ def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_pat
     table = "slide,patient,site,label\na.tif,p,A,tumor\nb.tif,q,A,tumor\nc.tif,r,B,tumor\n"
     (tmp_path / "archive" / "slides.csv").write_text(table)
     init_study(tmp_path / "study", archive=tmp_path / "archive")
-    made = make_mosaics(
-        Study(tmp_path / "study"), site=None, overrides=[*settings, "slides.test_fraction=0.5"]
-    )
+    made = make_mosaics(Study(tmp_path / "study"), site=None, overrides=[*settings, "slides.test_fraction=0.5"])
     (line,) = made["sites"][0]["copies"]
     assert "a (patient p) and b (patient q) are one scan: all are in" in line
     assert made["copies"] and "c (site B, patient r)" in made["copies"][0]

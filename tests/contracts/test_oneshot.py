@@ -201,9 +201,7 @@ def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_
     torch.testing.assert_close(variances, 16.0 * torch.tensor([often, rare], dtype=torch.float64) ** 2)
     unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
-    assert torch.equal(
-        holding(x, labels).weight_by_precision(exact, 16.0)[0], letter
-    )  # what the site knows stays
+    assert torch.equal(holding(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
 
 
 class _Fixed:
@@ -251,14 +249,9 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
         means = torch.stack([head.class_means()[0] for head in heads]).detach()
         v = torch.stack([head.scatter.trace() for head in heads]).mean() / 598
         measured = float(300 * means.var(0).sum(1).mean() / v)
-        assert float(torch.stack([head.design_effect for head in heads]).mean()) == pytest.approx(
-            measured, rel=0.25
-        )
+        assert float(torch.stack([head.design_effect for head in heads]).mean()) == pytest.approx(measured, rel=0.25)
     x = drawn(0.5)
-    assert (
-        float(known(x, patient).rows_per_unit) == 1
-        and float(known(x, patient, patients=True).rows_per_unit) == 30
-    )
+    assert float(known(x, patient).rows_per_unit) == 1 and float(known(x, patient, patients=True).rows_per_unit) == 30
     apart = known(x, np.arange(600))  # a row each
     assert float(apart.design_effect) == pytest.approx(1) and float(apart.rows_per_unit) == 1
     assert (
@@ -314,9 +307,7 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
         assert (row["rounds"], row["guarantee"]) == (1, "guaranteed")
     document = evaluate(study, summary["run"])
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
-    private, stack = (
-        document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble")
-    )
+    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble"))
     assert stack > 0.8 > private
     assert write_report(study, summary["run"]).exists()
 
@@ -453,9 +444,7 @@ def test_an_audit_says_what_each_letter_changes(plain):
 def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(plain, monkeypatch):
     study, run, _ = plain
     head = SharedHead.solve_head
-    monkeypatch.setattr(
-        SharedHead, "solve_head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1])
-    )
+    monkeypatch.setattr(SharedHead, "solve_head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
     document = audit_run(study, run.name)
     assert [row["moved"] for row in document["influence"]] == [None] * 3
     assert "Influence of class statistics" in write_report(study, run.name).read_text()
@@ -518,9 +507,7 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
     assert all(torch.equal(model(run, f"S{k}", "shared")["sums"], held["sums"]) for k in (1, 2))
 
 
-def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(
-    study, monkeypatch
-):
+def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(study, monkeypatch):
     sent, real = [], LocalComm.exchange
 
     def listened(self, outgoing, *args, **kwargs):

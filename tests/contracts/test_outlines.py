@@ -36,9 +36,7 @@ def study_of(root, write, outlines, label="positive"):
     (root / "slides").mkdir(parents=True)
     rows = ["slide,patient,site,label,annotation"]
     for name, features in outlines.items():
-        path = write(
-            root / "slides" / f"{name}.{'scn' if write is scan_areas.scn else 'tif'}", scan_areas.picture()
-        )
+        path = write(root / "slides" / f"{name}.{'scn' if write is scan_areas.scn else 'tif'}", scan_areas.picture())
         (root / f"{name}.geojson").write_text(json.dumps(features))
         rows.append(f"{path.name},p{name},A,{label},{name}.geojson")
     (root / "slides.csv").write_text("\n".join(rows) + "\n")
@@ -126,17 +124,13 @@ def test_a_positive_slide_whose_outlines_say_nothing_is_set_aside_with_the_reaso
 def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_said(tmp_path):
     outlines = {"ill": [shifted(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
     row = tile_study(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
-    assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0][
-        "reason"
-    ]
+    assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0]["reason"]
     assert said_of(row) == {
         "points": "points.geojson: nothing was taken from it; left out as no outlined areas: 1 tile"
     }
 
 
-@pytest.mark.parametrize(
-    ("layout", "healthy"), [("camelyon16", "normal_001"), ("camelyon17", "patient_000_node_0")]
-)
+@pytest.mark.parametrize(("layout", "healthy"), [("camelyon16", "normal_001"), ("camelyon17", "patient_000_node_0")])
 def test_outlines_of_a_healthy_slide_are_looked_at_in_camelyons_layouts(tmp_path, layout, healthy):
     (tmp_path / f"{healthy}.tif").touch()
     (tmp_path / "outlines").mkdir()
@@ -163,9 +157,7 @@ def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, orig
     slide = scan_areas.scn(tmp_path / "x.scn", scan_areas.picture())
     (row,) = predict(study, run, site="C1", slides=[slide], out=tmp_path / "out")["slides"]
     features = json.loads((study.root / row["geojson"]).read_text())["features"]
-    tiles = [
-        one["geometry"]["coordinates"][0] for one in features if one["properties"]["objectType"] == "tile"
-    ]
+    tiles = [one["geometry"]["coordinates"][0] for one in features if one["properties"]["objectType"] == "tile"]
     with (study.root / row["csv"]).open(newline="") as file:
         corners = [(int(one["x_l0"]), int(one["y_l0"])) for one in csv.DictReader(file)]
     assert [tuple(ring[0]) for ring in tiles] == [(x - corner[0], y - corner[1]) for x, y in corners]
@@ -182,7 +174,5 @@ def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_
     (tmp_path / "masks/a.geojson").write_text(json.dumps([box(64, 64, 320, 448), cell]))
     settings = {"size_px": 32, "mpp": 0.5, "encoder": "test_efficientnet", "weights": tiny_weights}
     overrides = [f"mosaic.{key}={value}" for key, value in settings.items()]
-    (row,) = make_mosaics(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])[
-        "sites"
-    ]
+    (row,) = make_mosaics(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])["sites"]
     assert row["notes"] == [{"slide": "a", "note": "a.geojson: left out as no outlined areas: 1 cell"}]

@@ -69,9 +69,7 @@ def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
     return before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize(
-    ("kind", "clip"), [("mlp", 0.05), ("mlp", 100.0), ("cnn1", 0.8), ("gn_cnn_small", 0.05)]
-)
+@pytest.mark.parametrize(("kind", "clip"), [("mlp", 0.05), ("mlp", 100.0), ("cnn1", 0.8), ("gn_cnn_small", 0.05)])
 def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
     patients = [7, 2, 7, 7, 0, 2, 7]
     x, y, patient = batch(patients)
@@ -82,9 +80,7 @@ def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
         wanted += mean * min(1.0, clip / float(mean.norm()))
     found = step(net(kind), x, y, patient, clip=clip, divisor=5)
     torch.testing.assert_close(found, wanted / 5, rtol=1e-3, atol=1e-6)
-    refused(
-        lambda: step(net(), x, y, None, clip=1, divisor=2), "needs the patient of each row", error=WsiFlError
-    )
+    refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "needs the patient of each row", error=WsiFlError)
 
 
 def test_rows_go_through_in_chunks_and_nothing_changes():
@@ -257,9 +253,7 @@ def test_of_full_batches_a_group_is_a_longer_vector():
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    st.floats(0.8, 5.0), st.floats(0.01, 0.6), st.integers(2, 6), st.floats(1e-6, 1e-3), st.integers(0, 99)
-)
+@given(st.floats(0.8, 5.0), st.floats(0.01, 0.6), st.integers(2, 6), st.floats(1e-6, 1e-3), st.integers(0, 99))
 def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, seed):
     """One step on a grid in the plane: the exact hockey-stick divergence of k vectors stays below δ at the bound."""
     bound = _mixture_epsilon([Mechanism(sigma, 1.0, rate, 1)], delta, k)

@@ -70,15 +70,11 @@ def test_the_first_line_does_the_study_at_a_smaller_scale(study, monkeypatch, na
     assert len(list(run.glob("sites/*/private.safetensors"))) == 2
 
 
-@pytest.mark.parametrize(
-    "path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_pipeline_names_models_that_exist(study, path):
     pipeline = study.load_pipeline(path.stem)
     of_slides = VECTOR_BUILDERS if pipeline.train.example == "patient" else BAG_BUILDERS
-    known = {"patches": IMAGE_BUILDERS, "features": VECTOR_BUILDERS, "mosaics": of_slides}[
-        pipeline.train.data
-    ]
+    known = {"patches": IMAGE_BUILDERS, "features": VECTOR_BUILDERS, "mosaics": of_slides}[pipeline.train.data]
     named = {name for name in (pipeline.model.private, pipeline.model.proxy) if not name.startswith("timm:")}
     assert named <= set(known)
 

@@ -51,9 +51,7 @@ def outlined(cells, group="metastases", shift=0.0):
     body = ""
     for c, r in sorted(cells):
         corners = enumerate([(c, r), (c + 1, r), (c + 1, r + 1), (c, r + 1)])
-        points = [
-            f'<Coordinate Order="{k}" X="{x * CELL + shift}" Y="{y * CELL}" />' for k, (x, y) in corners
-        ]
+        points = [f'<Coordinate Order="{k}" X="{x * CELL + shift}" Y="{y * CELL}" />' for k, (x, y) in corners]
         body += f'<Annotation PartOfGroup="{group}"><Coordinates>{"".join(points)}</Coordinates></Annotation>'
     return body
 
@@ -172,9 +170,7 @@ def test_the_overview_shows_chosen_patches_in_the_colour_of_their_label(record):
     np.testing.assert_array_equal(page, shown(np.flatnonzero(chosen)))
     zoom = 1024 / max(plan.tissue.shape) / plan.downsample
     for k, corner in enumerate(plan.xy_l0):
-        x, y = ((corner + CELL / 2) * zoom + np.array([0, 46])).astype(
-            int
-        )  # below the heading of a wide slide
+        x, y = ((corner + CELL / 2) * zoom + np.array([0, 46])).astype(int)  # below the heading of a wide slide
         change = (page - bare)[y - 5 : y + 5, x - 5 : x + 5].mean((0, 1))
         if not chosen[k]:
             assert np.abs(change).max() < 1

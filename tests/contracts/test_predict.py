@@ -85,9 +85,7 @@ def rows_of(path):
 
 def heat(probabilities, boxes, classes=CLASSES, threshold=0.5):
     p = np.asarray(probabilities, float)
-    return PatchPredictions(
-        np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold
-    )
+    return PatchPredictions(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
 
 
 def random_heat(seed, spec, slide_mpp, size_l0=(1500, 1130)):
@@ -168,9 +166,7 @@ def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(tra
     assert row["patches"] == predicted["slides"][0]["patches"]
 
 
-def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_counts(
-    copied, predicted, trained
-):
+def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_counts(copied, predicted, trained):
     study, run, slides = copied
     shutil.rmtree(study.root / "stores")
     shutil.rmtree(study.root / run / "sites" / "C2")
@@ -232,9 +228,7 @@ def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
         assert set(properties) == known and properties["isLocked"] is False
         assert properties["classification"] == {"name": "Tumor", "color": [200, 0, 0]}
         assert properties["measurements"]["Patches"] == region.n_patches
-        assert properties["measurements"]["Tumor probability max"] == pytest.approx(
-            region.max_probability, abs=1e-6
-        )
+        assert properties["measurements"]["Tumor probability max"] == pytest.approx(region.max_probability, abs=1e-6)
     names = [feature["properties"]["classification"]["name"] for feature in tiles]
     assert names == ["Tumor" if above else "Healthy" for above in found.is_above]
 
@@ -248,8 +242,7 @@ def test_of_three_classes_each_has_regions_and_scores_of_its_own():
     assert score_class(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
     assert score_class(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
     titles = [
-        f["properties"]["classification"]["name"]
-        for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
+        f["properties"]["classification"]["name"] for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
     ]
     assert titles == ["B", "A", "A", "B", "B", "C"]
 

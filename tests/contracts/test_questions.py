@@ -353,11 +353,7 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
             reached = choice.get("r2", {"local": 0.0})
             assert set(reached) == ({"local", "private", "proxy", "mean"} if n else {"local"})
             assert reached[choice["model"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
-            assert (
-                row["model"] == choice["model"]
-                and "local" in row["models"]
-                and "ensemble" not in row["models"]
-            )
+            assert row["model"] == choice["model"] and "local" in row["models"] and "ensemble" not in row["models"]
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
@@ -428,10 +424,7 @@ def test_patients_classes_and_columns_meet_however_they_are_composed(study):
     path = study.root / "S0.csv"
     text = path.read_text().replace("grade", "Größe").replace(",low,", ",süß,").replace(",high,", ",säuer,")
     path.write_text(normalize("NFD", text), encoding="utf-8")
-    named = [
-        normalize(form, text)
-        for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))
-    ]
+    named = [normalize(form, text) for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))]
     with opened(study, named[0], f"target.classes={named[1]}") as data:
         assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
 
@@ -513,9 +506,7 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
     assert merged["macro_accuracy"] == pytest.approx(np.mean(recalls))
     assert any("between hospitals" in str(line) for line in render_evaluation_lines(document))
     parts = document["cross_site"]["models"]["shared"]["hospitals"]
-    assert all(
-        0 < part["n_classes"] < n_classes for part in parts.values()
-    )  # of few examples nothing is told
+    assert all(0 < part["n_classes"] < n_classes for part in parts.values())  # of few examples nothing is told
     for page in (write_report(study, run).read_text(), render_coordinator(folder.read_summary(), kept)):
         assert "Only counts left the hospitals" in page
         assert "Macro-accuracy is the mean over the classes that occur, at" in page

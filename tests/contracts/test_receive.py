@@ -134,9 +134,7 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     assert card["sites"] == LABELLED  # whose patients are in it
 
 
-def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(
-    evaluated, tmp_path
-):
+def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(evaluated, tmp_path):
     """S3 has labels now, all wrong; nothing changes but what its store says."""
     study, first = Study(shutil.copytree(evaluated[0].root, tmp_path / "study")), evaluated[1]
     x, labels = rows_of(80, 7)
@@ -158,9 +156,7 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     summary = joined(study)
     assert summary["sites"] == [] and summary["inference_sites"] == ["S3"]
     document = evaluate(study, summary["run"])
-    assert (
-        document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
-    )
+    assert document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
     assert "none is here" in said(render_evaluation_lines(document))
     refused(lambda: compare_methods(study, ["1"]), "only a site without labels")
     assert "S3 is a site without labels" in write_report(study, summary["run"]).read_text()
@@ -303,9 +299,7 @@ def test_a_run_keeps_the_letters_it_began_with(study):
     summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
-    refused(
-        lambda: resume_run(study, summary["run"], backend="local"), "class statistics of S1", "statistics/"
-    )
+    refused(lambda: resume_run(study, summary["run"], backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])

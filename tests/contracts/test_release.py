@@ -231,9 +231,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     not_released(study, "S0", "or has a newer one")
     assert not study.release_path("S0").exists()
     study.release_path("S0").parent.mkdir()
-    shutil.copy(
-        other.release_path("S0"), study.release_path("S0")
-    )  # the other study's release is this site's too
+    shutil.copy(other.release_path("S0"), study.release_path("S0"))  # the other study's release is this site's too
     assert not released(study)["spent"]
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
@@ -328,9 +326,7 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
     file, letter = study.release_path("S1"), sums_at(study.release_path("S1"))
     whole = file.read_bytes()
     for change in OF_OTHERS:
-        stage.write_statistics(
-            file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector)
-        )
+        stage.write_statistics(file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector))
         not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release_path("S0"), file)
     not_joined(study, "these are the statistics of site S0")
@@ -362,9 +358,7 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
 
 
 def write_public(study, name, seed, encoder="tiny sha256:0"):
-    origin = ProjectionOrigin(
-        encoder=encoder, sources=[ProjectionSource(name="cmu.svs", rows=200, sha256="0" * 64)]
-    )
+    origin = ProjectionOrigin(encoder=encoder, sources=[ProjectionSource(name="cmu.svs", rows=200, sha256="0" * 64)])
     x = np.random.default_rng(seed).normal(size=(200, D)).astype(np.float32)
     found = fit_projection(x, origin, 8)
     write_projection(study.root / name, found)
@@ -474,9 +468,7 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
     real = sums.discrete_gaussian
-    monkeypatch.setattr(
-        sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.from_seed(5))
-    )
+    monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.from_seed(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
     all_released(study)
     by_files = joined(study)

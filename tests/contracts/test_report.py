@@ -127,9 +127,7 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
             | {"table": {split: dict.fromkeys(classes, n) for split, n in tables.items()}}
             for i, name in enumerate(names)
         ],
-        patches={
-            name: [(c, rng.integers(60, 200, (96, 96, 3), np.uint8)) for c in classes] for name in names
-        },
+        patches={name: [(c, rng.integers(60, 200, (96, 96, 3), np.uint8)) for c in classes] for name in names},
         overviews={name: [(f"{name}_node_{k}", picture(rng)) for k in range(n_overviews)] for name in names},
     )
 
@@ -137,9 +135,7 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
 class Document(HTMLParser):
     """The page as a reader's software sees it: balanced tags, attributes, texts and tables."""
 
-    VOID = frozenset(
-        ["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"]
-    )
+    VOID = frozenset(["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"])
 
     def __init__(self, html):
         super().__init__()
@@ -357,9 +353,7 @@ def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
 
 def test_epsilon_is_never_without_its_kind(small):
     sites = [{**s, "guarantee": "guaranteed"} for s in small.summary["sites"]]
-    strict = Document(
-        render_run_page(replace(small, baselines=(), summary={**small.summary, "sites": sites}))
-    )
+    strict = Document(render_run_page(replace(small, baselines=(), summary={**small.summary, "sites": sites})))
     assert "at δ = 10⁻⁵ , guaranteed ." in strict.text
     assert strict.table("Site", "Budget")["C1"][1] == "guaranteed"
     sites[2] = {**sites[2], "guarantee": "nominal"}

@@ -144,9 +144,7 @@ def test_features_of_one_scan_are_told_by_import_check_and_train(tmp_path, n, ws
     (found,) = check_sites(study, site="A")["sites"][0]["copies"]
     assert "again (patient other)" in found and "s2 (patient p2)" in found
     asked = ("train", "--dry-run", "--method", "oneshot", "--set", "privacy.enabled=false")
-    ended = wsi_fl(
-        *asked, "--set", "model.private=mean_head", "--set", "model.proxy=mean_head", cwd=study.root
-    )
+    ended = wsi_fl(*asked, "--set", "model.private=mean_head", "--set", "model.proxy=mean_head", cwd=study.root)
     assert "s2 (patient p2)" in ended.stderr and "are one scan" in ended.stderr
 
 
@@ -201,12 +199,8 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
     write_bags(study.mosaic_path("A"), meta, table, bags)
     checked = check_sites(study, site="A")
     (line,) = checked["sites"][0]["copies"]
-    assert (
-        "a (patient p) and b (patient q)" in line and "in test and in train, so scores are too good" in line
-    )
-    assert "(patient p) and b" in "".join(
-        one.text for one in render_check_lines(checked) if isinstance(one, TextLine)
-    )
+    assert "a (patient p) and b (patient q)" in line and "in test and in train, so scores are too good" in line
+    assert "(patient p) and b" in "".join(one.text for one in render_check_lines(checked) if isinstance(one, TextLine))
 
 
 def test_a_real_hospital_reads_of_its_copies_in_its_own_log_alone(tmp_path):

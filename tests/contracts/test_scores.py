@@ -114,9 +114,7 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
         bins = np.add(one["positives"], one["negatives"])
         assert bins[bins > 0].min() >= MIN_EXAMPLES and bins.sum() == 100
-        found = _score_counts(
-            [count_predictions(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)]
-        )
+        found = _score_counts([count_predictions(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)])
         assert abs(found["auroc"] - exact) <= min(0.02, found["auroc_within"] + 1e-12)
         assert found["auroc_within"] < 0.08
 
@@ -195,9 +193,7 @@ def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts
 def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
     found = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
-        monkeypatch.setenv(
-            "XDG_STATE_HOME", str(tmp_path / f"{name}-user")
-        )  # other patients of the same names
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"{name}-user"))  # other patients of the same names
         study = hospitals(tmp_path / name, allow=allow)
         once, again = (run(study, method).read_summary()["sites"] for _ in range(2))
         rows = [{k: v for k, v in row.items() if k not in ("messages", "bytes")} for row in once]
@@ -363,9 +359,7 @@ def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
     before = {site: left(three, site) for site in SITES}
     kept = folder.site_folder("S0").read_document("counts")
     assert before["S0"] and kept and told(folder) is None
-    monkeypatch.setattr(
-        between, "count_predictions", lambda *_, **__: empty_counts(2)
-    )  # nothing is counted anew
+    monkeypatch.setattr(between, "count_predictions", lambda *_, **__: empty_counts(2))  # nothing is counted anew
     resume_run(three, folder.name, backend="local")
     assert told(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
     for site, known in before.items():
@@ -414,9 +408,7 @@ def uneven():
     label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
         drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
-        counts[site] = {
-            one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)
-        }
+        counts[site] = {one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
     return of_scores(counts, ["healthy", "<tumor>"])
 
 
@@ -442,9 +434,7 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
         dict.fromkeys(("S0", "S2"), empty_counts(n_classes)),
     )
     for site, held in counts.items():
-        counts[site] = {
-            one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()
-        }
+        counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
     document = of_scores(counts, names)
     assert _is_complete(document)  # what a coordinator asks of what hospitals send
     models = score_cross_site(document)["models"]
@@ -462,9 +452,7 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     assert [table["title"] for table in tables] == ["Accuracy", "Macro-accuracy"]
     assert list(render_cross_site_lines(score_cross_site(document)))
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
-    page = render_coordinator(
-        summary | {"communication": dict.fromkeys(("messages", "bytes", "seconds"), 0)}, document
-    )
+    page = render_coordinator(summary | {"communication": dict.fromkeys(("messages", "bytes", "seconds"), 0)}, document)
     assert all(name in page for name in names)
 
 
@@ -494,9 +482,7 @@ def test_models_that_always_say_the_same_are_no_winners():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always saying tumour, which has an accuracy of 0.542."
     documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
-    assert all(
-        build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents
-    )
+    assert all(build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
     page = render_coordinator(summary, documents[0])

@@ -50,9 +50,7 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
     for site, row in rows.items():
         assert 2.95 < row["epsilon"] <= 3.0
         lines = map(json.loads, uneven.ledger_path(site).read_text().splitlines())
-        of_run = [
-            line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")
-        ]
+        of_run = [line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")]
         mechanisms = [Mechanism(**line["mechanism"]) for line in of_run]
         assert len(mechanisms) == 4 and row["epsilon"] == epsilon(mechanisms, row["delta"])
         rate, steps = mechanisms[0].sample_rate, mechanisms[0].steps
@@ -65,9 +63,7 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
         assert f"<td>{row['batch_size']}</td>" in page
     assert rows["S2"]["sigma"] < rows["S0"]["sigma"]  # its δ asks for less
     assert (rows["S0"]["batch_size"] == rows["S1"]["batch_size"]) is (method == "joint")
-    found = FinishedRun.load(
-        uneven.root / summary["run"]
-    )  # `compare` names the target and not what it replaces
+    found = FinishedRun.load(uneven.root / summary["run"])  # `compare` names the target and not what it replaces
     assert found.dp and found.settings["privacy.target_epsilon"] == 3.0
     assert not {"privacy.sigma", "train.batch_size"} & found.settings.keys()
 

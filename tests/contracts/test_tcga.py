@@ -279,9 +279,7 @@ def test_options_of_an_archive_and_their_mistakes(archive, tmp_path):
     assert len(read_site("tcga", resolve_sources(study, site))[0]) == 2
 
     def fails(*words, archive=archive, **tables):
-        refused(
-            lambda: init_study(tmp_path / "other", archive=archive, tables=ArchiveTables(**tables)), *words
-        )
+        refused(lambda: init_study(tmp_path / "other", archive=archive, tables=ArchiveTables(**tables)), *words)
 
     fails("unknown grouping 'country'", "institution, tss", group_by="country")
     fails("--clinical: no such file", clinical=tmp_path / "none")

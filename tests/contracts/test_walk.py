@@ -173,9 +173,7 @@ class Walk:
         patch.setattr(launch, "run_ranks", self.in_process)
 
     def write_site(self, study, text):
-        (study / "sites" / "S0.toml").write_text(
-            f'name = "S0"\nslides = "none"\nlabels = "none.csv"\n{text}\n'
-        )
+        (study / "sites" / "S0.toml").write_text(f'name = "S0"\nslides = "none"\nlabels = "none.csv"\n{text}\n')
 
     def in_process(self, running, arguments, **_):
         run = RunFolder(Path(arguments[1]))

@@ -158,9 +158,7 @@ def test_another_plan_version_or_none(bed):
 
 
 def test_kits_that_do_not_fit(bed, tmp_path):
-    provision_federation(
-        tmp_path / "other", federation="trial", server=bed.kit("S0").document["server"], sites=["S9"]
-    )
+    provision_federation(tmp_path / "other", federation="trial", server=bed.kit("S0").document["server"], sites=["S9"])
     began = time.monotonic()
     said = bed.command("start", tmp_path / "other" / "S9", "--study", bed.root / "S0")
     assert time.monotonic() - began < 45

@@ -195,17 +195,13 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
     bed = Bed(tmp_path, 3)
     plan = bed.sign("proxyfl", *SETTINGS, by=["S0", "S2"])
     study, identity = bed.study("S1"), bed.kit("S1").load_identity()
-    write_preapproval(
-        study, make_preapproval(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity
-    )
+    write_preapproval(study, make_preapproval(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
     with bed.running():
         process = bed.submitting("--plan", bed.plan_file())
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         if what == "frame":
-            said = bed.command(
-                "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root
-            )
+            said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root)
         else:
             said = bed.command("revoke", "S1", "--kit", bed.root / "kits")
         assert said.returncode == 0, said.stderr

@@ -28,9 +28,7 @@ def cost(sigma, rate, n, delta=DELTA, orders=None):
     return epsilon([Mechanism(sigma, 1.0, rate, n)], delta, *([orders] if orders else []))
 
 
-@pytest.mark.parametrize(
-    ("n", "published"), [(2338, 2.36), (2726, 2.17), (2937, 2.08), (2841, 2.12), (10842, 1.00)]
-)
+@pytest.mark.parametrize(("n", "published"), [(2338, 2.36), (2726, 2.17), (2937, 2.08), (2841, 2.12), (10842, 1.00)])
 def test_table_2_of_proxyfl(n, published):
     assert round(epsilon([plan_mechanism(n, 32, 30, 1.4, 0.7)], DELTA), 2) == published
 
@@ -74,19 +72,13 @@ def test_limits(recwarn):
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        *(
-            (lambda delta=delta: cost(1.0, 0.1, 1, delta), "between 0 and 1")
-            for delta in (0.0, 1.0, -1e-5, np.nan)
-        ),
+        *((lambda delta=delta: cost(1.0, 0.1, 1, delta), "between 0 and 1") for delta in (0.0, 1.0, -1e-5, np.nan)),
         (lambda: plan_mechanism(0, 32, 1, 1.0, 1.0), "n=0, B=32"),
         (lambda: plan_mechanism(10, 0, 1, 1.0, 1.0), "n=10, B=0"),
         (lambda: plan_mechanism(10, 2, -1, 1.0, 1.0), "must be numbers from 0 on"),
         (lambda: plan_mechanism(10, 2, 1, -1.0, 1.0), "must be numbers from 0 on"),
         *((lambda rate=rate: max_tpr([], rate), "false positive rate") for rate in (0.0, 1.0, -0.1)),
-        *(
-            (lambda e=e: find_sigma(e, 0.5, 100, DELTA), "no noise level reaches")
-            for e in (0.0, -1.0, np.nan, inf)
-        ),
+        *((lambda e=e: find_sigma(e, 0.5, 100, DELTA), "no noise level reaches") for e in (0.0, -1.0, np.nan, inf)),
         (
             lambda: find_sigma(3.0, 0.1, 10, DELTA, spent=[Mechanism(1.0, 1.0, 1.0, 1)]),
             "no noise level reaches epsilon 3 on top of",
@@ -214,9 +206,7 @@ def test_a_target_that_divergences_hardly_reach_is_planned_too():
 )
 def test_the_accountant_is_named_that_was_asked(mechanism, name):
     assert accounting.pricing_method([mechanism], DELTA) == name
-    unsampled = (
-        accounting._gaussian_epsilon(accounting._gaussian_mu([mechanism]), DELTA) if mechanism.sigma else inf
-    )
+    unsampled = accounting._gaussian_epsilon(accounting._gaussian_mu([mechanism]), DELTA) if mechanism.sigma else inf
     assert (epsilon([mechanism], DELTA) == unsampled) == (name != "rdp")
 
 
@@ -298,9 +288,7 @@ def test_a_patient_with_many_rows_against_another_accountant():
         n = int(rng.integers(5, 40))
         exact = judge.self_compose(n).get_epsilon_for_delta(1e-6)
         found = accounting.group_epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6, k)
-        assert found >= 0.99 * exact and found <= max(
-            1.01 * exact, epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6)
-        )
+        assert found >= 0.99 * exact and found <= max(1.01 * exact, epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6))
 
 
 def random_plans(count, seed=0):

@@ -63,9 +63,7 @@ def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
 
 
 def test_a_name_is_imported_when_it_is_used():
-    code = (
-        "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
-    )
+    code = "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
 

@@ -48,9 +48,7 @@ def with_value(values, row, value):
     ],
 )
 def test_labels_that_are_no_positions_are_told_with_their_site_row_and_classes(labels, words, sigma):
-    refused(
-        lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1"
-    )
+    refused(lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
 
 
 def test_labels_may_be_whole_numbers_of_any_type():
@@ -171,9 +169,7 @@ def test_no_site_and_no_row_are_told():
     refused(lambda: federate({}, private=lambda: nn.Linear(D, 2)), "no site")
     refused(lambda: learn(Examples.from_arrays(X[:0], Y[:0])), "South: it has no examples")
     images = Examples.from_arrays(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
-    refused(
-        lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images"
-    )
+    refused(lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images")
 
 
 SUMS = NoisySums.of(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1.0, delta=1e-3))

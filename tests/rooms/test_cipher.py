@@ -48,9 +48,7 @@ def test_streams_of_one_seed_agree_and_those_of_others_have_nothing_in_common():
     seeds = [(1,), (2,), (1, "a"), (1, "b"), (11,), (1, 1), ("1",), ("1", "1"), ("11",)]
     seen = {seed: tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) for seed in seeds}
     assert len(set(seen.values())) == len(seeds)
-    assert all(
-        tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) == words for seed, words in seen.items()
-    )
+    assert all(tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) == words for seed, words in seen.items())
 
 
 def test_no_number_is_given_out_twice_whatever_is_asked_for():

@@ -102,10 +102,7 @@ def test_calibration_is_that_of_logistic_regression(tumours):
     for one, fit, k in ((found["slope"], both, 1), (found["intercept"], shift, 0)):
         assert (one.value, one.low, one.high) == pytest.approx((fit.params[k], *fit.conf_int()[k]), abs=1e-5)
     parted = np.where(case, 0.9, 0.1)
-    assert (
-        clinical._fit_calibration(parted, case) is None
-        and clinical._fit_calibration(score, case | True) is None
-    )
+    assert clinical._fit_calibration(parted, case) is None and clinical._fit_calibration(score, case | True) is None
 
 
 def test_net_benefit_is_that_of_dcurves(tumours):
@@ -145,11 +142,7 @@ def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
         case = rng.random(needed[name]) < 0.3
         lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
         score = 1 / (1 + np.exp(-lp))
-        one = (
-            clinical._auroc_interval(score, case)
-            if name == "auroc"
-            else clinical._fit_calibration(score, case)[name]
-        )
+        one = clinical._auroc_interval(score, case) if name == "auroc" else clinical._fit_calibration(score, case)[name]
         return one.high - one.low
 
     # Newcombe's formula errs on the safe side
@@ -346,9 +339,7 @@ def test_no_precision_is_told_of_cases_alone(score):
         assert clinical.describe_class(score, score >= 0.5, case)["auprc"] is None
     if len(score) > 1:
         case = np.arange(len(score)) == 1
-        assert clinical.describe_class(score, score >= 0.5, case)["auprc"] == average_precision_score(
-            case, score
-        )
+        assert clinical.describe_class(score, score >= 0.5, case)["auprc"] == average_precision_score(case, score)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ SCHEMA = "ab" * 32
 
 
 def release_of(folder, site, round_, values, weight=1.0):
-    ledger = PrivacyLedger(
-        folder / f"{site}.jsonl", site=site, run="r", terms=PrivacyTerms(1e-5, allow=("model",))
-    )
+    ledger = PrivacyLedger(folder / f"{site}.jsonl", site=site, run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
     vector = np.asarray(values, np.float32)
     return ledger.release(round_, vector, schema=SCHEMA, weight=weight, mechanism=None, content="model")
 
@@ -85,15 +83,8 @@ def test_headers_that_lie_are_refused(tmp_path):
 
 
 def test_every_hop_of_a_round_has_a_tag_of_its_own_and_beyond_them_nothing_is_sent(tmp_path):
-    assert sorted({wire.BUFFERS, wire.FAREWELL, wire.WELCOME, wire.SCORING}) == list(
-        range(wire.GRAPH_HOPS, wire.HOPS)
-    )
-    tags = [
-        compute_tag(round_, hop) + part
-        for round_ in range(500)
-        for hop in range(wire.HOPS)
-        for part in (0, 1)
-    ]
+    assert sorted({wire.BUFFERS, wire.FAREWELL, wire.WELCOME, wire.SCORING}) == list(range(wire.GRAPH_HOPS, wire.HOPS))
+    tags = [compute_tag(round_, hop) + part for round_ in range(500) for hop in range(wire.HOPS) for part in (0, 1)]
     assert len(set(tags)) == len(tags) and max(tags) < comm._GATHER_TAG
     with pytest.raises(AssertionError):
         pack_message(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, wire.HOPS)
@@ -180,9 +171,7 @@ def plan_of(folder, round_, sites):
     for site in sites:
         values = np.random.default_rng([site, round_]).normal(size=70_001)
         release = release_of(folder, f"{site}", round_, values, weight=1 + site / 10)
-        outgoing += [
-            Outgoing(site, to, float(matrix[to, site]), release) for to in list_receivers(matrix, site)
-        ]
+        outgoing += [Outgoing(site, to, float(matrix[to, site]), release) for to in list_receivers(matrix, site)]
         expected += [(sender, site) for sender in list_senders(matrix, site)]
     return outgoing, expected
 

@@ -28,13 +28,11 @@ def scan(slide, patient, mark, split="train", site="A"):
 def test_patients_who_share_a_scan_are_in_one_split(seed):
     records = [record(f"s{k}", f"p{k}", positive=k % 2 == 0) for k in range(12)]
     marks = marked(s0="x", s5="x y", s9="y", s11="z")  # p0, p5 and p9 hang together
-    split = {
-        one.patient: one.split for one in assign_splits(records, test_fraction=0.4, seed=seed, marks=marks)
-    }
+    split = {one.patient: one.split for one in assign_splits(records, test_fraction=0.4, seed=seed, marks=marks)}
     assert split["p0"] == split["p5"] == split["p9"] and set(split.values()) == {"train", "test"}
-    assert assign_splits(
-        records, test_fraction=0.4, seed=seed, marks=marked(s0="x", s1="y")
-    ) == assign_splits(records, test_fraction=0.4, seed=seed)
+    assert assign_splits(records, test_fraction=0.4, seed=seed, marks=marked(s0="x", s1="y")) == assign_splits(
+        records, test_fraction=0.4, seed=seed
+    )
 
 
 def test_nobody_at_all_is_divided_without_a_crash():
@@ -113,6 +111,4 @@ def test_features_are_alike_in_any_order_and_half_precision():
     x = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
     same = hash_features(x)
     assert hash_features(x[::-1]) == hash_features(x.astype(np.float16).astype(np.float32)) == same
-    assert (
-        len({same, hash_features(x[:6]), hash_features(x + 1), hash_features(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4
-    )
+    assert len({same, hash_features(x[:6]), hash_features(x + 1), hash_features(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4

@@ -102,15 +102,7 @@ def rgb_by_name(tile):
     stream = jpeg(tile)
     stream = b"\xff\xd8" + stream[4 + int.from_bytes(stream[4:6], "big") :]
     at = stream.index(b"\xff\xc0") + 10
-    return (
-        stream[:at]
-        + b"R"
-        + stream[at + 1 : at + 3]
-        + b"G"
-        + stream[at + 4 : at + 6]
-        + b"B"
-        + stream[at + 7 :]
-    )
+    return stream[:at] + b"R" + stream[at + 1 : at + 3] + b"G" + stream[at + 4 : at + 6] + b"B" + stream[at + 7 :]
 
 
 def jpeg_2000(tile, mct=False):

@@ -39,9 +39,7 @@ def vector(model):
 def step(model, x, y, *, sigma, clip, divisor, noise=None, engine=None):
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, sgd, sigma=sigma, clip=clip, batch_size=divisor, engine=engine)
-    return trainer.step(
-        x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy()
-    )
+    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy())
 
 
 @EACH
@@ -238,9 +236,7 @@ class Halved(nn.Module):
         self.linear, self.chance = nn.Linear(4, 3), chance
 
     def forward(self, x):
-        return (
-            functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
-        )
+        return functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
 
 
 @pytest.fixture
@@ -267,9 +263,7 @@ def test_what_another_thread_draws_is_not_blamed_on_a_model(another_thread_draws
 
 def test_random_numbers_of_a_model_are_refused_beside_other_threads_too(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
-    refused(
-        lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError
-    )
+    refused(lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
@@ -285,7 +279,5 @@ def test_a_lone_row_is_computed_alike_in_the_first_step_and_later(kind):
     trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
     after.load_state_dict(before.state_dict())
     for trainer in trainers:
-        trainer.step(
-            lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy()
-        )
+        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy())
     assert torch.equal(vector(before), vector(after))

@@ -111,9 +111,7 @@ def test_a_batch_too_large_is_halved_until_it_fits(encoder):
     np.testing.assert_allclose(small(patches(8, 0)), plain(patches(8, 0)), atol=1e-5)
     assert small.batch_size == 1 and tried[:4] == [8, 4, 2, 1]
     out_of_memory_above(small, 0)
-    refused(
-        lambda: small(patches(2, 0)), "no memory for a patch of 32 px; lower input_px", error=EncoderError
-    )
+    refused(lambda: small(patches(2, 0)), "no memory for a patch of 32 px; lower input_px", error=EncoderError)
 
 
 def moved(network):

@@ -124,9 +124,7 @@ def test_damaged_json_is_one_line(tmp_path, content):
 
 
 @given(documents=st.lists(DOCUMENTS, max_size=4), last=DOCUMENTS, after=DOCUMENTS, data=st.data())
-def test_documents_come_back_and_lines_survive_a_crash_at_any_byte(
-    tmp_path_factory, documents, last, after, data
-):
+def test_documents_come_back_and_lines_survive_a_crash_at_any_byte(tmp_path_factory, documents, last, after, data):
     """All finished lines come back, whatever of the last one is lost, and the next line starts afresh."""
     path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
     files.write_json(path.with_suffix(".json"), last)

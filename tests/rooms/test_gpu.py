@@ -60,9 +60,7 @@ def test_clipped_sums_are_those_of_double_precision(name, engine):
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # which sends a few ReLUs the other way
         sums, _ = ENGINES[engine](model.to(CUDA).train(), x.to(CUDA), loss_of, weigh)
     torch.testing.assert_close(told[0].double(), norms_of(each), rtol=2e-3, atol=0)
-    wanted, found = (
-        torch.cat([one.flatten().cpu().double() for one in ones]) for ones in (clipped(each, 0.5), sums)
-    )
+    wanted, found = (torch.cat([one.flatten().cpu().double() for one in ones]) for ones in (clipped(each, 0.5), sums))
     assert (found - wanted).norm() <= 5e-3 * wanted.norm()
 
 

@@ -83,10 +83,7 @@ def test_every_engine_sums_the_clipped_gradients_of_bags(engine, n_instances):
 def check_layer(module, a):
     """gradients_of by either way against autograd. Returns whether the rule prefers the ghost norm."""
     g = torch.randn(module(a).shape)
-    rows = [
-        torch.autograd.grad(module(x[None]), trainable(module), out[None])
-        for x, out in zip(a, g, strict=True)
-    ]
+    rows = [torch.autograd.grad(module(x[None]), trainable(module), out[None]) for x, out in zip(a, g, strict=True)]
     each = [torch.stack(column) for column in zip(*rows, strict=True)]
     squares = sum(e.flatten(1).square().sum(1) for e in each)
     c = torch.rand(len(a))
@@ -207,9 +204,7 @@ def half_frozen():
 
 
 NETS = {
-    "twice": lambda: Net(
-        twice, conv=nn.Conv2d(4, 4, 3, padding=1), norm=nn.GroupNorm(2, 4), fc=nn.Linear(4, 4)
-    ),
+    "twice": lambda: Net(twice, conv=nn.Conv2d(4, 4, 3, padding=1), norm=nn.GroupNorm(2, 4), fc=nn.Linear(4, 4)),
     "in place": lambda: Net(in_place, conv=nn.Conv2d(1, 4, 3), fc=nn.Linear(4 * 16, N_CLASSES)),
     "branches": lambda: Net(branches, one=nn.Linear(36, N_CLASSES), other=nn.Linear(36, N_CLASSES)),
     "mixed": lambda: Net(
@@ -221,9 +216,7 @@ NETS = {
     ),
     "half frozen": half_frozen,
     "channels last": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(96, N_CLASSES)),
-    "channels last, 1 × 1": lambda: nn.Sequential(
-        nn.Conv2d(4, 6, 1), nn.Flatten(), nn.Linear(216, N_CLASSES)
-    ),
+    "channels last, 1 × 1": lambda: nn.Sequential(nn.Conv2d(4, 6, 1), nn.Flatten(), nn.Linear(216, N_CLASSES)),
 }
 
 

@@ -22,9 +22,7 @@ LEAST_APART = 100
 def heat_of(n_classes, *, n=60, name="subtype number"):
     left = np.stack(np.meshgrid(np.arange(10), np.arange(n // 10)), -1).reshape(-1, 2) * 400
     said = np.eye(n_classes)[np.arange(n) % n_classes] * 0.8 + 0.2 / n_classes
-    return PatchPredictions(
-        np.concatenate([left, left + 400], 1), tuple(f"{name} {k}" for k in range(n_classes)), said
-    )
+    return PatchPredictions(np.concatenate([left, left + 400], 1), tuple(f"{name} {k}" for k in range(n_classes)), said)
 
 
 def apart(colors):
@@ -72,9 +70,7 @@ def test_a_page_grows_by_the_rows_of_its_legend():
     for n in (2, 14):
         heat = heat_of(n)
         thumbnail = np.full((120, 200, 3), 230, np.uint8)
-        page = draw_heatmap(
-            thumbnail, 20.0, 0.25, heat, choose_colors(heat.classes), Caption("s", "r", "1", "d")
-        )
+        page = draw_heatmap(thumbnail, 20.0, 0.25, heat, choose_colors(heat.classes), Caption("s", "r", "1", "d"))
         heights.append(Image.open(io.BytesIO(page)).height)
     rows = 1 + heatmap._place_outlines(heat_of(14), 1200)[-1][0]
     assert rows > 3 and heights[1] - heights[0] == (rows - 1) * heatmap._ROW_PX
@@ -97,9 +93,7 @@ def test_colours_lie_where_their_patches_lie_to_the_last_corner(size, mpp):
     zoom = 1000 / max(size)
     shape = [max(1, round(side * zoom)) for side in size]
     plain = Image.new("RGB", (shape[0], shape[1]), (255, 255, 255))
-    tinted = np.asarray(
-        heatmap._tint_patches(plain, PatchPredictions(boxes, ("a", "b"), np.array([[0.1, 0.9]])), zoom)
-    )
+    tinted = np.asarray(heatmap._tint_patches(plain, PatchPredictions(boxes, ("a", "b"), np.array([[0.1, 0.9]])), zoom))
     rows, columns = np.nonzero((tinted != 255).any(2))
     exact = np.concatenate([cell[0] * step, (cell[0] + 1) * step]) * zoom
     drawn = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
@@ -123,9 +117,7 @@ def test_classes_that_differ_in_a_capital_stay_two_in_qupath(tmp_path, names):
 
 @pytest.mark.parametrize(("values", "mean"), [([[None] * 2] * 2, "–"), ([[0.5, None], [None, 0.7]], "0.600")])
 def test_a_matrix_of_unknown_scores_says_so(values, mean):
-    assert (
-        figures.plot_matrix(values, (0, 1), "AUROC").alt == f"AUROC: 2 models by 2 test parts, mean {mean}."
-    )
+    assert figures.plot_matrix(values, (0, 1), "AUROC").alt == f"AUROC: 2 models by 2 test parts, mean {mean}."
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,7 @@ ALONE = {
     "an array of the labels": lambda y: lambda out: squared(out, torch.from_numpy(y.numpy()).float()),
     "a tuple": lambda y: partial(lambda out, batch: functional.cross_entropy(out, batch[1]), batch=(None, y)),
     "labels on their device": lambda y: lambda out: functional.cross_entropy(out, y.to(out.device)),
-    "ones": lambda y: (
-        lambda out: functional.binary_cross_entropy_with_logits(out[:, 0], torch.ones(len(out)))
-    ),
+    "ones": lambda y: lambda out: functional.binary_cross_entropy_with_logits(out[:, 0], torch.ones(len(out))),
     "times and events": lambda y: partial(
         lambda out, pair: functional.softplus(out[:, 0] * pair[1] + pair[0]).mean(),
         pair=torch.stack([torch.arange(len(y)), y]),

@@ -132,9 +132,7 @@ def test_an_empty_batch_moves_only_a_learner_under_privacy():
         mine = learner(dp=dp)
         before = mine.parameter_vector()
         assert np.isnan(take_mutual_step(mine, None, 0.5, (x, y), CipherStream.from_entropy()))
-        assert (mine.parameter_vector() != before).any() == moves and np.isfinite(
-            mine.parameter_vector()
-        ).all()
+        assert (mine.parameter_vector() != before).any() == moves and np.isfinite(mine.parameter_vector()).all()
 
 
 @pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, 6)])
@@ -236,10 +234,7 @@ def test_an_augmentation_is_what_it_was(name, digest):
 def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     dark, light = (
         torch.stack(
-            [
-                build_augmentation("stain", CipherStream.from_seed(k))(torch.full((3, 6, 6), at))
-                for k in range(40)
-            ]
+            [build_augmentation("stain", CipherStream.from_seed(k))(torch.full((3, 6, 6), at)) for k in range(40)]
         )
         for at in (0.0, 1.0)
     )
@@ -275,13 +270,9 @@ WAYS = {
 
 def alike(whole, parts, batch, answers):
     """A step of both has the same loss, and both then answer alike."""
-    losses = [
-        take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)
-    ]
+    losses = [take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    said = [
-        predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)
-    ]
+    said = [predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)]
     np.testing.assert_allclose(*said, atol=1e-4)
 
 
@@ -309,24 +300,18 @@ def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, m
     said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     monkeypatch.setattr(bulk, "_PIXELS_AT_ONCE", 2 * 16 * 16)
     shown = holding(parts.model, 5)
-    assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(
-        loss, rel=1e-5
-    )
+    assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
     found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     np.testing.assert_allclose(found, said, atol=1e-4)
     assert shown[-6:] == 2 * [2, 2, 1]  # after two rows that the model is measured on
-    assert (
-        bulk.rows_at_once(250, (3, 16, 16), gpu=True) == bulk.rows_at_once(250, (1000, 16), gpu=False) == 250
-    )
+    assert bulk.rows_at_once(250, (3, 16, 16), gpu=True) == bulk.rows_at_once(250, (1000, 16), gpu=False) == 250
 
 
 def test_memory_that_does_not_hold_one_example_is_told_in_one_line():
     one = learner()
     holding(one.model, 0)
     words = "the GPU's memory does not hold one example; lower train.input_px"
-    refused(
-        lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError
-    )
+    refused(lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
 
 
 def test_a_model_may_learn_in_bfloat16_and_answers_in_float32():

@@ -202,9 +202,7 @@ def test_tiles_that_an_ome_tiff_lacks_are_left_out_by_place(tmp_path, axes):
     levels = [np.moveaxis(level, 2, 0).copy() if planes else level for level in LEVELS]
     how = {"photometric": "minisblack" if planes else "rgb", "tile": (TILE, TILE), "compression": "deflate"}
     with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
-        tif.write(
-            levels[0], subifds=2, metadata={"axes": axes, "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}, **how
-        )
+        tif.write(levels[0], subifds=2, metadata={"axes": axes, "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}, **how)
         for level in levels[1:]:
             tif.write(level, subfiletype=1, **how)
     left_out(path, 2 if planes else 0, LACKING)  # of the blue channel
@@ -371,9 +369,7 @@ def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():
     )
     assert [(a[0].start, a[1].start) for a in corner.areas] == [(0, 0)] and not corner.is_hopeless
     asked.clear()
-    lost = painting.paint_areas(
-        (256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64
-    )
+    lost = painting.paint_areas((256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64)
     assert lost.is_hopeless and len(asked) <= 800
     covered = np.zeros((256, 256), int)
     for area in lost.areas:

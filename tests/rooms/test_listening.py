@@ -187,6 +187,4 @@ def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
     resume_run(study, broken.name, backend="local")
     for site in study.site_names():
         assert choice_of(whole, site) == choice_of(broken, site)
-        assert [one["model"] for one in metrics(whole, site)] == [
-            one["model"] for one in metrics(broken, site)
-        ]
+        assert [one["model"] for one in metrics(whole, site)] == [one["model"] for one in metrics(broken, site)]

@@ -168,9 +168,7 @@ def of_places(n, turned):
 
 
 TIED = {
-    "softmax over rows, of one logit each": lambda y: (
-        lambda out: functional.cross_entropy(out[:, 0], y.float())
-    ),
+    "softmax over rows, of one logit each": lambda y: lambda out: functional.cross_entropy(out[:, 0], y.float()),
     "weights by frequency of an array": by_frequency,
     "an array that is a default": of_default,
     "an array that is an argument": of_partial,
@@ -186,17 +184,13 @@ TIED = {
     "a list": of_list,
     "a table": of_ranks,
     "the first label": lambda y: lambda out: functional.cross_entropy(out, y[0].expand(len(out))),
-    "the first label as a number": lambda y: (
-        lambda out: weighted(out, y, torch.tensor(1.0 + 10 * y[0].item()))
-    ),
+    "the first label as a number": lambda y: lambda out: weighted(out, y, torch.tensor(1.0 + 10 * y[0].item())),
     "the first label as a slice": lambda y: lambda out: weighted(out, y, 1.0 + y[:1]),
     "labels turned round": lambda y: lambda out: functional.cross_entropy(out, y[[*range(len(y))][::-1]]),
     "labels of neighbours": lambda y: lambda out: functional.cross_entropy(out, y[torch.arange(len(y)) - 1]),
     "places of others in a list": of_places(1, lambda n: [(k + 1) % n for k in range(n)]),
     "mixed labels": lambda y: (
-        lambda out: (
-            functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
-        )
+        lambda out: functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
     ),
 }
 
@@ -230,9 +224,7 @@ def of_sequences(y):
 
 def held(turned):
     """Cross-entropy with labels that a loss holds as something else than a tensor."""
-    return lambda y: partial(
-        lambda out, labels: functional.cross_entropy(out, as_tensor(labels)), labels=turned(y)
-    )
+    return lambda y: partial(lambda out, labels: functional.cross_entropy(out, as_tensor(labels)), labels=turned(y))
 
 
 def as_tensor(labels):

@@ -144,9 +144,7 @@ def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once
         found = score_intervals(p, y, cluster, repeats=30)
     for name, ends in slow.items():
         assert found[name] == (ends and pytest.approx(ends, abs=1e-12))
-    assert {name: value for name, value in score_predictions(p, y).items() if name != "n"} == slowly_scored(
-        p, y
-    )
+    assert {name: value for name, value in score_predictions(p, y).items() if name != "n"} == slowly_scored(p, y)
 
 
 def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tenth():
@@ -165,9 +163,7 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
     assert aggregate_slides(np.full((2, 2), 0.5), y[:2], np.array(["a", "b"])) is None
 
 
-@pytest.mark.parametrize(
-    "right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))]
-)
+@pytest.mark.parametrize("right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))])
 def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_share(right, ends):
     labels = np.arange(6) % 2
     p = np.eye(2)[labels if right else 1 - labels]
@@ -242,9 +238,7 @@ def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
     p, y = np.array([[1 - half, half]] * 3), np.full(3, truth)
     case = half >= 0.5
     assert choose_classes(p).tolist() == [case] * 3
-    assert confusion_matrix(p, y)[truth][int(case)] == 3 and score_predictions(p, y)["accuracy"] == float(
-        case == truth
-    )
+    assert confusion_matrix(p, y)[truth][int(case)] == 3 and score_predictions(p, y)["accuracy"] == float(case == truth)
     assert CLASSES.example_scores(p, y).tolist() == [float(case == truth)] * 3
     assert compute_calibration(p, y)["bins"][0]["accuracy"] == float(case == truth)
     assert PatchPredictions(np.zeros((3, 4), np.int64), ("a", "b"), p).is_above.tolist() == [case] * 3

@@ -172,9 +172,7 @@ def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, monkeypatch, how,
     assert set(aside) == set(np.flatnonzero(near.all(1)).tolist())
     for k, reason in aside.items():
         place = f"({corners[k][0]}, {corners[k][1]})"
-        assert reason.startswith(
-            f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column"
-        )
+        assert reason.startswith(f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column")
         assert "\n" not in reason and (how != "disk" or "Input/output error" in reason)
     assert_openslides(whole, np.delete(corners, list(aside), 0), pixels)
     with pytest.raises(WsiFlError, match=r"broken\.tif: cannot be read at"):
@@ -231,9 +229,7 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
     with Slide(path):
         checking = len(decoded)
     assert len(read_all(path, corners, GridSpec(100, MPP, stride), threads=threads)) == len(corners)
-    width, height = (
-        -(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True)
-    )
+    width, height = (-(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True))
     assert len(decoded) == 2 * checking + width * height
 
 

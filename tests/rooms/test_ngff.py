@@ -125,9 +125,7 @@ SILENT = {
 @pytest.mark.parametrize("how", SILENT)
 def test_a_zarr_may_say_nothing_where_it_could_say_something(picture, tmp_path, how):
     path = ome_zarr("0.5", **SILENT[how])(tmp_path, picture)
-    with Slide(
-        rewrite(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))
-    ) as slide:
+    with Slide(rewrite(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))) as slide:
         assert slide.mpp == MPP
 
 

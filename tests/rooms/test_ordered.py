@@ -29,9 +29,7 @@ def test_numbers_come_in_order_and_only_so_far_ahead(threads, ahead):
 
 def test_tasks_run_at_the_same_time():
     together = threading.Barrier(3, timeout=20)
-    assert list(map_in_order(lambda k: (together.wait(), k)[1], range(6), threads=3, ahead=5)) == list(
-        range(6)
-    )
+    assert list(map_in_order(lambda k: (together.wait(), k)[1], range(6), threads=3, ahead=5)) == list(range(6))
 
 
 def test_an_error_reaches_the_consumer_and_ends_the_threads():

@@ -44,9 +44,7 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
     """A module that calls `gather` with a kind of its own belongs to those that are looked through."""
     root = Path(fuzz_peers.importlib.import_module("wsi_fl").__file__).parent
     callers = {
-        path
-        for path in root.rglob("*.py")
-        if ".gather([" in path.read_text() or ".gather(mine" in path.read_text()
+        path for path in root.rglob("*.py") if ".gather([" in path.read_text() or ".gather(mine" in path.read_text()
     }
     names = {".".join(path.relative_to(root).with_suffix("").parts) for path in callers}
     # the kinds of the loop are the roster's, and ranks that tile are those of one site
@@ -148,8 +146,7 @@ def test_settings_are_compared_one_by_one_and_named(change, words):
 
 def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
     many = [
-        BROUGHT
-        | {"site": f"C{k}" + "x" * 150, "run": f"{k}" * 900, "settings": {f"train.key_{k}": "y" * 900}}
+        BROUGHT | {"site": f"C{k}" + "x" * 150, "run": f"{k}" * 900, "settings": {f"train.key_{k}": "y" * 900}}
         for k in range(50)
     ]
     with pytest.raises(NoCommonPlan) as caught:

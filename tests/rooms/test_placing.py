@@ -55,9 +55,7 @@ QUPATH = {"objectType": "annotation", "classification": {"name": "Tumor", "color
 def asap(path, *boxes):
     body = ""
     for box in boxes:
-        points = "".join(
-            f'<Coordinate Order="{k}" X="{x}" Y="{y}"/>' for k, (x, y) in enumerate(ring(box)[:4])
-        )
+        points = "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}"/>' for k, (x, y) in enumerate(ring(box)[:4]))
         body += '<Annotation Type="Rectangle" PartOfGroup="Tumor">'
         body += f"<Coordinates>{points}</Coordinates></Annotation>"
     path.write_text(f"<ASAP_Annotations><Annotations>{body}</Annotations></ASAP_Annotations>")
@@ -187,9 +185,7 @@ def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_pa
     assert rows.min() * seen.downsample == pytest.approx(shift(drawn)[1], abs=3)
     png(tmp_path / "x.png", (10, 90), (1, 1, 9, 9))
     words = "not of the slide's shape"
-    refused(
-        lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words
-    )
+    refused(lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
 
 
 def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
@@ -306,13 +302,9 @@ def test_a_tiled_tiff_that_asks_to_be_turned_says_that_it_is_not(tmp_path, orien
         pixels = scan_areas.picture()[:384]
         tifffile.imwrite(path, pixels, photometric="rgb", metadata=None, extratags=tag, **resolution, **how)
     with Slide(tiled) as lying, Slide(strips) as turned:
-        assert lying.size_l0 == (512, 384) and turned.size_l0 == (
-            (384, 512) if orientation > 4 else (512, 384)
-        )
+        assert lying.size_l0 == (512, 384) and turned.size_l0 == ((384, 512) if orientation > 4 else (512, 384))
     (*notes,) = plan_slide(record(tiled), SPEC).notes
-    assert len(notes) == (orientation > 1) and all(
-        f"TIFF orientation {orientation}" in note for note in notes
-    )
+    assert len(notes) == (orientation > 1) and all(f"TIFF orientation {orientation}" in note for note in notes)
     assert plan_slide(record(strips), SPEC).notes == ()
 
 

@@ -56,9 +56,7 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     )
     for name in ("part", "slide", "patient"):
         assert getattr(found, name).tolist() == getattr(table, name).tolist()
-    assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(
-        found.truth, truth
-    )
+    assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(found.truth, truth)
     assert found.extra_columns["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
     assert (len(found.local_rows), len(found.other_rows), [*found.group_by("part")]) == (3, 3, ["S1", "S0"])
     assert read_predictions(folder, NumberTask(0, 1) if task is CLASSES else CLASSES) is None
@@ -78,9 +76,7 @@ def test_a_table_of_nothing_is_read_as_nothing_and_one_of_another_version_is_ref
 
 def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
     pandas = pytest.importorskip("pandas")
-    run = train(
-        pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local"
-    )
+    run = train(pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local")
     document, folders = evaluate(pair, run["run"]), RunFolder(pair.find_run(run["run"]))
 
     def scores(rows):
@@ -131,9 +127,7 @@ def test_votes_are_what_counting_says(case):
             mean = sum(p[i] for p in sites)
             assert relative == max(tied, key=lambda c: mean[c])
         weight = {c: sum(w for v, w in zip(votes, weights, strict=True) if v == c) for c in count}
-        assert weight[int(_decide_classes(sites, "weighted", weights)[0][i])] == pytest.approx(
-            max(weight.values())
-        )
+        assert weight[int(_decide_classes(sites, "weighted", weights)[0][i])] == pytest.approx(max(weight.values()))
 
 
 @given(said())
@@ -148,11 +142,7 @@ def test_means_are_means(case):
 
 def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected_is_wrong():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
-    assert (
-        _decide_classes(sites, "relative")[0].tolist()
-        == _decide_classes(sites, "absolute")[0].tolist()
-        == [1]
-    )
+    assert _decide_classes(sites, "relative")[0].tolist() == _decide_classes(sites, "absolute")[0].tolist() == [1]
     assert _decide_classes(sites, "mean")[0].tolist() == [0]
     assert _decide_classes(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
     found = score_voting_rules([np.eye(3)[[k, 0]] for k in range(3)], np.array([0, 0]), [1, 1, 1])
@@ -165,9 +155,7 @@ def evaluate_table(root, task, table, *, sealed):
     folder = run.site_folder("S0")
     write_predictions(folder, table)
     row = {"site": "S0", "n": len(table), **({"predictions": compute_seal(folder)} if sealed else {})}
-    run.write(
-        "evaluation", {"run": "runs/00001-x", "model": "proxy", "merged": None, "sites": [row], "models": {}}
-    )
+    run.write("evaluation", {"run": "runs/00001-x", "model": "proxy", "merged": None, "sites": [row], "models": {}})
     return folder
 
 

@@ -36,9 +36,7 @@ def files(tmp_path_factory):
 
 def made(path, train="all", seed=0, size_px=SIZE, name=None):
     name = f"timm:{name or path.stem}"
-    return create_model(
-        name, n_classes=N_CLASSES, shape=Images(3, size_px), seed=seed, start=StartWeights(train, path)
-    )
+    return create_model(name, n_classes=N_CLASSES, shape=Images(3, size_px), seed=seed, start=StartWeights(train, path))
 
 
 def batch(b, seed=0):
@@ -88,9 +86,7 @@ def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train
 def test_a_step_moves_the_trained_part_and_nothing_else(files, train):
     model = made(files["test_resnet"], train)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    trainer = DPTrainer(
-        model, torch.optim.SGD(trainable_parameters(model), lr=1.0), sigma=1.0, clip=1.0, batch_size=2
-    )
+    trainer = DPTrainer(model, torch.optim.SGD(trainable_parameters(model), lr=1.0), sigma=1.0, clip=1.0, batch_size=2)
     x, y = batch(2)
     trainer.step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
     moved = {name for name, one in model.state_dict().items() if not torch.equal(one, before[name])}
@@ -130,12 +126,7 @@ def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
     path = files["test_resnet"]
     other = published(tmp_path, "test_resnet", seed=1)
     assert schema_digest(made(path, "norm")) == schema_digest(made(path, "norm", seed=5))
-    assert (
-        len(
-            {schema_digest(made(path)), schema_digest(made(path, "norm")), schema_digest(made(other, "norm"))}
-        )
-        == 3
-    )
+    assert len({schema_digest(made(path)), schema_digest(made(path, "norm")), schema_digest(made(other, "norm"))}) == 3
     assert start_digest(made(path, "norm")) == start_digest(made(path)) != start_digest(made(other))
     bare = create_model(
         "timm:test_resnet", n_classes=N_CLASSES, shape=Images(3, SIZE), seed=9, start=StartWeights("norm")

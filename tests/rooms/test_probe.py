@@ -85,14 +85,10 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
         ("input(); os.kill(os.getpid(), 9)", "killed twice (SIGKILL); is there too little memory?"),
     ],
 )
-def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(
-    slide, fresh, monkeypatch, code, said
-):
+def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(slide, fresh, monkeypatch, code, said):
     command = [sys.executable, "-c", f"import os, signal, time; print('ready', flush=True); {code}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    monkeypatch.setattr(
-        "wsi_fl.slides.reading.probe._start_child", lambda: subprocess.Popen(command, **pipes)
-    )
+    monkeypatch.setattr("wsi_fl.slides.reading.probe._start_child", lambda: subprocess.Popen(command, **pipes))
     refused(lambda: check_opens_safely(slide), said)
 
 
@@ -103,9 +99,7 @@ def test_a_ventana_slide_of_one_row_over_which_the_child_waits_is_named(tmp_path
         xml = f'<EncodeInfo><AoiInfo XIMAGESIZE="64" NumRows="{rows}" NumCols="7"/></EncodeInfo>'.encode()
         tag = (700, 1, len(xml), xml, True)
         tifffile.imwrite(path, np.zeros((64, 64, 3), np.uint8), photometric="rgb", extratags=[tag])
-        monkeypatch.setattr(
-            "wsi_fl.slides.reading.probe._ProbeProcess._send_request", lambda *_: -signal.SIGALRM
-        )
+        monkeypatch.setattr("wsi_fl.slides.reading.probe._ProbeProcess._send_request", lambda *_: -signal.SIGALRM)
         refused(lambda path=path: check_opens_safely(path), path.name, why)
 
 

@@ -152,9 +152,7 @@ def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
     monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
-    with pytest.raises(
-        AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc"
-    ) as failure:
+    with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
         planned(tmp_path, painted[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
 
@@ -353,9 +351,7 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     study, _ = hurt
     row = tiled(study, masked(study, tmp_path, write))
     assert set(row["tissue"]) == {"masks"} and row["tissue"]["masks"]["gain"] is None
-    assert not any(
-        "saturation" in line.text for line in render_quality_lines(row) if isinstance(line, TextLine)
-    )
+    assert not any("saturation" in line.text for line in render_quality_lines(row) if isinstance(line, TextLine))
     assert {line["tissue_gain"] for line in quality_of(study).values()} == {""}
     with h5py.File(study.root / "stores/C1/patches.h5") as file:
         corners = file["xy_l0"][:] + PATCH_PX / 2
@@ -373,9 +369,7 @@ def whole(side, downsample):
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path, order):
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
-    (tmp_path / "a.geojson").write_text(
-        json.dumps([{"type": "Polygon", "coordinates": one} for one in rings])
-    )
+    (tmp_path / "a.geojson").write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
     mask, _ = _read_mask(tmp_path / "a.geojson", whole(1000, 10.0))
     assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
 

@@ -117,17 +117,13 @@ def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
     lines_of(together, "C3", 2)
     assert together.record_dropout("C3", "killed")["round"] == 3
     together.record_return("C3")
-    assert (
-        together.record_dropout("C3", "killed again")["round"] == 6
-    )  # it came back to where the others stood
+    assert together.record_dropout("C3", "killed again")["round"] == 6  # it came back to where the others stood
     lines_of(together, "C2", 0)
     (together.path / "sites" / "C2").mkdir(parents=True)
     assert together.record_dropout("C2", "killed")["round"] == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None]
-)
+@pytest.mark.parametrize("text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None])
 def test_an_account_that_is_damaged_or_gone_is_named_with_what_writes_it_again(tmp_path, text):
     site = SiteFolder(tmp_path / "00007-oneshot-x" / "sites" / "C1")
     site.account_path.parent.mkdir(parents=True)

@@ -249,7 +249,4 @@ def test_no_wish_for_an_engine_leads_round_the_check(engine):
 def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
     assert independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
     assert independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
-    assert (
-        independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1)))
-        == "custom"
-    )
+    assert independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"

@@ -35,21 +35,15 @@ def patients_of(tmp_path, text, encoding="utf-8"):
 def test_the_line_in_which_a_table_names_its_separator_is_no_header(tmp_path, first, separator, encoding):
     text = f"{first}\r\n{TABLE}".replace(",", separator) if separator != "," else f"{first}\n{TABLE}"
     assert patients_of(tmp_path, text, encoding) == ["p0", "p1"]
-    assert [row.where for row in read_rows(tmp_path / "slides.csv", ())] == [
-        f"slides.csv line {n}" for n in (3, 4)
-    ]
+    assert [row.where for row in read_rows(tmp_path / "slides.csv", ())] == [f"slides.csv line {n}" for n in (3, 4)]
 
 
-@pytest.mark.parametrize(
-    "name", ["2.02E+11", "2.02501e+11", "1E+05", "#REF!", "#NAME?", "#VALUE!", "########"]
-)
+@pytest.mark.parametrize("name", ["2.02E+11", "2.02501e+11", "1E+05", "#REF!", "#NAME?", "#VALUE!", "########"])
 @pytest.mark.parametrize("column", ["slide", "patient", "site"])
 def test_a_name_that_a_spreadsheet_has_damaged_is_refused(tmp_path, name, column):
     values = {"slide": "b.tif", "patient": "p1", "site": "A", "label": "tumor", column: name}
     table = f"{TABLE}{','.join(values.values())}\n"
-    refused(
-        lambda: read(archive(tmp_path, table)), "slides.csv line 4", f"{column} is '{name}'", "spreadsheet"
-    )
+    refused(lambda: read(archive(tmp_path, table)), "slides.csv line 4", f"{column} is '{name}'", "spreadsheet")
 
 
 def test_a_shortened_name_with_a_decimal_comma_or_in_a_table_of_splits_is_refused(tmp_path):

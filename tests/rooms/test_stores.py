@@ -64,16 +64,12 @@ def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool 
 
 def make_store(folder: Path, counts: dict[str, int], *, streams: bool = False) -> tuple[Path, np.ndarray]:
     """A store, of JPEG streams or not, and the pixels of all its rows."""
-    shards = [
-        add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())
-    ]
+    shards = [add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())]
     path = folder / "patches.h5"
     write_columns(path, META, shards)
     pixels = [pixels_of(n, seed) for seed, n in enumerate(counts.values())]
     if streams:
-        pixels = [
-            [jpeg.decode(stream) for stream in streams_of(n, seed)] for seed, n in enumerate(counts.values())
-        ]
+        pixels = [[jpeg.decode(stream) for stream in streams_of(n, seed)] for seed, n in enumerate(counts.values())]
     return path, np.concatenate(pixels)
 
 
@@ -229,9 +225,7 @@ def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_byte
     shard = add_shard(tmp_path, "a", 3)
     before, tests = shard.read_bytes(), [str(p) for p in Path(__file__).parents[:2]]
     code = WRITER.format(tests=tests, room=str(tmp_path / "room.h5"), path=str(shard), limit=limit_bytes)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "written\n", "the limit itself leaves room enough"
     assert done.returncode == 1, "HDF5 took the process down"
     error = done.stderr.strip().split("\n")[-1]

@@ -66,8 +66,7 @@ class Sum:
     def vote(self):
         told = {j: self.came[j] for j in self.phase("tells whose messages")}
         votes = {
-            k: self.parts[k].vote_survivors(self.came[k], [told[j] for j in self.alive if j != k])
-            for k in self.alive
+            k: self.parts[k].vote_survivors(self.came[k], [told[j] for j in self.alive if j != k]) for k in self.alive
         }
         self.votes = {k: votes[k] for k in self.phase("votes")}
         return self
@@ -153,13 +152,9 @@ def test_nobody_reads_the_message_of_a_site_that_was_late():
     part = sum_.parts[0]
     publics = [part._received[k][0] for k in range(5)]
     assert KeyPair.from_seed(seed).public == publics[4]
-    unpaired = sum_.messages[4] - mask_values(
-        values[4], 4, KeyPair.from_seed(seed), publics, part.sum_context
-    )
+    unpaired = sum_.messages[4] - mask_values(values[4], 4, KeyPair.from_seed(seed), publics, part.sum_context)
     assert looks_random(unpaired)
-    assert not (
-        unpaired - _self_mask(secrets[1], part.sum_context, N)
-    ).any()  # with both keys it would be read
+    assert not (unpaired - _self_mask(secrets[1], part.sum_context, N)).any()  # with both keys it would be read
 
 
 class Adversary:
@@ -323,6 +318,4 @@ def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
 
 def test_opened_is_noise_without_the_masks_of_who_is_gone():
     sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
-    assert (
-        looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N
-    )
+    assert looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N

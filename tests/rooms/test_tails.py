@@ -29,9 +29,7 @@ def a_cohort(n=300, planted=3, seed=0):
     z = torch.from_numpy(rng.normal(size=(n, 16)) * np.where(np.arange(16) < 12, 0.1, 0.005))
     z[:planted] = torch.eye(16, dtype=torch.float64)[13 : 13 + planted] * 0.999
     y = torch.from_numpy(rng.integers(0, 2, n))
-    return torch.stack(
-        [head.pack_statistics(z[k : k + 1], y[k : k + 1]) for k in range(n)]
-    ).numpy(), y.numpy()
+    return torch.stack([head.pack_statistics(z[k : k + 1], y[k : k + 1]) for k in range(n)]).numpy(), y.numpy()
 
 
 def drawn(sigma, k, n):
@@ -133,9 +131,7 @@ def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
     head, _, exact = a_letter(n, sigma, rows=rows)
     chance = torch.Generator().manual_seed(1)
     letters = [released(head, exact, sigma, chance) for _ in range(500)]
-    refused = sum(
-        bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters
-    )
+    refused = sum(bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
     least = binom.ppf(1e-4, 500, 0.008) if rows else 0
     assert least <= refused <= binom.ppf(1 - 1e-4, 500, 0.01)
     assert not any(explain_invalid_statistics(head, one, n, sigma, rows=rows) for one in letters[:100])
@@ -156,9 +152,9 @@ def test_forged_letters_are_refused(sigma):
     assert "longer than its count" in explain_invalid_statistics(head, one)
     more = letter.clone()
     more.view(-1)[[16, 33]] += 60.0
-    assert "announced" in explain_invalid_statistics(
+    assert "announced" in explain_invalid_statistics(head, more, 60, sigma) or "long" in explain_invalid_statistics(
         head, more, 60, sigma
-    ) or "long" in explain_invalid_statistics(head, more, 60, sigma)
+    )
     louder = letter.clone()
     louder[-2:] = 4 * louder[-2:] + 1
     assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)
@@ -170,9 +166,7 @@ def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
     worst_case[0], worst_case[16] = 57.0, 17.0  # all rows of one class, in one direction
     worst_case[-2:] = 4.0
     for scale in (1.0, 1.3, 2.0, 1000.0):
-        if not explain_invalid_statistics(
-            head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0
-        ):
+        if not explain_invalid_statistics(head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0):
             assert scale * float(worst_case[:-2].norm()) < 60 + 2 * (norm.isf(1e-7) + np.sqrt(34)) * 1.5
     assert not explain_invalid_statistics(head, worst_case, 60, 2.0)
 

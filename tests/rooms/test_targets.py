@@ -63,6 +63,4 @@ def test_patients_that_a_spreadsheet_made_one_are_not_counted_as_one(tmp_path, h
 
 @pytest.mark.parametrize("days", ["1_0", "7_", "0_0.5"])
 def test_times_are_numbers_as_people_write_them(tmp_path, days):
-    refused(
-        lambda: said_by(tmp_path, f"patient,days,dead\np0,{days},1\n"), "line 2", f"'{days}' is no number"
-    )
+    refused(lambda: said_by(tmp_path, f"patient,days,dead\np0,{days},1\n"), "line 2", f"'{days}' is no number")

@@ -83,15 +83,11 @@ def test_tiles_that_are_no_colours_of_8_bits_are_refused_by_what_they_are(tmp_pa
     pixels, how, words = NO_COLOURS[what]
     path = write(tmp_path / "a.tif", pixels, **how)
     for reader in ("auto", "openslide"):
-        refused(
-            partial(Slide, path, MPP, reader), "a.tif", "a slide has 8-bit colours", words, "save it as red"
-        )
+        refused(partial(Slide, path, MPP, reader), "a.tif", "a slide has 8-bit colours", words, "save it as red")
 
 
 def test_a_scanners_tiff_of_16_bits_is_refused_too(tmp_path):
-    path = write(
-        tmp_path / "a.svs", PICTURE.astype(np.uint16) << 4, description="Aperio Image\r\n264x200|MPP = 0.5"
-    )
+    path = write(tmp_path / "a.svs", PICTURE.astype(np.uint16) << 4, description="Aperio Image\r\n264x200|MPP = 0.5")
     refused(partial(Slide, path), "a.svs", "16-bit RGB")
 
 
@@ -156,8 +152,7 @@ CODECS = {
 def write_codec(path, codec, pixels=PICTURE, **more):
     lossless = {"compressionargs": {"lossless": True}} if codec in {"webp", "jpegxl"} else {}
     pages = [
-        (level, {"compression": codec, "subfiletype": int(k > 0)} | lossless)
-        for k, level in enumerate(halves(pixels))
+        (level, {"compression": codec, "subfiletype": int(k > 0)} | lossless) for k, level in enumerate(halves(pixels))
     ]
     return write_pages(path, *[(level, how | more) for level, how in pages])
 

@@ -88,11 +88,7 @@ def test_random_peers_meet_everybody_sooner_or_later(n, seed, start):
 
 
 def test_random_peers_differ_between_rounds_and_seeds_and_are_the_same_on_every_machine():
-    drawn = {
-        tuple(random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist())
-        for seed in range(3)
-        for t in range(20)
-    }
+    drawn = {tuple(random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist()) for seed in range(3) for t in range(20)}
     assert len(drawn) == 60
     assert random_permutation(7)(6, 2, 0.0)[0].argmax(axis=0).tolist() == [2, 0, 5, 4, 1, 3]
 
@@ -299,8 +295,4 @@ def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
 def test_who_listens_sends_nothing_in_a_graph_of_names_either():
     graph = parse_graph({"rounds": [[["L", "A"], ["A", "B"], ["B", "L"], ["B", "A"]]]}, ["L", "A", "B"], "g")
     (matrix,) = list_hops(graph, 3, [1, 2], 0, 0.5, listening=[0])
-    assert (
-        list_receivers(matrix, 0) == []
-        and list_receivers(matrix, 1) == [2]
-        and list_receivers(matrix, 2) == [0, 1]
-    )
+    assert list_receivers(matrix, 0) == [] and list_receivers(matrix, 1) == [2] and list_receivers(matrix, 2) == [0, 1]

@@ -73,9 +73,7 @@ def test_a_ratio_is_that_of_the_sums_and_its_interval_that_of_the_bootstrap():
 def test_repetitions_have_the_interval_of_student():
     values = np.array([0.02, 0.05, 0.03, 0.01])
     found = estimate_from_repetitions(values.mean(), values.std(ddof=1), 4)
-    assert (found.low, found.high) == pytest.approx(
-        stats.t.interval(0.95, 3, values.mean(), stats.sem(values))
-    )
+    assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
     assert estimate_from_repetitions(0.1, None, 1) == Estimate(0.1, None, None)
 
 
@@ -85,9 +83,7 @@ def test_what_each_example_adds_has_the_score_as_its_mean():
     assert CLASSES.example_scores(said, truth).mean() == CLASSES.compute_scores(said, truth)["accuracy"]
     numbers, task = rng.normal(5, 2, 60), NumberTask(0, 10)
     guess = (numbers + rng.normal(size=60))[:, None]
-    assert task.example_scores(guess, numbers).mean() == pytest.approx(
-        task.compute_scores(guess, numbers)["r2"]
-    )
+    assert task.example_scores(guess, numbers).mean() == pytest.approx(task.compute_scores(guess, numbers)["r2"])
     assert task.example_scores(guess[:1], numbers[:1]) is None
     times = np.stack([rng.exponential(10, 300), rng.random(300) < 0.7], axis=1)
     curves = np.clip(0.3 + times[:, :1] / 40 + 0.2 * rng.random((300, 3)), 0, 1)
@@ -114,9 +110,7 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
             own = slice(k, None, sites)
             head.set_local_statistics(z[own], y[own])
             exact = head.pack_statistics(z[own], y[own])
-            head.set_noisy_statistics(
-                exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2
-            )
+            head.set_noisy_statistics(exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2)
         SharedHead.combine(heads)
         return heads[0]
 
@@ -129,9 +123,7 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
 
     fresh = scatter([says(exchanged(sd)) for _ in range(100)])
     around = [
-        scatter(
-            [says(exchanged(sd).redraw_noise(rng))] + [says(heads[0].redraw_noise(rng)) for _ in range(25)]
-        )
+        scatter([says(exchanged(sd).redraw_noise(rng))] + [says(heads[0].redraw_noise(rng)) for _ in range(25)])
         for _ in range(4)
     ]
     assert np.mean(around) == pytest.approx(fresh, rel=0.2)

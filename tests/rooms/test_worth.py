@@ -80,8 +80,7 @@ def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
 def test_gains_are_paired_by_seed_and_test_row(worth):
     def rows(*right):
         return {
-            seed: {"right": one, "sites": [0.1, 0.2], "asked": [3 + seed, 5, 9, 20]}
-            for seed, one in enumerate(right)
+            seed: {"right": one, "sites": [0.1, 0.2], "asked": [3 + seed, 5, 9, 20]} for seed, one in enumerate(right)
         }
 
     lone, pooled = rows([1, 0, 0, 1], [1, 1, 0, 0]), rows([2, 2, 2, 2], [2, 2, 2, 2])
@@ -104,12 +103,8 @@ def test_a_verdict_is_only_what_the_intervals_show():
     assert decide_verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
     assert decide_verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"
     assert decide_verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
-    assert (
-        decide_verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"
-    )  # nobody knows what there is
-    assert (
-        decide_verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"
-    )  # sure, and next to nothing
+    assert decide_verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"  # nobody knows what there is
+    assert decide_verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"  # sure, and next to nothing
     assert decide_verdict(Estimate(0.3, None, None), None) == "inconclusive"  # a single patient
     assert decide_verdict(None, None) == "inconclusive"
     assert {"join", "local", "nothing to gain", "inconclusive"} == set(words_of_verdicts)

@@ -48,9 +48,7 @@ class Case:
 
 def head(run, **layers):
     """Two layers, and what is done between them."""
-    return Net(
-        lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers
-    )
+    return Net(lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers)
 
 
 def conv(*between):
@@ -397,12 +395,8 @@ WRONG = {
     "SyncBatchNorm": Case(lambda: conv(frozen(nn.SyncBatchNorm(3))), kind="images"),
     "lazy BatchNorm": Case(lambda: conv(nn.LazyBatchNorm2d(affine=False)), kind="images"),
     "a subclass of BatchNorm": Case(lambda: mlp(Sub(D, affine=False))),
-    "InstanceNorm with statistics": Case(
-        lambda: conv(nn.InstanceNorm2d(3, track_running_stats=True)), kind="images"
-    ),
-    "BatchNorm of a patient's rows": Case(
-        lambda: conv(frozen(nn.BatchNorm2d(3))), kind="images", unit="patient"
-    ),
+    "InstanceNorm with statistics": Case(lambda: conv(nn.InstanceNorm2d(3, track_running_stats=True)), kind="images"),
+    "BatchNorm of a patient's rows": Case(lambda: conv(frozen(nn.BatchNorm2d(3))), kind="images", unit="patient"),
     "functional batch_norm": Case(lambda: head(batch_norm)),
     "softmax over the batch": Case(lambda: mlp(nn.Softmax(0))),
     "LayerNorm over the batch": Case(lambda: mlp(nn.LayerNorm((B, D)))),
@@ -571,16 +565,12 @@ RIGHT = {
     "focal": Case(mlp, focal),
     "constant weights": Case(mlp, constant_weights),
     "smoothing": Case(mlp, lambda y: partial(functional.cross_entropy, target=y, label_smoothing=0.1)),
-    "probabilities": Case(
-        mlp, lambda y: lambda out: functional.cross_entropy(out, functional.one_hot(y, 2).float())
-    ),
+    "probabilities": Case(mlp, lambda y: lambda out: functional.cross_entropy(out, functional.one_hot(y, 2).float())),
     "mean squared error": Case(mlp, lambda y: lambda out: functional.mse_loss(out[:, 0], y.float())),
     "binary": Case(
         mlp,
         lambda y: (
-            lambda out: functional.binary_cross_entropy_with_logits(
-                out[:, 1], y.float(), pos_weight=torch.tensor(3.0)
-            )
+            lambda out: functional.binary_cross_entropy_with_logits(out[:, 1], y.float(), pos_weight=torch.tensor(3.0))
         ),
     ),
     "margins": Case(mlp, lambda y: lambda out: functional.multi_margin_loss(out, y)),

@@ -27,9 +27,7 @@ def contents(root):
 @pytest.fixture
 def partition(tmp_path):
     np.savez(tmp_path / "x.npz", **DATA)
-    return lambda study, n_sites=3: stage.partition_images(
-        study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z"
-    )
+    return lambda study, n_sites=3: stage.partition_images(study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z")
 
 
 @pytest.fixture
@@ -91,9 +89,7 @@ def test_what_others_put_into_the_place_of_a_killed_partition_stays(killed, part
 
 def test_pack_that_was_killed_leaves_nothing_beside_the_file_once_it_is_called_again(tmp_path):
     study = make_study(tmp_path / "study", 1)
-    left, others, busy = (
-        tmp_path / f".{name}.partial.h5" for name in ("one.12345", "other.12345", "one.54321")
-    )
+    left, others, busy = (tmp_path / f".{name}.partial.h5" for name in ("one.12345", "other.12345", "one.54321"))
     for path in (left, others):
         path.write_bytes(b"half")
     with h5py.File(busy, "w"):  # of another pack, which is at work

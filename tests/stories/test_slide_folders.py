@@ -83,9 +83,7 @@ def test_every_command_takes_a_folder_as_a_slide_of_its_name(archive, tiny_weigh
     assert [one["slide"] for one in document["slides"]] == list(NAMES) and not document["failed"]
     one_file = predict(study, run, site="A", slides=[slides[0] / "0.dcm"], out=tmp_path / "out")["slides"][0]
     assert one_file["slide"] == "0" and one_file["patches"] == document["slides"][0]["patches"]
-    made = build_projection(
-        study, slides, out=tmp_path / "projection.safetensors", n_dimensions=4, overrides=how
-    )
+    made = build_projection(study, slides, out=tmp_path / "projection.safetensors", n_dimensions=4, overrides=how)
     assert [one["name"] for one in made["sources"]] == list(NAMES) and not made["excluded"]
 
 

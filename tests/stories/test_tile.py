@@ -472,9 +472,7 @@ def test_a_damaged_level_is_said_and_costs_no_patch_and_lacking_tiles_are_counte
         assert np.abs(pixels[table.slide == "coarse"].astype(int) - pixels[table.slide == "whole"]).mean() < 6
         if mpp == 0.5:
             (failed,) = row["failed"]
-            assert n["lacking"] == n["whole"] - 2 and failed["reason"].startswith(
-                "2 of 16 patches excluded, at"
-            )
+            assert n["lacking"] == n["whole"] - 2 and failed["reason"].startswith("2 of 16 patches excluded, at")
             assert "lacks pixels" in failed["reason"]
             places = table.xy_l0[table.slide == "lacking"].tolist()
             assert [192, 192] not in places and [256, 192] not in places

@@ -133,9 +133,7 @@ def _lives(pid):
 def _processes_of(pid):
     """The process and everything below it."""
     children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").glob("*")
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
     ]
     return [pid, *(p for child in children for p in _processes_of(child))]
 

@@ -40,9 +40,7 @@ def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
         (["train.min_sites=2", "privacy.noise='shared'"], "privacy.dropouts"),
     ],
 )
-def test_fewer_than_two_or_more_than_there_are_is_refused_and_shared_noise_has_its_own_key(
-    tmp_path, settings, words
-):
+def test_fewer_than_two_or_more_than_there_are_is_refused_and_shared_noise_has_its_own_key(tmp_path, settings, words):
     refused(lambda: planned(tmp_path, *settings), words)
 
 

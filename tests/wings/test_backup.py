@@ -66,9 +66,7 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
     assert load_approved_plan(study, Kit.open(kit.path).load_identity()).digest == digest
     spend(study, 3)
     assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
-    assert (
-        load_holdout_draw(study, "S0") == lots and len(lots.secret) == 32
-    )  # so the same patients are held out
+    assert load_holdout_draw(study, "S0") == lots and len(lots.secret) == 32  # so the same patients are held out
     assert secret_path(study, "S0").stat().st_mode & 0o777 == 0o600
 
 
@@ -160,10 +158,7 @@ DOCUMENTS = [
 ]
 DAMAGES = [
     *(lambda files, text=text: files.update({"kit/federation.json": text}) for text in DOCUMENTS),
-    *(
-        lambda files, name=name: files.update({name: b"x"})
-        for name in (".", "kit", "study", "other", "kit/\0")
-    ),
+    *(lambda files, name=name: files.update({name: b"x"}) for name in (".", "kit", "study", "other", "kit/\0")),
     lambda files: files.update({"ledger.jsonl": b""}),
     lambda files: files.update({"ledger.jsonl": b'{"run": "half'}),
     lambda files: files.update({"ledger.jsonl": b"\xff\n"}),

@@ -71,12 +71,8 @@ def steps(facts):
     return [f"{one.who}: {one.what}: {one.command}" for one in next_steps(facts)]
 
 
-SIGN = (
-    "sign the plan, and send the approval to the coordinator: wsi-fl federation approve plan.json --kit KIT"
-)
-PLANNING = (
-    "make the plan, and send it to every hospital: wsi-fl federation plan --method proxyfl --kit FOUNDED"
-)
+SIGN = "sign the plan, and send the approval to the coordinator: wsi-fl federation approve plan.json --kit KIT"
+PLANNING = "make the plan, and send it to every hospital: wsi-fl federation plan --method proxyfl --kit FOUNDED"
 OWN = "federation/plan.json --kit '/srv/my kit'"
 REPORT = "result-1/report.html"
 SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
@@ -144,10 +140,7 @@ def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
     ]
     log, _ = steps(replace(facts, reason="site C2 failed; its own log says why (runs/C2.log)"))
     assert log == "C2: look into your own log, runs/C2.log, and fix what it reports: "
-    assert (
-        steps(replace(facts, over="folder"))[1]
-        == f"everybody: start; to start again is always right: {START}"
-    )
+    assert steps(replace(facts, over="folder"))[1] == f"everybody: start; to start again is always right: {START}"
 
 
 def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_asked_for_nothing(founded, tmp_path):
@@ -205,9 +198,7 @@ def founded(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         (root / "share").mkdir()
-        provision_federation(
-            root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"]
-        )
+        provision_federation(root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"])
         study = larger_study(root / "study", n_sites=2, site_extra=REAL)
         keys = RootCA.open(root / "kits").load_keys()
         plan = make_plan(study, method="proxyfl", out=study.root / "plan.json", keys=keys)
@@ -367,9 +358,7 @@ def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
     assert make_dashboard(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
 
 
-def test_the_page_stands_alone_and_names_cannot_break_it_and_the_terminal_says_the_same(
-    board, finished, capsys
-):
+def test_the_page_stands_alone_and_names_cannot_break_it_and_the_terminal_says_the_same(board, finished, capsys):
     html = board[1].read_text()
     assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in Document(html).tags}
     assert str(finished[1].root) not in html

@@ -101,9 +101,7 @@ class Hospitals:
             before = study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b""
             by_files = train(study, method="oneshot", backend="local", overrides=SENT)
             assert same(self.head(name, found[name]), self.head(name, by_files))
-            assert before == (
-                study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b""
-            )
+            assert before == (study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b"")
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +144,7 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
         _, once, again = read_lines(hospitals.study(name).ledger_path(name))
         assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
     study = hospitals.study("S0")
-    (account,) = page._list_accounts(
-        study, "S0", page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None
-    )
+    (account,) = page._list_accounts(study, "S0", page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None)
     assert page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
 
 

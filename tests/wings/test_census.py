@@ -74,10 +74,7 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
     assert run_query(study, identity, ASKED, epsilon=0.3) == first
     entries = LedgerFile(study.ledger_path("S0")).entries
     assert len(collect_mechanisms(entries)) == 1 and [entry.sending for entry in entries] == [False, True]
-    assert (
-        epsilon(collect_mechanisms(entries), 1e-5) == pytest.approx(0.3, rel=1e-3)
-        and entries[0].unit == "patient"
-    )
+    assert epsilon(collect_mechanisms(entries), 1e-5) == pytest.approx(0.3, rel=1e-3) and entries[0].unit == "patient"
     assert list(first["counts"]) == ["grade", "her2"]
     assert list(first["counts"]["grade"]) == ["low", "high", "other"] and "secret" not in json.dumps(first)
     asked, found = [ASKED, {"grade": ["low", "high"]}], []
@@ -142,9 +139,7 @@ def test_a_column_that_is_asked_twice_is_not_dropped(tmp_path, federation, secon
     study, kit = hospital(tmp_path / "S0", many(3, 3)), federation.kit(tmp_path / "kit", "S0")
     asked = [word for one in ("grade=low,high", "her2=neg", second) for word in ("--column", one)]
     given = ["federation", "census", "--kit", str(kit), "--study", str(study.root), *asked]
-    refused(
-        lambda: CliRunner().invoke(app, given, catch_exceptions=False), "is given twice", second.split("=")[0]
-    )
+    refused(lambda: CliRunner().invoke(app, given, catch_exceptions=False), "is given twice", second.split("=")[0])
     assert not study.ledger_path("S0").exists()
 
 

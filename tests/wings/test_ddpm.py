@@ -166,9 +166,7 @@ def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps,
 @pytest.mark.parametrize("steps", [1, 8, 25, 100])
 def test_where_steps_divide_the_chain_images_are_those_of_the_library(steps):
     shape = replace(SHAPE, chain=200)
-    (images,) = draw_images(
-        Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0
-    )
+    (images,) = draw_images(Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0)
     plain = DDIMScheduler(**shape.diffusion, timestep_spacing="trailing")
     plain.set_timesteps(steps)
     x = first_noise(4)

@@ -92,9 +92,7 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     (account,) = found["accounts"]
     assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
     assert account["epsilon"] == pytest.approx(ledger.epsilon())
-    assert [one["sha256"] for one in account["releases"]] == [
-        one.split()[1] for one in ledger.list_releases()
-    ]
+    assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.list_releases()]
     assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
     (audited,) = found["audits"]
     assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
@@ -345,9 +343,7 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
     file.write_text(before)
     assert own["group"]["rows"] == 12 and [one["auroc"] for one in own["audits"]] == [0.51, 0.987]
     found = json.loads((tmp_path / "out" / "dossier.json").read_text())
-    told = [
-        value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")
-    ]
+    told = [value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")]
     assert told and set(map(str, told)) == {"None"}
     assert [(one["model"], one["auroc"]) for one in found["audits"]] == [("proxy", 0.51)]
     for path in (tmp_path / "out").iterdir():
@@ -358,9 +354,7 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
 def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, monkeypatch):
     study, kit, *_ = signed
     home = tmp_path / "home"
-    document = {
-        "components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]
-    }
+    document = {"components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]}
     document["properties"] = [
         {"name": "python", "value": str(home / "python")},
         {"name": "python", "value": "3"},
@@ -374,14 +368,10 @@ def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, mon
 
     make_tool = writing._run_tool
     monkeypatch.setattr(writing, "_run_tool", tool)
-    monkeypatch.setattr(
-        page, "_load_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows")
-    )
+    monkeypatch.setattr(page, "_load_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
     document_of_kit = json.loads((Path(kit) / "federation.json").read_text())
     shutil.copytree(kit, tmp_path / "kit")
-    (tmp_path / "kit" / "federation.json").write_text(
-        json.dumps(document_of_kit | {"folder": str(home / "share")})
-    )
+    (tmp_path / "kit" / "federation.json").write_text(json.dumps(document_of_kit | {"folder": str(home / "share")}))
     made = make_evidence(study, Kit.open(tmp_path / "kit"), tmp_path / "out")
     assert "pip-audit failed" in made["vulnerabilities"]
     for path in (tmp_path / "out").rglob("*"):
@@ -478,9 +468,7 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert "anybody can make such a root CA" not in done.output
     done, identity = command("--verify", out), Kit.open(kit).load_identity()
     assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
-    assert (
-        key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
-    )
+    assert key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
     assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")
 

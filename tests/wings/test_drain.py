@@ -39,9 +39,7 @@ class Turns(Group):
     def charges(self, site):
         """The lines that charged a site, by the approval that each names, the oldest first."""
         lines = [e for e in LedgerFile(self.study(site).ledger_path(site)).entries if e.mechanism]
-        return {
-            one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)
-        }
+        return {one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)}
 
 
 @pytest.mark.slow
@@ -88,9 +86,7 @@ def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tm
 TIMEOUT_S = 3.0
 
 
-@pytest.mark.parametrize(
-    ("phase", "ends"), [(PHASES[0], "ends"), *nightly(*((one, "is gone") for one in PHASES))]
-)
+@pytest.mark.parametrize(("phase", "ends"), [(PHASES[0], "ends"), *nightly(*((one, "is gone") for one in PHASES))])
 def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, federation, phase, ends):
     """Whether it is just gone, or says that it ended, which is a word that ends all that comes after the sum."""
     identities, wires = {name: federation.identity(name) for name in NAMES}, {}

@@ -68,8 +68,7 @@ def distances(n, seed, low=0.1):
 
 def test_a_generator_of_the_distribution_passes():
     found = [
-        evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01)
-        for k in range(40)
+        evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
     ]
     failed = [one for one in found if one.list_reasons("nearest sample")]
     assert len(failed) <= 1 and list_doubts({"nearest sample": found[0]}, 200) == []
@@ -89,9 +88,7 @@ def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all
     reasons = list_doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
     nearer = evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
-    assert (
-        nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
-    )
+    assert nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
 
 
 def test_without_held_out_images_or_a_comparison_nothing_passes():
@@ -128,9 +125,7 @@ def apart(a, b):
     return np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(len(a), len(b), -1).mean(-1)) / 255
 
 
-@given(
-    st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000)
-)
+@given(st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000))
 @settings(max_examples=20, deadline=None)
 def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)

@@ -61,16 +61,12 @@ def test_the_server_refuses_a_withdrawn_certificate(tmp_path):
         tmp_path / "kits", federation="trial", server=f"localhost:{find_free_port()}", sites=["S0", "S1"]
     )
     revoke_site("S1", tmp_path / "kits")
-    assert install_revocation_list(
-        tmp_path / "kits" / "root" / REVOCATIONS_FILE, tmp_path / "kits" / "server"
-    )["newer"]
+    assert install_revocation_list(tmp_path / "kits" / "root" / REVOCATIONS_FILE, tmp_path / "kits" / "server")["newer"]
     command = [sys.executable, "-m", "wsi_fl", "federation", "start", str(tmp_path / "kits" / "server")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert "listens on port" in server.stderr.readline()
-            steps = {
-                name: list(check_connection(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")
-            }
+            steps = {name: list(check_connection(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")}
         finally:
             server.terminate()
     assert [step.ok for step in steps["S0"]] == [True] * 4

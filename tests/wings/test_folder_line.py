@@ -212,17 +212,13 @@ def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_
         line.listen(Desk())
     for line in (dead, alive):
         assert line.send("C1", "hello", b"here I am", 5.0) == ""
-    until(
-        lambda: alive.list_signs().keys() == set(NAMES) and looks.silence_s("C2") < 1 > looks.silence_s("C3")
-    )
+    until(lambda: alive.list_signs().keys() == set(NAMES) and looks.silence_s("C2") < 1 > looks.silence_s("C3"))
     dead._stop.set()  # its hello and its last sign stay
     until(lambda: looks.silence_s("C2") > 0.5)
     assert looks.silence_s("C3") < 0.5 and looks.waiting() == {"C2", "C3"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starting, "_LEAVING_S", 0.3)
-        assert not starting._has_waiting_peer(looks, {"C2"}) and starting._has_waiting_peer(
-            looks, {"C2", "C3"}
-        )
+        assert not starting._has_waiting_peer(looks, {"C2"}) and starting._has_waiting_peer(looks, {"C2", "C3"})
     (hello,) = inbox(share, "C1").glob("C3~hello~*")
     hello.unlink()  # another process of C3 gives signs, and says another hello
     until(lambda: looks.silence_s("C3") > 0.5)
@@ -472,11 +468,7 @@ def models(run, site):
 
 def charged(study, site):
     """(round, mechanism) of all that a ledger was charged, in order."""
-    return [
-        (line["round"], line["mechanism"])
-        for line in read_lines(study.ledger_path(site))
-        if line.get("mechanism")
-    ]
+    return [(line["round"], line["mechanism"]) for line in read_lines(study.ledger_path(site)) if line.get("mechanism")]
 
 
 def start(root, groups):

@@ -157,9 +157,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     admit_plan(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
     assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
-    assert load_approved_plan(study, me).digest == plan.digest and approval_time(study, "S0").endswith(
-        frame["id"]
-    )
+    assert load_approved_plan(study, me).digest == plan.digest and approval_time(study, "S0").endswith(frame["id"])
     assert (study.root / "federation" / "plans" / f"{plan.digest}.json").read_text() == plan.text
     assert f"plan {plan.digest[:8]} was approved by the standing approval" in capsys.readouterr().err
     before = approval_time(study, "S0")
@@ -181,10 +179,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     edited = FederationPlan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
     refused(lambda: admit_plan(study, me, edited), "S0 cannot approve", "frame.log says why")
     assert "changed by hand" in log_of(study).read_text()
-    assert (
-        load_approved_plan(study, me).digest == plan.digest
-        and log_of(study).read_text().count("refused") == 4
-    )
+    assert load_approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
 def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
@@ -197,14 +192,10 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     refused(lambda: admit_plan(study, identities["S0"], plan), "not a standing approval of S0")
     earlier = {key: value for key, value in frame.items() if key != "settings"} | {"format": "wsi-fl frame 1"}
     write_preapproval(study, earlier, identities["S0"])  # it fixed too little
-    refused(
-        lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another"
-    )
+    refused(lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
 
 
-def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
-    study, identities, me, plan, monkeypatch
-):
+def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
@@ -288,9 +279,7 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities,
     refused(lambda: load_approved_plan(study, me), "began 3 runs under a standing approval for 2")
 
 
-def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
-    study, identities, me, plan, monkeypatch
-):
+def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, me, plan, monkeypatch):
     """Lines on the ledger would name another approval than that of the plan that is done."""
     sign_plan(study, review_plan(study, plan, "S0"), me)  # by a person
     framed(study, identities, plan)
@@ -317,9 +306,7 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
     assert _explain_rejection(listed, review_plan(study, plan, "S0", listed)) == ""
     assert explain_text_rejection(listed, plan, TODAY, 1) == ""
-    refused(
-        lambda: review_plan(study, plan, "S0"), "install the plan's version"
-    )  # a person approves one code
+    refused(lambda: review_plan(study, plan, "S0"), "install the plan's version")  # a person approves one code
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._open_comm", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
@@ -343,9 +330,7 @@ def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, stu
     (share / "plan.json").write_text(other.text)
     refused(lambda: _admit_shared_plan(study, me, str(share)), "exceeds the standing approval of S0: method")
     SharedFolder(str(share)).write(b"{}", "plan.json")
-    refused(
-        lambda: _admit_shared_plan(study, me, str(share)), "plan.json of the shared folder: this is no plan"
-    )
+    refused(lambda: _admit_shared_plan(study, me, str(share)), "plan.json of the shared folder: this is no plan")
 
 
 @pytest.fixture
@@ -402,9 +387,7 @@ def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation
     assert json.loads(done.stdout)["epsilon"] == 2 and "ε = 2 in all" in done.stderr
     done = wsi_fl("federation", "preapprove", "--kit", kit, "--add-code", "--yes", "--json", cwd=study.root)
     assert done.returncode == 0 and len(json.loads(done.stdout)["allows"]["code"]) == 1
-    assert (
-        wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
-    )
+    assert wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
     assert not preapproval_path(study).exists()
 
 
@@ -435,9 +418,7 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
         planned("fedavg", 2)
         done = bed.submit("--plan", str(file))
         assert done.returncode != 0 and "exceeds the standing approval of S" in done.stderr
-        said = bed.command(
-            "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1"
-        )
+        said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
         assert said.returncode == 0, said.stderr
         planned("proxyfl", 3)
         done = bed.submit("--plan", str(file))
@@ -470,9 +451,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
         said = all_start()
         assert [one[1] for one in said] == [status] * len(bed.sites), said
         assert all(plan.digest[:8] in one[0] for one in said)
-        assert status == 0 or all(
-            "the standing approval is for 1 runs, and it had them" in one[0] for one in said
-        )
+        assert status == 0 or all("the standing approval is for 1 runs, and it had them" in one[0] for one in said)
     bed.processes.clear()
 
 
@@ -480,9 +459,7 @@ def with_said(plan, **changed):
     """A plan that says something else; `learns` is what of its data, keys that stay as they are left out."""
     document = json.loads(plan.text)
     learns = document["learns"] | changed.pop("learns", {})
-    return FederationPlan(
-        json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n"
-    )
+    return FederationPlan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
 
 
 DOTS = "a." * 20

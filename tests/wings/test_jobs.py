@@ -20,9 +20,7 @@ pytestmark = needs_flare
 
 SITES = ["C1", "C2"]
 SETTINGS = SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(min_sites=None))
-PLAN = SimpleNamespace(
-    sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS
-)
+PLAN = SimpleNamespace(sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS)
 FAILED = ("7", "FINISHED:EXECUTION_EXCEPTION")
 WORK = {"what": "work", "plan": PLAN.digest, "resume": None, "without": []}
 

@@ -20,9 +20,7 @@ from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_likely_reason
 from wsi_fl.hospitals.trust.making import create_request, provision_federation
 from wsi_fl.types import WsiFlError
 
-approve_request, join = (
-    partial(one, unchecked=True) for one in (making.approve_request, making.install_certificate)
-)
+approve_request, join = (partial(one, unchecked=True) for one in (making.approve_request, making.install_certificate))
 
 
 @pytest.fixture(scope="module")

@@ -188,9 +188,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):
     pipeline = study.load_pipeline(study.pipeline_name(None), [six, "mpcpa.unchecked=true"])
     _ready(study, pipeline, "S1", SilentProgress())
     real(study, "S1", ["generator", "model"])
-    refused(
-        lambda: _ready(study, pipeline, "S1", SilentProgress()), "S1", "is not released", error=WsiFlError
-    )
+    refused(lambda: _ready(study, pipeline, "S1", SilentProgress()), "S1", "is not released", error=WsiFlError)
 
 
 @pytest.mark.slow
@@ -224,9 +222,7 @@ def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(own):
     assert "mpcpa.unchecked</code> although" not in page
     table["memorization"][0]["passed"] = False
     path.write_text(json.dumps(table))
-    assert "mpcpa.unchecked</code> although" in write_report(study, document["run"]).read_text(
-        encoding="utf-8"
-    )
+    assert "mpcpa.unchecked</code> although" in write_report(study, document["run"]).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

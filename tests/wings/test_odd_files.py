@@ -65,9 +65,7 @@ def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capf
 
 def test_a_list_of_withdrawn_certificates_neither(odd):
     odd.rename(odd.with_name("withdrawn.pem"))
-    kit = SimpleNamespace(
-        update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text="")
-    )
+    kit = SimpleNamespace(update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text=""))
     assert "\n" not in sync_revocation_list(kit, str(odd.parent))
 
 

@@ -105,9 +105,7 @@ def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried
 
 
 def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
-    gone = JobFailed(
-        "site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True
-    )
+    gone = JobFailed("site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True)
     assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
     assert world.awaited == [{}] * 3
     with pytest.raises(JobFailed, match="site C withdrew"):

@@ -157,9 +157,7 @@ def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path,
     refused(lambda: review_plan(own, often, "S0"), "(leaves)", "changed by hand")
 
 
-def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
-    plan, file, tmp_path, kits, wsi_fl
-):
+def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(plan, file, tmp_path, kits, wsi_fl):
     study = hospital(tmp_path, "S1")
     given = ("federation", "approve", file, "--kit", kits["S1"], "--yes", "--yes-per-row", "--json")
     done = wsi_fl(*given, cwd=study.root)
@@ -213,10 +211,7 @@ def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, ide
     assert FederationPlan.load(study.root / f"plan-{tag}.json") == first
     assert FederationPlan.load(study.root / "plan.json") == second
     record_approval(study, second, identities["S0"])
-    assert (
-        FederationPlan.load(folder / f"plan-{tag}.json") == first
-        and FederationPlan.load(plan_path(study)) == second
-    )
+    assert FederationPlan.load(folder / f"plan-{tag}.json") == first and FederationPlan.load(plan_path(study)) == second
     assert json.loads((folder / f"approval-S0-{tag}.json").read_text())["plan"] == first.digest
     assert collect_approvals(study, second, identities["S0"].root).signed == ("S0",)
     approval_path(study, "S0").write_text('{"plan": "../../x"}')  # not by us
@@ -227,9 +222,7 @@ def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, ide
 ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 76.7"
 
 
-def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
-    plan, file, tmp_path, kits, wsi_fl, monkeypatch
-):
+def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(plan, file, tmp_path, kits, wsi_fl, monkeypatch):
     study, asked = hospital(tmp_path, "S0"), []
     assert "A patient with many rows is protected much less" in parse_plan_document(plan)["privacy"]["says"]
     cost = review_plan(study, plan, "S0").cost
@@ -268,11 +261,7 @@ def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_
         plan = made(coordinator, tmp_path, "proxyfl", *given)
         study = hospital(tmp_path / unit, "S0", said)
         cost = review_plan(study, plan, "S0").cost
-        assert (
-            cost is not None
-            and cost.group_over_budget is None
-            and (cost.group is None) == (unit == "patient")
-        )
+        assert cost is not None and cost.group_over_budget is None and (cost.group is None) == (unit == "patient")
         given = ("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], "--yes")
         assert wsi_fl(*given, cwd=study.root).returncode == 0
         assert ("A patient with many rows" in parse_plan_document(plan)["privacy"]["says"]) == (unit == "row")
@@ -465,10 +454,7 @@ def test_approvals_of_another_plan_site_or_federation_do_not_count(plan, tmp_pat
     assert found.signed == ("S0",) and "another plan" in found.missing["S1"]
     later = changed(plan, created="later")
     assert "another plan" in collect_approvals(study, later, root).missing["S0"]
-    assert (
-        "does not belong to this federation"
-        in collect_approvals(study, plan, Federation().root).missing["S0"]
-    )
+    assert "does not belong to this federation" in collect_approvals(study, plan, Federation().root).missing["S0"]
     for damaged in ("[]", "{}", "no JSON", text.replace('"signature": "', '"signature": "00')):
         path.write_text(damaged)
         assert collect_approvals(study, plan, root).signed == ()

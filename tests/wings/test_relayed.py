@@ -244,9 +244,7 @@ def test_an_expired_certificate_is_named(federation):
 def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monkeypatch):
     """Whoever may choose the exponent finds a key with a fingerprint like another's soon, or needs no private one."""
     usual = certificates.generate_private_key
-    monkeypatch.setattr(
-        certificates, "generate_private_key", lambda public_exponent, key_size: usual(3, key_size)
-    )
+    monkeypatch.setattr(certificates, "generate_private_key", lambda public_exponent, key_size: usual(3, key_size))
     chosen = certificates.generate_key()
     request = certificates.build_request(chosen, "C1", "org")
     refused(

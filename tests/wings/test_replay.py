@@ -128,9 +128,7 @@ def test_the_loss_of_a_batch_is_half_of_equation_4():
     for rows in batches:
         mine, theirs = rows[rows < 11], rows[rows >= 11] - 11
         assert len(mine) == len(theirs)
-        torch.testing.assert_close(
-            2 * loss(lesson.join_examples(), rows), loss(own, mine) + loss(buffer, theirs)
-        )
+        torch.testing.assert_close(2 * loss(lesson.join_examples(), rows), loss(own, mine) + loss(buffer, theirs))
 
 
 def seen_by(study, variant, monkeypatch):
@@ -175,9 +173,7 @@ def test_each_variant_learns_from_what_its_paper_says(study, variant, monkeypatc
             assert found == expected, (round_, site)
 
 
-@pytest.mark.parametrize(
-    "variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")]
-)
+@pytest.mark.parametrize("variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")])
 def test_what_travels_is_counted_and_on_the_ledger(study, variant):
     path = run(study, variant)
     models = variant in ("replay", "no_buffer", "synthetic_only")
@@ -233,9 +229,7 @@ def test_a_hospital_lets_go_only_what_its_file_names(study):
 
 
 def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
-    ledger = PrivacyLedger(
-        tmp_path / "a.jsonl", site="a", run="r", terms=PrivacyTerms(1e-5, allow=("model",))
-    )
+    ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
     given = {"schema": "ab" * 32, "mechanism": None, "content": "buffer"}
     words = "a buffer without differential privacy may not leave"
     refused(lambda: ledger.release(1, np.zeros(4, np.uint8), **given), words, error=WsiFlError)
@@ -339,9 +333,7 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
         if site.index == victim:
             assert site.received_buffers == {} and site.rejected[0].startswith("buffer of site 0: ")
         else:
-            assert site.rejected == [] and np.array_equal(
-                site.received_buffers[sender], sites[sender].buffer.values
-            )
+            assert site.rejected == [] and np.array_equal(site.received_buffers[sender], sites[sender].buffer.values)
 
 
 class PowerCut(BaseException):

@@ -100,9 +100,7 @@ def test_a_model_that_became_another_after_the_signature_is_not_trained(study, o
         require_signed_model(build_site(party, 0), party)
         site = build_site(party, 0)
         site.learners["proxy"].model = other(2, 3, 16)
-        refused(
-            lambda: require_signed_model(site, party), "another model than the plan's", error=NoCommonPlan
-        )
+        refused(lambda: require_signed_model(site, party), "another model than the plan's", error=NoCommonPlan)
     monkeypatch.setitem(IMAGE_BUILDERS, "mlp", other)
     monkeypatch.setattr("wsi_fl.hospitals.plans.contents._measure_model", contents_anew())
     refused(lambda: review_plan(study, plan, "S0"), words)
@@ -163,6 +161,4 @@ def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_wha
         digest="0" * 64,
     )
     refuse_mismatch(facts, {"encoder": long}, "S")
-    refused(
-        lambda: refuse_mismatch(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "statistics with encoder"
-    )
+    refused(lambda: refuse_mismatch(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "statistics with encoder")

@@ -165,9 +165,7 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
 def first_numbers():
     """The keys of «Numbers that leave first»."""
     rows = PAGE.read_text().split("### Numbers that leave first")[1].split("\n#")[0].splitlines()
-    return {
-        key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])
-    }
+    return {key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])}
 
 
 FIRST = (
@@ -210,9 +208,7 @@ def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(fi
         told = [*documents[: last + 1]]
         assert {"number", "units", "sigma"} <= {key for one in told for key in numbers_in(one)} <= listed
         assert told[last]["units"] == 36  # three patients of twelve patches
-        log = (
-            folder / "runs" / f"S{k}.log"
-        ).read_text()  # at home there is a line of it: what, to whom, in which run
+        log = (folder / "runs" / f"S{k}.log").read_text()  # at home there is a line of it: what, to whom, in which run
         (line,) = [one for one in log.splitlines() if "preflight of" in one]
         others = ", ".join(name for name in SITES if name != f"S{k}")
         assert (
@@ -272,9 +268,7 @@ def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(t
         told = []
         comm = SimpleNamespace(abort=told.append)
         with pytest.raises(WsiFlError) as caught:
-            ranks._run_guarded(
-                comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given)
-            )
+            ranks._run_guarded(comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given))
         seen.add((type(caught.value), told[-1]))
         assert real is ("slide_1" not in str(caught.value))
         assert not real or told == [("site S0 failed; its own log says why (runs/S0.log)", False), 1]
@@ -379,9 +373,7 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
 
     second = _RunProposal(number=1, name="proxyfl-small", identity="3" * 32)
     comm = Told(late, _FolderClaim(claimed=True), second, _FolderClaim(claimed=True))
-    run = select_run(
-        RunContext.create(study, study.load_pipeline("small"), "proxyfl"), RunRequest("small"), comm
-    )
+    run = select_run(RunContext.create(study, study.load_pipeline("small"), "proxyfl"), RunRequest("small"), comm)
     assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
     assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
     assert sorted(p.name for p in study.runs_path.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]

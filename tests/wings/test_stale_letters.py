@@ -25,9 +25,7 @@ def stale(monkeypatch):
                 raise OSError(errno.ESTALE, "Stale file handle", path)
 
     monkeypatch.setattr(module, "_open_regular_file", lambda path: (require_fresh(path), opened(path))[1])
-    monkeypatch.setattr(
-        LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1]
-    )
+    monkeypatch.setattr(LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1])
     return left
 
 

@@ -61,9 +61,7 @@ def hospital(root, trains):
     """A study in which those named patients train who are said to; each has a rare value or none in its table."""
     study = make_study(root, n_sites=0, text=PIPELINE)
     for site in SITES:
-        (study.root / "sites" / f"{site}.toml").write_text(
-            f'name = "{site}"\n{REAL}\nclinical = "table.csv"\n'
-        )
+        (study.root / "sites" / f"{site}.toml").write_text(f'name = "{site}"\n{REAL}\nclinical = "table.csv"\n')
     rng = np.random.default_rng(0)
     who = [name if name in trains else f"unknown-{k}" for k, name in enumerate(NAMED)] + OTHERS
     patients = np.repeat(who, 3)
@@ -74,9 +72,7 @@ def hospital(root, trains):
         rows = csv.writer(file)
         rows.writerow(["patient", "g"])
         # a value of a named patient that nobody agreed on: of those that train one of each kind
-        rows.writerows(
-            [name, RARE[k % 3] if name in trains and k < 3 else "ab"[k % 2]] for k, name in enumerate(who)
-        )
+        rows.writerows([name, RARE[k % 3] if name in trains and k < 3 else "ab"[k % 2]] for k, name in enumerate(who))
     return study
 
 
@@ -99,9 +95,7 @@ def forged(plan, **sections):
     for name, keys in sections.items():
         settings[name] = {**settings.get(name, {}), **keys}
     text = plan.document["settings"]
-    return FederationPlan(
-        plan.text.replace(json.dumps(text, ensure_ascii=False), json.dumps(tomli_w.dumps(settings)))
-    )
+    return FederationPlan(plan.text.replace(json.dumps(text, ensure_ascii=False), json.dumps(tomli_w.dumps(settings))))
 
 
 def ground_seed(name, least=1e-3):
@@ -134,9 +128,7 @@ def attacks(plan, n, rng):
         lambda: {"audit": {"canaries": rng.randrange(1, 40)}},
         lambda: {"topology": {"graph": rng.choice(["ring", "star", "x.json"])}},
         lambda: {"comm": {"timeout_s": rng.uniform(1, 99)}},
-        lambda: {
-            "model": {"proxy": rng.choice(["abmil", "deepset", "timm:hf-hub:me/net", "timm:local-dir:/tmp"])}
-        },
+        lambda: {"model": {"proxy": rng.choice(["abmil", "deepset", "timm:hf-hub:me/net", "timm:local-dir:/tmp"])}},
         lambda: {"model": {"weights": rng.choice(["hub", "/etc/passwd"])}},
         lambda: {"features": {"encoder": rng.choice(["hf-hub:me/net", "resnet50"])}},
         lambda: {"train": {"batch_size": rng.randrange(1, 41)}},
@@ -167,9 +159,7 @@ def try_plan(study, me, plan):
 def two_worlds(folder, rng):
     """Two hospitals, and who of the named trains in each: whoever does in the one does not in the other."""
     bits = dict(zip(NAMED, rng.sample([True, False] * 5, 10), strict=True))
-    return [
-        hospital(folder / str(k), {name for name in NAMED if bits[name] == bool(k)}) for k in (0, 1)
-    ], bits
+    return [hospital(folder / str(k), {name for name in NAMED if bits[name] == bool(k)}) for k in (0, 1)], bits
 
 
 def guess_from(seen, name):
@@ -197,26 +187,18 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
         )
         inside.append(plan_of(worlds[0], identities, *varied))
     opened, fetched, real = [], [], SiteData.__init__
-    monkeypatch.setattr(
-        SiteData, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1]
-    )
+    monkeypatch.setattr(SiteData, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1])
     monkeypatch.setattr(weights, "download_weights", lambda *given, **_: fetched.append(given))
     refusals = [[try_plan(study, me, plan) for plan in outside] for study in worlds]
-    assert all(
-        "exceeds the standing approval of S0" in text or "is damaged" in text for _, text in refusals[0]
-    )
+    assert all("exceeds the standing approval of S0" in text or "is damaged" in text for _, text in refusals[0])
     # by the plan's own text alone, before anything is opened: so the time of a refusal cannot depend on the store
     assert not opened and not fetched
     seen = [[*refusals[k], *(try_plan(study, me, plan) for plan in inside)] for k, study in enumerate(worlds)]
     assert {kind for kind, *_ in seen[0][len(outside) :]} == {"admitted"}
-    assert {document["units"] for _, document, _ in seen[0][len(outside) :]} == {
-        34
-    }  # also those without an answer
+    assert {document["units"] for _, document, _ in seen[0][len(outside) :]} == {34}  # also those without an answer
     for k, study in enumerate(worlds):  # nothing was spent, and the frame has had its runs
         seen[k].append(try_plan(study, me, plan))
-        assert (
-            not study.ledger_path("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
-        )
+        assert not study.ledger_path("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
     assert seen[0] == seen[1] and len(seen[0]) == n
     right = sum(guess_from(seen[k], name) == (bits[name] == bool(k)) for k in (0, 1) for name in NAMED)
     assert right == len(NAMED)  # of twice as many guesses
@@ -241,15 +223,11 @@ def test_plans_that_a_person_signs_tell_no_more(tmp_path):
         STEERED.append({"train": {"seed": seed, "val_fraction": lot + 1e-6}})
     usual = [study.load_pipeline("small") for study in worlds]
     for sections in STEERED:
-        first, second = (
-            replies(study, one.replace_keys(**sections)) for study, one in zip(worlds, usual, strict=True)
-        )
+        first, second = (replies(study, one.replace_keys(**sections)) for study, one in zip(worlds, usual, strict=True))
         assert first == second, sections
 
 
-def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_inside(
-    tmp_path, identities, monkeypatch
-):
+def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_inside(tmp_path, identities, monkeypatch):
     """Weights of the hub, an architecture of a hub or of a folder, an encoder of a hub, a file of this machine."""
     study = hospital(tmp_path / "study", NAMED)
     plan, me, asked = plan_of(study, identities), identities["S0"], []
@@ -280,9 +258,7 @@ def test_n_counts_slides_that_name_no_patient_whatever_they_answer(tmp_path, ans
     write_features(study, "S0", rng.normal(size=(20, 4)), np.arange(20) % 2, patients, ["train"] * 20, slides)
     rows = [f"{name},{answer if k == 0 else 'ab'[k % 2]}" for k, name in enumerate(slides)]
     (study.root / "table.csv").write_text("\n".join(["slide,g", *rows]))
-    (study.root / "sites" / "S0.toml").write_text(
-        f'name = "S0"\n{REAL}\nclinical = "table.csv"\nallow = ["model"]\n'
-    )
+    (study.root / "sites" / "S0.toml").write_text(f'name = "S0"\n{REAL}\nclinical = "table.csv"\nallow = ["model"]\n')
     assert replies(study, study.load_pipeline("small").replace_keys(privacy=privacy))[0]["units"] == 20
 
 
@@ -299,9 +275,7 @@ def test_nobody_asks_who_a_line_is_about(tmp_path):
         ):
             (study.root / "table.csv").write_text(text.replace("patient,g", f"{column},g"))
             given = f"\n[columns]\n{own}\n" if own else ""
-            (study.root / "sites" / "S0.toml").write_text(
-                f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}'
-            )
+            (study.root / "sites" / "S0.toml").write_text(f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}')
             for name, spelt in zip(NAMED[:2], (column, column.upper()), strict=True):
                 asked = {"column": spelt, "classes": [name, "other"], "ignore": []}
                 with pytest.raises(UsageError, match="identifies slides or patients"):

@@ -40,9 +40,7 @@ def test_modulation_is_each_image_under_its_own_filters(demodulate):
         if demodulate:
             filters = filters / filters.square().sum(dim=(1, 2, 3), keepdim=True).add(1e-8).sqrt()
         expected.append(torch.conv2d(image[None], filters, padding=1))
-    assert torch.allclose(
-        stylegan2._convolve_modulated(x, weight, style, demodulate=demodulate), torch.cat(expected)
-    )
+    assert torch.allclose(stylegan2._convolve_modulated(x, weight, style, demodulate=demodulate), torch.cat(expected))
 
 
 def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
@@ -186,10 +184,7 @@ def test_a_restored_state_goes_on_bit_for_bit():
             fresh = tiny_state(seed=99)
             fresh.load(broken.copy_tensors(), broken.build_document())
             broken = fresh
-    assert (
-        same(straight.copy_tensors(), broken.copy_tensors())
-        and straight.build_document() == broken.build_document()
-    )
+    assert same(straight.copy_tensors(), broken.copy_tensors()) and straight.build_document() == broken.build_document()
     assert straight.ada.p != 0.3
 
 
@@ -297,9 +292,7 @@ def test_warping_by_whole_turns_pixels_and_twice_is_what_blitting_does():
 
 def test_colours_follow_their_definitions():
     x = images(5)
-    neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])[:, None].repeat(
-        1, 5
-    )  # of each transform, for each image
+    neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])[:, None].repeat(1, 5)  # of each transform, for each image
     for k, value in enumerate((0.25, 1.5, 1.0, 2 * torch.pi / 3, 0.0)):
         neutral[k, k] = value
     found = _recolor_images(x, Scripted(*neutral.tolist()))

@@ -65,9 +65,7 @@ def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, t
 
 def test_hospitals_that_hold_different_scores_are_named(said, tmp_path):
     said["S1"]["scores"] = said["S1"]["scores"] | {"round": 99}
-    refused(
-        lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError
-    )
+    refused(lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError)
     assert not list(tmp_path.iterdir())
 
 
@@ -105,9 +103,7 @@ def test_a_run_a_visit_and_a_failure_come_through_as_they_are(done):
     both = {"S0": done, "S1": done}
     assert validate_replies(both, SITES, "work") == both
     assert validate_replies({"S0": done}, SITES, "work") == {"S0": done}
-    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {
-        "S1": {"error": "no way"}
-    }
+    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {"S1": {"error": "no way"}}
 
 
 def test_whatever_else_a_hospital_says_is_refused_by_name(done):
@@ -198,9 +194,7 @@ def test_a_job_ends_for_a_certificate_that_was_withdrawn_and_for_who_was_there_l
     assert (told.value.blamed, ended) == (("S1",), ["1", "1"])
 
 
-@pytest.mark.parametrize(
-    "evil", [{"error": "\x1b[2Jhello"}, {"site": "S1", "peers": [], "seconds": 0, "x": 1}]
-)
+@pytest.mark.parametrize("evil", [{"error": "\x1b[2Jhello"}, {"site": "S1", "peers": [], "seconds": 0, "x": 1}])
 def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil):
     def result(_, place):
         (tmp_path / "said.json").write_text(json.dumps({"S1": evil}))

@@ -198,9 +198,7 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     train_generator(alone, site="S1", overrides=settings)
     code, said = interrupted(killed, settings, signal.SIGINT, 0)
     assert code == 1 and "start the same command again" in said and "Traceback" not in said
-    interrupted(
-        killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator_path("S1")).list_iterations())
-    )
+    interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator_path("S1")).list_iterations()))
     train_generator(killed, site="S1", overrides=settings)
     assert same(tensors(alone, "before"), tensors(killed, "before"))
     assert same(tensors(alone), tensors(killed))

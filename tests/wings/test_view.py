@@ -270,9 +270,7 @@ def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkey
         assert other.port != server.port
 
 
-def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_drawn_once(
-    archive, monkeypatch
-):
+def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_drawn_once(archive, monkeypatch):
     monkeypatch.setattr(galleries, "_OPEN_SLIDES", 1)
     paths, drawn = [path for centre in (0, 1) for path in slides_of(archive, centre)], []
     overlay = Overlay("a", "outlines", lambda slide: drawn.append(slide) or {"rings": []})
@@ -285,9 +283,7 @@ def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_d
         with shown.borrow_slide(0) as first, shown.borrow_slide(1):
             assert {0, 1} <= set(shown._open_slides) and read_tile(first, 10, 0, 0) is not None
         assert len(shown._open_slides) == 1
-        bodies = {
-            body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))
-        }
+        bodies = {body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))}
         assert (bodies, len(drawn)) == ({b'{"rings":[]}'}, 1)
     assert not shown._open_slides
 
@@ -361,9 +357,7 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
     assert len(read) == 1, "the first strip of hundreds"
 
 
-def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none(
-    predicted, archive, tmp_path, capsys
-):
+def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none(predicted, archive, tmp_path, capsys):
     study, _ = predicted
     shown = build_gallery(study, site="C1")
     assert [one.path for one in shown.exhibits] == slides_of(archive, 0) and shown.patients_of == ()
@@ -490,9 +484,7 @@ def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, caps
     assert build_gallery(study, run=run, site="C1").patients_of == ("C1",)
 
 
-def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_listed(
-    own, archive, tmp_path
-):
+def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_listed(own, archive, tmp_path):
     study, run = own
     score = study.root / "runs" / run / "predictions/C1" / ILL / "score.json"
 
@@ -514,15 +506,11 @@ def test_errors_say_what_to_do(own, tmp_path):
     refused(lambda: build_gallery(study, run=run, pipeline="camelyon17"), "--pipeline")
     refused(lambda: build_gallery(study, predictions=tmp_path / "none"), "no such folder")
     (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
-    refused(
-        lambda: layers_of(build_gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError
-    )
+    refused(lambda: layers_of(build_gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
     score = folder / "C1" / ILL / "score.json"
     for damaged in (json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}), "[]"):
         score.write_text(damaged)
-        refused(
-            lambda: build_gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError
-        )
+        refused(lambda: build_gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     shutil.rmtree(folder / "C1")
     refused(lambda: build_gallery(study, run=run, site="C1"), "no prediction of site C1", "wsi-fl predict")
     shutil.rmtree(folder)

@@ -94,9 +94,7 @@ def test_a_server_without_a_port_is_reached_by_that_of_https_and_what_is_no_addr
 def test_a_device_that_opens_tls_is_named(founded, tmp_path):
     root_key, key = generate_key(), generate_key()
     root = build_root_certificate(root_key, "Hospital Proxy CA")
-    shown = issue_certificate(
-        build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",)
-    )
+    shown = issue_certificate(build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
     for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
         (tmp_path / name).write_text(text)
     with serving(tmp_path) as port:

@@ -108,9 +108,7 @@ def test_a_withdrawn_certificate_is_refused_wherever_one_is_verified(one):
     said = json.loads(command("revoke", "C1", "--kit", one).stdout)
     trusted = identity_of(one, "coordinator").root
     assert (said["number"], parse_revocation_list(trusted).number) == (1, 1)
-    refused(
-        lambda: verify_certificate(identity.certificate, trusted), "of C1 was withdrawn on", error=NotTrusted
-    )
+    refused(lambda: verify_certificate(identity.certificate, trusted), "of C1 was withdrawn on", error=NotTrusted)
     assert verify_certificate(identity_of(one, "C2").certificate, trusted).name == "C2"
     assert json.loads(command("join", said["file"], "--kit", one / "C1").stdout)["newer"]
     refused(lambda: identity_of(one, "C1"), "cannot be used", "was withdrawn on", "needs a new key")
@@ -130,11 +128,7 @@ def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version_
     second = identity_of(one, "C1").certificate
     issued = one / "root" / "issued.jsonl"
     number = verify_certificate(second, trusted_by(one)).number
-    kept = [
-        line
-        for line in map(json.loads, issued.read_text().splitlines())
-        if line.get("serial") != f"{number:x}"
-    ]
+    kept = [line for line in map(json.loads, issued.read_text().splitlines()) if line.get("serial") != f"{number:x}"]
     issued.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     revoke_site("C1", one)
     issued.write_text("".join(f"{json.dumps(line | {'serial': None})}\n" for line in kept))
@@ -285,8 +279,7 @@ def people(federation):
 
 def listed(federation, *identities):
     more = {
-        verify_certificate(one.certificate, one.root).number: key_fingerprint(one.certificate)
-        for one in identities
+        verify_certificate(one.certificate, one.root).number: key_fingerprint(one.certificate) for one in identities
     }
     return f"{federation.root}\n{certificates.extend_revocation_list(federation.root, federation.key, more)}"
 
@@ -451,9 +444,7 @@ def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place, one):
     foreign = shutil.copytree(place / "two" / "C1", place / "foreign")
     ask = Path(create_renewal_request(foreign, rotate=True)["file"])
     refused(lambda: approve_request(ask, one), "another key already", "revoke C1")
-    good, mine = (
-        Path(create_renewal_request(folder, rotate=True)["file"]) for folder in (stolen, one / "C2")
-    )
+    good, mine = (Path(create_renewal_request(folder, rotate=True)["file"]) for folder in (stolen, one / "C2"))
     other = create_request(place / "thief", name="C1", organization="x")
     file = Path(other["file"])
     bent = json.loads(good.read_text()) | {"request": json.loads(file.read_text())["request"]}

@@ -30,15 +30,9 @@ class _CommandGroup(TyperGroup):
         """Write the groups; commands of other packages stand in the last one."""
         listed = self.list_commands(ctx)
         grouped_names = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
-        others = [
-            name for name in listed if name not in grouped_names and not self.get_command(ctx, name).hidden
-        ]
+        others = [name for name in listed if name not in grouped_names and not self.get_command(ctx, name).hidden]
         for title, names in {**GROUPS, "Other packages": others}.items():
-            rows = [
-                (name, self.get_command(ctx, name).get_short_help_str(200))
-                for name in names
-                if name in listed
-            ]
+            rows = [(name, self.get_command(ctx, name).get_short_help_str(200)) for name in names if name in listed]
             if rows:
                 with formatter.find_section(title):
                     formatter.write_dl(rows)

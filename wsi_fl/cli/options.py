@@ -86,8 +86,7 @@ def _escape_unprintable(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(
-        character if make_printable(character) == character else json.dumps(character)[1:-1]
-        for character in line
+        character if make_printable(character) == character else json.dumps(character)[1:-1] for character in line
     )
 
 
@@ -143,9 +142,7 @@ def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
     import torch
 
     if (n := torch.cuda.device_count()) < len(numbers):
-        raise UsageError(
-            f"--gpus {gpus}: of these this machine has {n or 'none'}; `nvidia-smi -L` lists them"
-        )
+        raise UsageError(f"--gpus {gpus}: of these this machine has {n or 'none'}; `nvidia-smi -L` lists them")
     if ranks and len(numbers) > 1:
         from wsi_fl.stages.training.launch import find_mpiexec, rank_environment
 

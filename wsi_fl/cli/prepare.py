@@ -25,16 +25,12 @@ from wsi_fl.types import UsageError
 
 def create_study(
     folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the new study.")],
-    archive: Annotated[
-        Path | None, Option("--from", help="Archive of slides to write site files for.")
-    ] = None,
+    archive: Annotated[Path | None, Option("--from", help="Archive of slides to write site files for.")] = None,
     sites: Annotated[
         list[str] | None,
         Option("--site", metavar="NAME", help="A site without an archive, such as of features. Repeatable."),
     ] = None,
-    layout: Annotated[
-        str | None, Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
-    ] = None,
+    layout: Annotated[str | None, Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")] = None,
     real: Annotated[
         bool, Option("--real", help="The sites are real hospitals: no other site reads their patches.")
     ] = False,
@@ -154,9 +150,7 @@ def compute_projection(
     ] = None,
     hospitals: Annotated[int, Option(min=1, help="With --rows: number of releasing hospitals.")] = 4,
     epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of each release.")] = 1.0,
-    shared: Annotated[
-        bool, Option("--shared", help="With --rows: distributed noise (privacy.noise).")
-    ] = False,
+    shared: Annotated[bool, Option("--shared", help="With --rows: distributed noise (privacy.noise).")] = False,
     mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
     public: Annotated[
         bool,
@@ -225,12 +219,8 @@ def import_features(
     ],
     form: Annotated[str, Option("--format", help="trident, clam, stamp or anndata.")],
     encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
-    patch_px: Annotated[
-        int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")
-    ] = None,
-    mpp: Annotated[
-        float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")
-    ] = None,
+    patch_px: Annotated[int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")] = None,
+    mpp: Annotated[float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")] = None,
     called: Annotated[
         str | None,
         Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),

@@ -81,13 +81,9 @@ def train(
     ] = None,
     baselines: Annotated[
         bool,
-        Option(
-            "--baselines", help="Beside mpcpa also local, all original, all generated and FedAvg, in a table."
-        ),
+        Option("--baselines", help="Beside mpcpa also local, all original, all generated and FedAvg, in a table."),
     ] = False,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
     gpus: SiteGpus = None,
     as_json: Json = False,
 ) -> None:
@@ -101,9 +97,7 @@ def train(
     is_series = seeds is not None or folds is not None or leave_site_out
     row = METHODS.get(method) if baselines else None
     if baselines and (row is None or not row.baselines or resume is not None or is_series or dry_run):
-        raise UsageError(
-            f"--baselines belongs to --method {list_names(lambda row: bool(row.baselines))}, alone"
-        )
+        raise UsageError(f"--baselines belongs to --method {list_names(lambda row: bool(row.baselines))}, alone")
     study = find_study()
     take_gpus(gpus, ranks=False)
     fold_override = [] if folds is None else [f"train.folds={folds}"]
@@ -136,9 +130,7 @@ def train(
             return stage.resume_series(study, resume, **run_options) or summary
         keys = study.load_pipeline(study.pipeline_name(pipeline), options["overrides"]).train
         if is_series or (keys.folds is not None and keys.fold is None):  # a run per fold
-            return stage.train_series(
-                study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options
-            )
+            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options)
         return stage.train(study, **options, **run_options)
 
     run_work("train", run_training, as_json, stage.train_lines)
@@ -166,9 +158,7 @@ def plan_privacy(
         float | None, Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
     ] = None,
     delta: Annotated[float, Option(help="δ, above 0 and below 1.")] = 1e-5,
-    group: Annotated[
-        int | None, Option(min=1, help="Rows of one patient: also show the ε of that patient.")
-    ] = None,
+    group: Annotated[int | None, Option(min=1, help="Rows of one patient: also show the ε of that patient.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compute the ε of a plan, or the noise multiplier σ for a target ε."""
@@ -197,18 +187,14 @@ def run_benchmark(
     out: Annotated[Path, Option(metavar="FILE", help="Results, a line for each seed and hospital.")] = Path(
         "bench.csv"
     ),
-    methods: Annotated[
-        str, Option("--method", help="Names, with commas between.")
-    ] = "oneshot,proxyfl,fedavg",
+    methods: Annotated[str, Option("--method", help="Names, with commas between.")] = "oneshot,proxyfl,fedavg",
     epsilon: Annotated[str, Option(help="Of each hospital, at δ = 1e-5.")] = "1",
     hospitals: Annotated[
         str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
     ] = "4x150",
     skew: Annotated[
         str,
-        Option(
-            help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1."
-        ),
+        Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1."),
     ] = "alike,0.9",
     unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
     seeds: Annotated[int, Option(min=1, max=1000, help="Number of random samples of hospitals.")] = 5,
@@ -254,9 +240,7 @@ def predict(
     run: Run,
     site: Annotated[str, Option(help="The site whose models predict.")],
     slide: Annotated[list[Path], Option(help="A slide to predict. Repeatable.")],
-    out: Annotated[
-        Path | None, Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
-    ] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")] = None,
     tumor_type: Annotated[
         str | None,
         Option(help="Tumour type of the slides, for runs on mosaics. Default: from the store."),
@@ -298,9 +282,7 @@ def compare_runs(
             help="Folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*'); the first is the reference.",
         ),
     ],
-    baseline: Annotated[
-        bool, Option(help="Train missing local baselines of every hospital, without DP.")
-    ] = True,
+    baseline: Annotated[bool, Option(help="Train missing local baselines of every hospital, without DP.")] = True,
     as_json: Json = False,
 ) -> None:
     """Compare methods: mean ± sd over sites and seeds, significance, communication."""
@@ -322,9 +304,7 @@ def report_clinical(
     ] = None,
     by: Annotated[
         str | None,
-        Option(
-            metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."
-        ),
+        Option(metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."),
     ] = None,
     least: Annotated[
         int, Option("--min-patients", min=1, help="Fewest patients, cases and others of a shown group.")
@@ -389,16 +369,12 @@ def write_report(
 
 
 def export_files(
-    site: Annotated[
-        str | None, Option(help="The site of the mosaics or the model. Of shared models any.")
-    ] = None,
+    site: Annotated[str | None, Option(help="The site of the mosaics or the model. Of shared models any.")] = None,
     form: Annotated[
         str, Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
     ] = "clam",
     run: Annotated[str | None, Option(help="The run whose model to export. Without it, mosaics.")] = None,
-    model: Annotated[
-        str | None, Option(help="proxy, shared or private, as the run's method has them.")
-    ] = None,
+    model: Annotated[str | None, Option(help="proxy, shared or private, as the run's method has them.")] = None,
     private: Annotated[
         bool, Option("--private", help="Allow export of a private model, which may have memorised patients.")
     ] = False,

@@ -55,9 +55,7 @@ class Traffic:
 
     def traffic_since(self, earlier: Traffic) -> Traffic:
         """Return the difference to an earlier tally."""
-        return Traffic(
-            self.messages - earlier.messages, self.bytes - earlier.bytes, self.seconds - earlier.seconds
-        )
+        return Traffic(self.messages - earlier.messages, self.bytes - earlier.bytes, self.seconds - earlier.seconds)
 
 
 class Comm(Protocol):
@@ -150,9 +148,7 @@ class LocalComm:
         """
         start = time.perf_counter()
         arrived = [
-            unpack_message(
-                *pack_message(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind
-            )
+            unpack_message(*pack_message(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind)
             for item in outgoing
         ]
         pairs = {(message.sender, message.receiver) for message in arrived}
@@ -258,9 +254,7 @@ class MpiComm:
         packed = [(item.receiver, *pack_message(item, round_, hop)) for item in outgoing]
         sends = []
         for receiver, head, body in packed:
-            sends += self._start_send(
-                receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag
-            )
+            sends += self._start_send(receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag)
         headers = [bytearray(HEADER_BYTES) for _ in sources]
         self._wait_all(
             [self._start_receive(h, self._mpi.BYTE, s, tag) for h, s in zip(headers, sources, strict=True)],
@@ -288,9 +282,7 @@ class MpiComm:
         local_text = encode_document(document, kind, self._site_name(local_site))
         others = [site for site in self.running if site != local_site]
         limit = inf if patient and self.report_late is None else self.timeout_s
-        texts = self._exchange_texts(dict.fromkeys(others, local_text), others, limit) | {
-            local_site: local_text
-        }
+        texts = self._exchange_texts(dict.fromkeys(others, local_text), others, limit) | {local_site: local_text}
         return [decode_document(texts[site], kind, self._site_name(site)) for site in self.running]
 
     def exchange_documents(
@@ -299,16 +291,12 @@ class MpiComm:
         """Return the documents for this rank; see `Comm.exchange_documents`."""
         (local_site,) = self.sites
         outgoing_texts = {
-            to: encode_document(document, kind, self._site_name(local_site))
-            for (_, to), document in documents.items()
+            to: encode_document(document, kind, self._site_name(local_site)) for (_, to), document in documents.items()
         }
         texts = self._exchange_texts(
             outgoing_texts, [site for site, to in expected if to == local_site], self.timeout_s
         )
-        return {
-            (site, local_site): decode_document(text, kind, self._site_name(site))
-            for site, text in texts.items()
-        }
+        return {(site, local_site): decode_document(text, kind, self._site_name(site)) for site, text in texts.items()}
 
     def _exchange_texts(
         self, outgoing_texts: Mapping[int, bytes], senders: Sequence[int], limit_s: float
@@ -317,8 +305,7 @@ class MpiComm:
         tag = _GATHER_TAG + 2 * (self._n_gathered % 4096)
         self._n_gathered += 1
         packed = {
-            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8))
-            for k, text in outgoing_texts.items()
+            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in outgoing_texts.items()
         }
         sends = []
         for site, (length, text) in packed.items():

@@ -110,9 +110,7 @@ class _ScoringPlan:
         return hashlib.sha256(json.dumps(schema_parts).encode()).hexdigest()
 
 
-def _agree_models(
-    offers: Mapping[int, _ScoringOffer], classes: tuple[str, ...], rounds: int
-) -> _ScoringPlan | None:
+def _agree_models(offers: Mapping[int, _ScoringOffer], classes: tuple[str, ...], rounds: int) -> _ScoringPlan | None:
     """Return the models to score and the reporting sites, given each site's document by index; None for no scoring.
 
     Where all sites that participated to the end hold the same model, those sites score it. Otherwise all sites score
@@ -176,9 +174,7 @@ class CrossSiteScoring:
             return
         last_releases = {site.index: self._load_last_release(site) for site in self.sites}
         local_offers = [self._make_offer(site, last_releases[site.index]) for site in self.sites]
-        offers = dict(
-            zip(self.comm.running, self.comm.gather(local_offers, _ScoringOffer, patient=True), strict=True)
-        )
+        offers = dict(zip(self.comm.running, self.comm.gather(local_offers, _ScoringOffer, patient=True), strict=True))
         plan = _agree_models(offers, self.classes, self.rounds)
         if plan is None:
             return
@@ -229,15 +225,11 @@ class CrossSiteScoring:
     def _find_counts_round(self, site: Site) -> int:
         """Return the ledger's round in which a site's counts left, or the next round."""
         release_rounds = [
-            ledger_round.number
-            for ledger_round in site.ledger.list_rounds()
-            if SCORES in ledger_round.releases
+            ledger_round.number for ledger_round in site.ledger.list_rounds() if SCORES in ledger_round.releases
         ]
         return release_rounds[-1] if release_rounds else max(site.ledger.last_round(), self.rounds) + 1
 
-    def _pass_models(
-        self, plan: _ScoringPlan, last_releases: Mapping[int, PushSum | None]
-    ) -> dict[int, _Models]:
+    def _pass_models(self, plan: _ScoringPlan, last_releases: Mapping[int, PushSum | None]) -> dict[int, _Models]:
         """Send each site the others' last releases; return all of them for each site of this process.
 
         A model that differs from its announcement is left out, and the reason logged.
@@ -275,9 +267,7 @@ class CrossSiteScoring:
                 "counts": [self._count_model(site, k, models) for k in plan.models],
             }
             site.folder.write_document("counts", stored_counts)
-        released = release_once(
-            site.ledger, plan.number, pack_counts(stored_counts["counts"]), plan.schema, SCORES
-        )
+        released = release_once(site.ledger, plan.number, pack_counts(stored_counts["counts"]), plan.schema, SCORES)
         site.folder.log(f"counts of {len(plan.models)} models on its local test set leave (allow: scores)")
         return released
 
@@ -290,9 +280,7 @@ class CrossSiteScoring:
             site.mixing_learner(self.method).model, models[index], is_single=index is not None
         )
         with torch.no_grad():
-            predictions = predict_examples(
-                model, examples, site.device, alive=lambda: self.report_alive(site)
-            )
+            predictions = predict_examples(model, examples, site.device, alive=lambda: self.report_alive(site))
         return count_predictions(replace_nonfinite(predictions, examples), examples.label, examples.patient)
 
     def _pass_counts(self, plan: _ScoringPlan, releases: Mapping[int, Release]) -> None:
@@ -306,9 +294,7 @@ class CrossSiteScoring:
         arrived = self._exchange_releases(
             SCORES, releases, plan.reporting_sites, round_=plan.number, size=plan.n_bytes, kind=BYTES
         )
-        received_counts: dict[int, dict[int, list[PredictionCounts]]] = {
-            site.index: {} for site in self.sites
-        }
+        received_counts: dict[int, dict[int, list[PredictionCounts]]] = {site.index: {} for site in self.sites}
         for index, release in releases.items():
             received_counts[index][index] = unpack_counts(np.asarray(release.vector, np.uint8), *plan.shape)
         for message in arrived:
@@ -326,9 +312,7 @@ class CrossSiteScoring:
             if parts := dict(sorted(received_counts[site.index].items())):
                 site.folder.write_document("scores", self._build_scores(plan, parts))
 
-    def _build_scores(
-        self, plan: _ScoringPlan, parts: Mapping[int, Sequence[PredictionCounts]]
-    ) -> CrossSiteCounts:
+    def _build_scores(self, plan: _ScoringPlan, parts: Mapping[int, Sequence[PredictionCounts]]) -> CrossSiteCounts:
         """Return the counts of all hospitals, under the site names of this study."""
         common_name = "shared" if self.method.is_oneshot else "central"
         models = [common_name if k is None else self.names[k] for k in plan.models]
@@ -338,8 +322,7 @@ class CrossSiteScoring:
             "models": dict(zip(models, plan.models.values(), strict=True)),
             "hospitals": [self.names[k] for k in parts],
             "counts": {
-                model: {self.names[k]: counts[row] for k, counts in parts.items()}
-                for row, model in enumerate(models)
+                model: {self.names[k]: counts[row] for k, counts in parts.items()} for row, model in enumerate(models)
             },
         }
 
@@ -355,10 +338,7 @@ class CrossSiteScoring:
     ) -> list[Message]:
         """Send each site the releases of this process, log them, and return the messages to its sites."""
         outgoing = [
-            Outgoing(k, to, 1.0, release)
-            for k, release in releases.items()
-            for to in self.comm.running
-            if to != k
+            Outgoing(k, to, 1.0, release) for k, release in releases.items() for to in self.comm.running if to != k
         ]
         expected = [(k, site.index) for site in self.sites for k in senders if k != site.index]
         start = time.perf_counter()

@@ -52,9 +52,7 @@ def exchange_models(
     for site in sites:
         site_messages = [message for message in arrived if message.receiver == site.index]
         if site_messages or site.push is not None:
-            site.push = _mix_messages(
-                site, method, matrix, site_messages, comm.n_sites, returning, is_single=hop == 0
-            )
+            site.push = _mix_messages(site, method, matrix, site_messages, comm.n_sites, returning, is_single=hop == 0)
 
 
 def _mix_messages(
@@ -96,15 +94,11 @@ def _mix_messages(
             else:
                 local_share += missing
             site.rejected.append(f"site {message.sender}: {problem}")
-            site.folder.log(
-                f"round {message.round}: rejected the model from site {message.sender}: {problem}"
-            )
+            site.folder.log(f"round {message.round}: rejected the model from site {message.sender}: {problem}")
         else:
             accepted.append(_message_state(message))
             if not is_returning:
-                site.distances = [*site.distances, _compute_distance(accepted[-1], local_vector)][
-                    -_DISTANCE_HISTORY:
-                ]
+                site.distances = [*site.distances, _compute_distance(accepted[-1], local_vector)][-_DISTANCE_HISTORY:]
     return mix_states(site.push or PushSum(np.zeros_like(local_vector), 0.0), local_share, accepted)
 
 
@@ -160,9 +154,7 @@ def _compute_distance(state: PushSum, local_vector: Vector) -> float:
     return float(np.linalg.norm(state.z - local_vector))
 
 
-def load_mixture(
-    sites: list[Site], method: Method, *, n_present: int = 0, reset_optimizer: bool = False
-) -> None:
+def load_mixture(sites: list[Site], method: Method, *, n_present: int = 0, reset_optimizer: bool = False) -> None:
     """Load the de-biased mixture z = x / w into the exchanged model (Algorithm 1, line 11)."""
     for site in sites:
         if site.push is not None and site.active:

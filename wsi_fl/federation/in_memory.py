@@ -153,9 +153,7 @@ def federate(
     with TemporaryDirectory() as temporary:
         built_sites = []
         for index, name in enumerate(sites):
-            train = (
-                concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else sites[name]
-            )
+            train = concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else sites[name]
             units = row_units(len(train)) if unit == "row" else patient_units(train.patient, None, name)
             plan, site_folder = None, Path(folder or temporary) / name
             if sigma is not None:
@@ -191,10 +189,7 @@ def federate(
             raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
         return {
             site.name: SiteResult(
-                {
-                    role: site.learners[role].model
-                    for role in (("shared",) if row.is_oneshot else row.learners)
-                },
+                {role: site.learners[role].model for role in (("shared",) if row.is_oneshot else row.learners)},
                 site.ledger.epsilon() if site.plan else None,
                 site.ledger.guarantee(),
                 round_lines[site.name],
@@ -217,9 +212,7 @@ def _make_dp_settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> D
         rows = np.arange(min(_MEASURED_ROWS, len(train)))
         patient = None
         if plan.unit == "patient":
-            patient = torch.from_numpy(
-                np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1]
-            )
+            patient = torch.from_numpy(np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1])
         engine = select_engine(model, build_tensor(train.read(rows)), patient)
     return DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
 
@@ -257,9 +250,7 @@ def _require_examples(
             raise UsageError(f"{name}: {problem}")
         x = part.read(np.zeros(1, np.int64))
         if method.is_oneshot and x.ndim not in (2, 3):
-            raise UsageError(
-                f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them"
-            )
+            raise UsageError(f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them")
     return n_outputs
 
 
@@ -278,9 +269,7 @@ def _count_outputs(role: str, make: _MakeModel, sites: Mapping[str, Examples], s
             with torch.random.fork_rng(devices=[]):
                 outputs = model(build_tensor(part.read(np.arange(min(2, len(part))))))
         except Exception as error:  # a user's architecture may raise anything
-            raise UsageError(
-                f"{name}: its {role} model cannot take the rows: {single_line(error)[:200]}"
-            ) from None
+            raise UsageError(f"{name}: its {role} model cannot take the rows: {single_line(error)[:200]}") from None
         if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2 or outputs.dtype != torch.float32:
             raise UsageError(f"{name}: its {role} model must return float32[b, classes]")
         n_outputs = outputs.shape[1]

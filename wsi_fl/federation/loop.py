@@ -83,16 +83,12 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         if method.mixing_role is not None:
             _exchange_round(active_sites, method, schedule, comm, membership, releases, round_=round_)
         for matrix in _buffer_hops(method, schedule, comm, round_, membership.present):
-            buffers = {
-                k.index: reissue_buffer(k, round_) for k in active_sites if list_receivers(matrix, k.index)
-            }
+            buffers = {k.index: reissue_buffer(k, round_) for k in active_sites if list_receivers(matrix, k.index)}
             pass_buffers(active_sites, comm, matrix, buffers, round_=round_, hop=BUFFERS)
         for site in active_sites:
             tally = comm.traffic[site.index].traffic_since(previous_traffic[site.index])
             is_first_round = round_ == first_rounds[site.index]
-            _log_round(
-                site, method, schedule, tally, round_=round_, is_first_round=is_first_round, report=report
-            )
+            _log_round(site, method, schedule, tally, round_=round_, is_first_round=is_first_round, report=report)
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
@@ -101,9 +97,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             site.folder.write_document("prediction_model", choice)
 
 
-def _buffer_hops(
-    method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]
-) -> list[Matrix]:
+def _buffer_hops(method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
     """Return the hops of buffers in a round among the sites present, one at most."""
     share = method.find_disclosure("buffer")
     if share is None or (share.timing == "once" and round_ > 1):
@@ -132,9 +126,7 @@ def _exchange_round(
         if hop > 0:
             relaying_sites = [site for site in sites if list_receivers(matrix, site.index)]
             releases = {site.index: relay_mixture(site, method, round_) for site in relaying_sites}
-        exchange_models(
-            sites, method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning
-        )
+        exchange_models(sites, method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning)
     for site in sites:
         if site.push is not None and site.push.w <= 0:  # all messages to it were rejected
             site.push = previous_states[site.index]
@@ -145,16 +137,12 @@ def _train_and_record(
     site: Site, method: Method, schedule: Schedule, round_: int, report: _Report, *, sends_buffer: bool
 ) -> Release | None:
     start = time.perf_counter()
-    previous_vectors = {
-        role: k.parameter_vector() for role, k in site.learners.items() if role != method.mixing_role
-    }
+    previous_vectors = {role: k.parameter_vector() for role, k in site.learners.items() if role != method.mixing_role}
     site.losses = _train_round(site, method, schedule, round_, report)
     _freeze_diverged(site, previous_vectors, round_)
     for role, learner in site.learners.items():
         if not np.isfinite(learner.parameter_vector()).all():
-            raise WsiFlError(
-                f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
-            )
+            raise WsiFlError(f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr")
     released = release_model(site, method, round_) if schedule.colluding is None else None
     if sends_buffer := sends_buffer and site.active:
         release_buffer(site, round_)
@@ -235,9 +223,7 @@ def _train_batches(
     """
     seed = schedule.seed if plan is None else schedule.insecure_seed
     noise, sampler, views = (
-        CipherStream.from_entropy()
-        if seed is None
-        else CipherStream.from_seed(seed, site.index, round_, purpose)
+        CipherStream.from_entropy() if seed is None else CipherStream.from_seed(seed, site.index, round_, purpose)
         for purpose in ("noise", "batches", "views")
     )
     if plan is None:
@@ -250,9 +236,7 @@ def _train_batches(
             require_plan(plan, trainer, n=training_set.units.n, steps=len(rows), delta=delta, mode=mode)
     dropout = views.randbelow(2**63)  # only local models have dropout, none with differential privacy
     augment = schedule.make_augment(views)
-    images = load_batches(
-        training_set.join_examples(), iter(rows), augment=augment, device=site.device, draws=views
-    )
+    images = load_batches(training_set.join_examples(), iter(rows), augment=augment, device=site.device, draws=views)
     labelled_batches = training_set.units.attach_units(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(dropout)

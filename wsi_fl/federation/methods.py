@@ -250,15 +250,11 @@ def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: Ciph
     teacher_logits = private_logits.detach() if private_logits is not None and weights.beta else None
     losses = {"proxy": take_mutual_step(proxy, teacher_logits, weights.beta, batch, noise)}
     proxy_logits = proxy.predict_logits(x) if len(x) and weights.alpha else None
-    losses["private"] = take_mutual_step(
-        private, proxy_logits, weights.alpha, batch, noise, logits=private_logits
-    )
+    losses["private"] = take_mutual_step(private, proxy_logits, weights.alpha, batch, noise, logits=private_logits)
     return losses
 
 
-def _step_statistics(
-    learners: Learners, batch: Batch, weights: Weights, noise: CipherStream
-) -> dict[str, float]:
+def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Compute the class statistics of all rows; the private model was fitted before."""
     from wsi_fl.learning.local import compute_statistics
 
@@ -291,9 +287,7 @@ _BUILT_IN = {
         step_private,
         (Disclosure("model", "exponential"),),
     ),
-    "cwt": Method(
-        "CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)
-    ),
+    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)),
     "fml": Method(
         "FML",
         "proxies averaged, central",

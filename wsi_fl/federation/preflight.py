@@ -121,8 +121,7 @@ def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
                 [
                     f"{size * mpp:.3g} µm ({size} px at {mpp:.3g} µm/px)"  # rounded: files differ in the last digits
                     for size, mpp in (
-                        (document.get("size_px") or 0, float(document.get("mpp") or 0))
-                        for document in documents
+                        (document.get("size_px") or 0, float(document.get("mpp") or 0)) for document in documents
                     )
                 ],
             )
@@ -146,11 +145,7 @@ def _find_odd(label: str, values: Mapping[str, Any]) -> str:
 
 def _format_value(text: str) -> str:
     """Return a JSON value for messages, digests shortened to their first digits."""
-    return (
-        "nothing"
-        if text == "null"
-        else _shorten(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
-    )
+    return "nothing" if text == "null" else _shorten(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
 
 
 def _shorten(text: str, limit: int = 60) -> str:

@@ -109,26 +109,18 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         local_states: list[ResumeState] = [
             {"kept": site.folder.list_checkpoints(), "returning": site.returning} for site in sites
         ]
-        firsts = dict.fromkeys(
-            (site.index for site in sites), find_first_round(comm.gather(local_states, ResumeState))
-        )
+        firsts = dict.fromkeys((site.index for site in sites), find_first_round(comm.gather(local_states, ResumeState)))
     for site in sites:
         checkpoint_rounds, first = site.folder.list_checkpoints(), firsts[site.index]
         last = max(checkpoint_rounds, default=0)
         if not _can_resume(checkpoint_rounds, first) and (last > first or not site.returning):
-            raise WsiFlError(
-                f"{site.folder.path}: no checkpoint of round {first}, from which the others resume"
-            )
-        sent = min(
-            site.ledger.last_final_round(), schedule.rounds
-        )  # mpcpa sends its models after the last round
+            raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, from which the others resume")
+        sent = min(site.ledger.last_final_round(), schedule.rounds)  # mpcpa sends its models after the last round
         # missed rounds; attempts at secure aggregation are no rounds
         missed = site.ledger.last_round() > last + 1 and schedule.colluding is None
         ahead = missed and not site.returning
         if ahead or sent > last:
-            raise WsiFlError(
-                f"{site.folder.path}: the ledger has later rounds than the checkpoints; start a new run"
-            )
+            raise WsiFlError(f"{site.folder.path}: the ledger has later rounds than the checkpoints; start a new run")
     return firsts
 
 
@@ -175,9 +167,7 @@ def _find_state(site: Site, round_: int, is_decided: bool) -> _MembershipState:
     if is_decided:
         took_part = site.folder.load_checkpoint(round_)[1]["active"]
         return ("staying" if took_part else "leaving") if site.active else "away"
-    if (
-        site.returning and round_ in site.folder.list_checkpoints()
-    ):  # it waited in this round before the restart
+    if site.returning and round_ in site.folder.list_checkpoints():  # it waited in this round before the restart
         return "away"
     if not (site.active or site.returning):
         return "away"
@@ -204,18 +194,12 @@ def update_membership(
     hosts: set[int] = set()
     if method.mixing_role is not None and membership.leaving and membership.staying and round_ > 1:
         matrix = build_handover(comm.n_sites, membership.leaving, membership.staying)
-        relays = {
-            i: relay_mixture(local_sites[i], method, round_ - 1)
-            for i in membership.leaving
-            if i in local_sites
-        }
+        relays = {i: relay_mixture(local_sites[i], method, round_ - 1) for i in membership.leaving if i in local_sites}
         exchange_models(sites, method, comm, matrix, relays, round_=round_ - 1, hop=FAREWELL)
     for index in membership.leaving:
         if index in local_sites:
             local_sites[index].set_active(active=False)
-            local_sites[index].folder.log(
-                f"round {round_}: left, as its max_epsilon does not allow the round"
-            )
+            local_sites[index].folder.log(f"round {round_}: left, as its max_epsilon does not allow the round")
     if method.mixing_role is not None and membership.returning:
         membership, hosts = _welcome_sites(sites, method, comm, membership, round_, first_rounds)
     elif membership.returning:  # there is no mass to share
@@ -241,17 +225,13 @@ def _welcome_sites(
     hosts = {i for i in membership.staying if list_receivers(matrix, i)}
     latest = round_ if round_ == first_rounds[sites[0].index] else round_ - 1
     relays = {i: relay_mixture(local_sites[i], method, latest) for i in hosts if i in local_sites}
-    exchange_models(
-        sites, method, comm, matrix, relays, round_=latest, hop=WELCOME, returning=membership.returning
-    )
+    exchange_models(sites, method, comm, matrix, relays, round_=latest, hop=WELCOME, returning=membership.returning)
     for site in sites:
         if site.returning and site.push is not None and site.push.w > 0:
             _readmit_site(site, round_)
     local_replies: list[_ReturnReply] = [{"active": site.active} for site in sites]
     replies = dict(zip(comm.running, comm.gather(local_replies, _ReturnReply), strict=True))
-    return replace(
-        membership, returning=tuple(k for k in membership.returning if replies[k]["active"])
-    ), hosts
+    return replace(membership, returning=tuple(k for k in membership.returning if replies[k]["active"])), hosts
 
 
 def _readmit_site(site: Site, round_: int) -> None:

@@ -73,9 +73,7 @@ def _common(site: Site) -> str:
     return next((role for role in COMMON if role in site.learners), "")
 
 
-def choose_prediction_model(
-    site: Site, schedule: Schedule, alive: Callable[[], None]
-) -> dict[str, Any] | None:
+def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
     """Return the choice of a site's prediction model, as its run stores it; None where there is no choice.
 
     For classes, and with a one-shot global head, it is the ensemble of local and federated model. Otherwise it is the
@@ -94,15 +92,9 @@ def choose_prediction_model(
         scores[name] = score_candidates(predictions, examples.label, task)
     common = _common(site)
     has_global_head = common != "" and isinstance(site.learners[common].model, SharedHead)
-    if (
-        schedule.prediction_model == ENSEMBLE
-        or has_global_head
-        or (has_local_baseline and task.kind == "classes")
-    ):
+    if schedule.prediction_model == ENSEMBLE or has_global_head or (has_local_baseline and task.kind == "classes"):
         choice = _choose_ensemble(site, predictions, alive) | scores
-        is_local = (
-            has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
-        )
+        is_local = has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
         return choice | {"model": LOCAL} if is_local else choice
     if examples is None:
         return {"model": LOCAL, "by": "validation", "n": 0} if has_local_baseline else None
@@ -131,15 +123,11 @@ def _choose_ensemble(
         ensemble, held_out = single_federated_ensemble(site.n_classes), None
     else:
         if site.validation is not None and local_role == LOCAL:
-            candidates = {
-                role: predictions for role, predictions in validation_predictions.items() if role != LOCAL
-            }
+            candidates = {role: predictions for role, predictions in validation_predictions.items() if role != LOCAL}
             federated_role = select_model(candidates, site.validation.label)
         held_out = _find_held_out(site, local_role, federated_role, validation_predictions, alive)
         if isinstance(head, SharedHead):
-            predictions = (
-                {} if held_out else _predict_roles(site, (local_role, federated_role), site.train, alive)
-            )
+            predictions = {} if held_out else _predict_roles(site, (local_role, federated_role), site.train, alive)
             rows, local_predictions, federated_predictions = held_out or (
                 site.train,
                 predictions[local_role],
@@ -168,12 +156,8 @@ def _choose_ensemble(
         "model": ENSEMBLE,
         "by": ENSEMBLE,
         "n": 0 if held_out is None else len(held_out[0]),
-        "ensemble": asdict(
-            replace(ensemble, own=local_role, shared=federated_role, of_logits=task.kind == "classes")
-        ),
-        "slide_threshold": None
-        if held_out is None
-        else _find_slide_threshold(ensemble(*held_out[1:]), held_out[0]),
+        "ensemble": asdict(replace(ensemble, own=local_role, shared=federated_role, of_logits=task.kind == "classes")),
+        "slide_threshold": None if held_out is None else _find_slide_threshold(ensemble(*held_out[1:]), held_out[0]),
     }
 
 

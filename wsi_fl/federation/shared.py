@@ -70,9 +70,7 @@ class _SumOffer(TypedDict):
     public: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
     done: bool  # whether it has the sum, from before a restart
     attempt: RoundNumber  # the first round of its ledger that is not final; each attempt takes one
-    refuses: Literal[
-        "", "budget", "finished", "approval"
-    ]  # why it makes no further attempt; "" where it makes one
+    refuses: Literal["", "budget", "finished", "approval"]  # why it makes no further attempt; "" where it makes one
 
 
 class _HeldSites(TypedDict):
@@ -154,9 +152,7 @@ def _aggregate_all(
 
     def build_mask(site: Site) -> _Mask:
         position = present.index(site.index)
-        return lambda values: mask_values(
-            values, position, keys[site.index], publics, terms.mask_context(site)
-        )
+        return lambda values: mask_values(values, position, keys[site.index], publics, terms.mask_context(site))
 
     messages = {site.index: _mask_statistics(site, terms, build_mask(site)) for site in local_sites}
     others = {site.index: [k for k in present if k != site.index] for site in local_sites}
@@ -165,9 +161,7 @@ def _aggregate_all(
         local_message = messages[site.index]
         for message in arrived[site.index]:
             if problem := _find_problem(message, local_message):
-                raise WsiFlError(
-                    f"the sum is void: the message of site {message.sender} cannot be used, {problem}"
-                )
+                raise WsiFlError(f"the sum is void: the message of site {message.sender} cannot be used, {problem}")
         total = sum_messages([_read_numbers(local_message), *map(_read_numbers, arrived[site.index])])
         _open_sum(site, terms.method, total, len(present))
         write_checkpoint(site, round_)
@@ -185,25 +179,19 @@ def _exchange_masked(
     outgoing = [Outgoing(k, to, 1.0, messages[k]) for k in messages for to in others[k]]
     expected = [(sender, k) for k in messages for sender in others[k]]
     size = next(iter(messages.values())).vector.size
-    arrived = comm.exchange(
-        outgoing, expected, round_=terms.attempt, hop=BUFFERS, size=size, kind=BYTES, lossy=lossy
-    )
+    arrived = comm.exchange(outgoing, expected, round_=terms.attempt, hop=BUFFERS, size=size, kind=BYTES, lossy=lossy)
     return {k: [message for message in arrived if message.receiver == k] for k in messages}
 
 
 def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Comm, *, round_: int) -> None:
     parts = {
-        site.index: SecureSum(
-            site.index, terms.present, terms.colluding, terms.dropouts, terms.mask_context(site)
-        )
+        site.index: SecureSum(site.index, terms.present, terms.colluding, terms.dropouts, terms.mask_context(site))
         for site in local_sites
     }
     responding = {k: [other for other in terms.present if other != k] for k in parts}
     """The sites that each site has heard in time so far, and still waits for."""
 
-    def exchange_documents(
-        kind: type[_T], make_document: Callable[[int, int], _T]
-    ) -> dict[int, dict[int, _T]]:
+    def exchange_documents(kind: type[_T], make_document: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
         pairs = [(k, to) for k in parts for to in responding[k]]
         replies = comm.exchange_documents(
             {(k, to): make_document(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs]
@@ -233,17 +221,13 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
         parts[k].join(holdings)
     # 2. messages, charged from here on
     local_messages = {
-        site.index: _mask_statistics(
-            site, terms, parts[site.index].mask_values, parts[site.index].sum_context
-        )
+        site.index: _mask_statistics(site, terms, parts[site.index].mask_values, parts[site.index].sum_context)
         for site in local_sites
     }
     arrived = _exchange_masked(local_messages, responding, terms, comm, lossy=True)
     responding |= {k: [message.sender for message in arrived[k]] for k in parts}
     valid_messages = {
-        k: {
-            message.sender: message for message in arrived[k] if not _find_problem(message, local_messages[k])
-        }
+        k: {message.sender: message for message in arrived[k] if not _find_problem(message, local_messages[k])}
         | {k: local_messages[k]}
         for k in parts
     }
@@ -275,9 +259,7 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
 
 def _find_refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
     """Return why a site makes no further attempt; "" where it makes one."""
-    is_affordable = site.plan is None or site.ledger.fits_budget(
-        site.ledger.last_final_round() + 1, site.plan
-    )
+    is_affordable = site.plan is None or site.ledger.fits_budget(site.ledger.last_final_round() + 1, site.plan)
     approved = site.ledger.references.get("approved", "")
     n_attempts = count_attempts(site.ledger.entries, site.name, approved)
     if n_attempts and _is_done(site, method):
@@ -320,11 +302,7 @@ def _mask_statistics(site: Site, terms: _SumTerms, mask: _Mask, binding: bytes =
         n_lacking = terms.colluding + terms.dropouts
         share = _compute_share(site.plan, len(exact), len(terms.present), n_lacking)
         seed = terms.insecure_seed
-        stream = (
-            CipherStream.from_entropy()
-            if seed is None
-            else CipherStream.from_seed(seed, "shares", site.index)
-        )
+        stream = CipherStream.from_entropy() if seed is None else CipherStream.from_seed(seed, "shares", site.index)
         values = values + discrete_gaussian(share, len(values), stream)
     head.set_noisy_statistics(
         torch.from_numpy(exact), torch.from_numpy(values / STEPS_PER_UNIT), (share / STEPS_PER_UNIT) ** 2
@@ -345,9 +323,7 @@ def _compute_share(plan: PrivacyPlan, n: int, n_sites: int, n_lacking: int) -> f
     sensitivity = quantization_sensitivity(plan.clip, STEPS_PER_UNIT, n)
     share = share_sigma(plan.sigma * sensitivity * (1 + NOISE_MARGIN), n_sites, n_lacking)
     if noise_multiplier(share, n_sites, n_lacking, sensitivity, n) < plan.sigma:
-        raise WsiFlError(
-            f"distributed noise in shares of {share:g} steps is less than the plan's; raise privacy.sigma"
-        )
+        raise WsiFlError(f"distributed noise in shares of {share:g} steps is less than the plan's; raise privacy.sigma")
     return share
 
 
@@ -367,9 +343,7 @@ def _open_sum(site: Site, method: Method, summed_steps: NDArray[np.int64], n_sit
     n = sum(units for units, _ in site.announced_units.values()) or _MAX_ROWS
     statistics = torch.from_numpy(np.concatenate([total, variances * n_sites]))
     if problem := explain_invalid_statistics(head, statistics, n, rows=False):
-        raise WsiFlError(
-            f"the sum is void, no honest messages add up to it: {problem}; go on with train --resume"
-        )
+        raise WsiFlError(f"the sum is void, no honest messages add up to it: {problem}; go on with train --resume")
     mean = np.concatenate([total / n_sites, variances]).astype(np.float32)
     site.mixing_learner(method).load_vector(mean, n_sites=n_sites)
     site.push = PushSum(mean, 1.0)

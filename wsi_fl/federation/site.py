@@ -161,9 +161,7 @@ class Site:
     def training_examples(self) -> Examples:
         """Return the examples for batches: training rows and included canaries."""
         return (
-            self.train
-            if self.canaries is None
-            else concatenate_examples([self.train, self.canaries.select_planted()])
+            self.train if self.canaries is None else concatenate_examples([self.train, self.canaries.select_planted()])
         )
 
     def training_sources(self) -> TrainingSources:
@@ -225,9 +223,7 @@ def release_model(site: Site, method: Method, round_: int) -> Release | None:
 
 def _hash_local_models(site: Site) -> str:
     """Return the SHA-256 of the parameters of local models with differential privacy."""
-    return digest_values(
-        np.concatenate([k.parameter_vector() for k in site.learners.values() if k.is_private])
-    )
+    return digest_values(np.concatenate([k.parameter_vector() for k in site.learners.values() if k.is_private]))
 
 
 def relay_mixture(site: Site, method: Method, round_: int) -> Release:
@@ -277,9 +273,7 @@ def release_buffer(site: Site, round_: int) -> None:
     """Record the release of a site's buffer in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
-    site.buffer_release = site.ledger.release(
-        round_, values, schema=shape.schema, mechanism=None, content=_BUFFER
-    )
+    site.buffer_release = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
 
 
 def reissue_buffer(site: Site, round_: int) -> Release:
@@ -320,9 +314,7 @@ def restore_checkpoint(site: Site, round_: int) -> None:
         prefix = f"{role}/"
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
     prefix = f"{_BUFFER}/"
-    site.received_buffers = {
-        int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
-    }
+    site.received_buffers = {int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)}
     site.losses, site.distances = document["losses"], document["heard"]
     site.diverged = document["diverged"]
     site.returning = document["returning"]

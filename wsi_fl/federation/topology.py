@@ -91,9 +91,7 @@ class Graph:
         rounds = []
         for edges in self.rounds:
             kept_edges = [
-                e
-                for e in edges
-                if e.sender in positions and reachable[e.receiver, e.sender] & reachable[e[:2]]
+                e for e in edges if e.sender in positions and reachable[e.receiver, e.sender] & reachable[e[:2]]
             ]
             total_before, total_after = _sum_weights(edges), _sum_weights(kept_edges)
             rounds.append(
@@ -213,9 +211,7 @@ def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge,
 
 def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
     if not isinstance(item, list) or len(item) not in (2, 3):
-        raise UsageError(
-            f'{where}: {_shorten(item)} is no edge; write ["sender", "receiver"] or add a weight'
-        )
+        raise UsageError(f'{where}: {_shorten(item)} is no edge; write ["sender", "receiver"] or add a weight')
     for name in item[:2]:
         if name not in names:
             raise UsageError(f"{where}: unknown site {_shorten(name)}; the run has {', '.join(names)}")

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.study.folder import Study
 
-app = typer.Typer(
-    no_args_is_help=True, help="Federated learning between hospitals: kits, plans, and their connection."
-)
+app = typer.Typer(no_args_is_help=True, help="Federated learning between hospitals: kits, plans, and their connection.")
 
 _KitOption = Annotated[Path, Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
 _KitOrRoot = Annotated[
@@ -57,9 +55,7 @@ def _ask_confirmation(question: str, instead: str) -> bool:
     except typer.Abort:
         if sys.stdin.isatty():
             raise
-        raise UsageError(
-            f"nothing was signed: nobody can be asked here; read the above, and give {instead}"
-        ) from None
+        raise UsageError(f"nothing was signed: nobody can be asked here; read the above, and give {instead}") from None
 
 
 @app.command()
@@ -80,9 +76,7 @@ def provision(
     from wsi_fl.hospitals.trust.making import provision_federation, provision_lines
 
     site_names = [site.strip() for site in sites.split(",") if site.strip()]
-    document = provision_federation(
-        folder, federation=name, server=server, shared_folder=shared, sites=site_names
-    )
+    document = provision_federation(folder, federation=name, server=server, shared_folder=shared, sites=site_names)
     print_document(document, as_json, provision_lines)
 
 
@@ -105,9 +99,7 @@ def join(
     kit: Annotated[Path, Option(help="The kit that the request was made in.")],
     fingerprint: Annotated[
         str | None,
-        Option(
-            help="The root CA's, as the coordinator read it out; another one is refused. A new kit needs it."
-        ),
+        Option(help="The root CA's, as the coordinator read it out; another one is refused. A new kit needs it."),
     ] = None,
     unchecked: _Unchecked = False,
     as_json: Json = False,
@@ -124,9 +116,7 @@ def join(
 
 @app.command()
 def plan(
-    method: Annotated[
-        str, Option(help=f"What the hospitals run: {list_names(lambda row: bool(row.disclosures))}.")
-    ],
+    method: Annotated[str, Option(help=f"What the hospitals run: {list_names(lambda row: bool(row.disclosures))}.")],
     pipeline: Pipeline = None,
     overrides: Set = None,
     out: Annotated[Path, Option(help="The file to write.")] = Path("plan.json"),
@@ -169,9 +159,7 @@ def approve(
     kit: _KitOrRoot,
     fingerprint: Annotated[
         str | None,
-        Option(
-            help="Of a certificate request: what the hospital read to you by telephone. A new name needs it."
-        ),
+        Option(help="Of a certificate request: what the hospital read to you by telephone. A new name needs it."),
     ] = None,
     unchecked: _Unchecked = False,
     study: _StudyFolder = None,
@@ -354,9 +342,7 @@ def abort(
 
 
 @app.command()
-def check(
-    kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False
-) -> None:
+def check(kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False) -> None:
     """Check the connection of a kit; with the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed import FederationPlan
     from wsi_fl.hospitals.work.submit import check_kit, check_lines
@@ -471,9 +457,7 @@ def restore(
     from wsi_fl.hospitals.work.backup import restore_backup, restore_lines
     from wsi_fl.study.folder import Study
 
-    print_document(
-        restore_backup(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines
-    )
+    print_document(restore_backup(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines)
 
 
 @app.command("preapprove")
@@ -481,16 +465,12 @@ def frame(
     kit: _KitOption,
     epsilon: Annotated[float | None, Option(help="Of all plans together, by your own ledger.")] = None,
     until: Annotated[str, Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
-    method: Annotated[
-        list[str] | None, Option(help="What plans may run. Repeatable. Default: the plan's.")
-    ] = None,
+    method: Annotated[list[str] | None, Option(help="What plans may run. Repeatable. Default: the plan's.")] = None,
     runs: Annotated[int, Option(min=1, help="How many runs at most.")] = 20,
     partner: Annotated[
         list[str] | None, Option(metavar="SITE", help="Who may take part. Repeatable. Default: all.")
     ] = None,
-    code: Annotated[
-        list[str] | None, Option(metavar="SHA256", help="Of another wsi-fl to allow. Repeatable.")
-    ] = None,
+    code: Annotated[list[str] | None, Option(metavar="SHA256", help="Of another wsi-fl to allow. Repeatable.")] = None,
     plan: Annotated[
         Path | None, Option(metavar="FILE", help="What plans are like. Default: the one you signed.")
     ] = None,
@@ -578,9 +558,7 @@ def census(
     identity = _open_kit(kit).load_identity()
     if collect:
         responses = [censuses.read_response(path, identity.root) for path in files or []]
-        print_document(
-            censuses.collect_responses(responses, epsilon or 1.0), as_json, censuses.feasibility_lines
-        )
+        print_document(censuses.collect_responses(responses, epsilon or 1.0), as_json, censuses.feasibility_lines)
         return
     pairs = [option.partition("=") for option in column or []]
     columns = {name: values.split(",") for name, _, values in pairs}
@@ -602,9 +580,7 @@ def census(
 
 @app.command()
 def board(
-    kit: Annotated[
-        Path | None, Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")
-    ] = None,
+    kit: Annotated[Path | None, Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")] = None,
     out: Annotated[Path | None, Option(help="Write it as a page too.")] = None,
     study: _StudyFolder = None,
     as_json: Json = False,
@@ -646,14 +622,10 @@ def rehearse(
 
 @app.command()
 def evidence(
-    kit: Annotated[
-        Path | None, Option(metavar="DIR", help="Your kit; with --verify, whose root is trusted.")
-    ] = None,
+    kit: Annotated[Path | None, Option(metavar="DIR", help="Your kit; with --verify, whose root is trusted.")] = None,
     study: _StudyFolder = None,
     out: Annotated[Path, Option(help="A new folder.")] = Path("evidence"),
-    verify: Annotated[
-        Path | None, Option(metavar="DIR", help="Check such a folder instead, whosever it is.")
-    ] = None,
+    verify: Annotated[Path | None, Option(metavar="DIR", help="Check such a folder instead, whosever it is.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write the evidence that security, data protection and registers ask for, in one signed folder; or verify one."""
@@ -662,12 +634,8 @@ def evidence(
     opened_kit = None if kit is None else _open_kit(kit)
     if verify is not None:
         result = verify_evidence(verify, opened_kit.load_identity().root if opened_kit else None)
-        print_document(
-            result, as_json, partial(verification_lines, folder=verify, vouched=opened_kit is not None)
-        )
+        print_document(result, as_json, partial(verification_lines, folder=verify, vouched=opened_kit is not None))
         return
     if opened_kit is None:
         raise UsageError("which hospital's evidence? give --kit DIR; or --verify DIR, to check a folder")
-    print_document(
-        make_evidence(_load_study(study), opened_kit, out), as_json, lambda _: [str(out / "index.html")]
-    )
+    print_document(make_evidence(_load_study(study), opened_kit, out), as_json, lambda _: [str(out / "index.html")])

@@ -213,9 +213,7 @@ def run_federation_demo(folder: Path) -> _DemoResult:
     require_flare()
     root = folder.resolve()
     if (root / _RESULT_FILE).is_file():
-        print_message(
-            f"{folder}: this demo has finished; for another one remove the folder, or choose another --out"
-        )
+        print_message(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
         return cast(_DemoResult, read_object(root / _RESULT_FILE, "remove the folder"))
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
@@ -267,9 +265,7 @@ class _FederationDemo:
             "seconds": round(time.monotonic() - started_s, 1),
             "run": summary["run"],
             "sites": summary["sites"],
-            "scores": score_cross_site(
-                read_json(self.coordinator.working_folder / summary["out"] / "scores.json")
-            ),
+            "scores": score_cross_site(read_json(self.coordinator.working_folder / summary["out"] / "scores.json")),
             "report": str(self.coordinator.working_folder / summary["report"]),
             "reports": {
                 place.name: str(place.working_folder / summary["run"] / "report" / "index.html")
@@ -283,9 +279,7 @@ class _FederationDemo:
         write_untrained_weights(weights)
         for index, place in enumerate(self.hospitals):
             archive = place.folder / "archive"
-            simulate_archive(
-                archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only_site=index
-            )
+            simulate_archive(archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only_site=index)
             _copy_file(weights, place.working_folder / _WEIGHTS)
 
     def _prepare_hospital(self, place: DemoMachine) -> None:
@@ -294,17 +288,13 @@ class _FederationDemo:
         site = place.working_folder / "sites" / f"{place.name}.toml"
         write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW_LINE}\n")
         organization = f"Hospital {place.name} of the demo"
-        request = self.run(
-            place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization
-        )
+        request = self.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
         self.fingerprints[place.name] = request["fingerprint"]
 
     def _provision_federation(self) -> None:
         """Provision the federation, give the server its kit, and approve the hospitals' requests."""
         chief, address = self.coordinator, f"localhost:{find_free_port()}"
-        federation = self.run(
-            chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address
-        )
+        federation = self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
         self.fingerprints["root"] = federation["fingerprint"]
         self.server.folder.mkdir()
         shutil.move(chief.working_folder / _FOUNDED / "server", self.server.folder / "kit")
@@ -342,9 +332,7 @@ class _FederationDemo:
     def _run_training(self) -> dict[str, Any]:
         chief, kit = self.coordinator, _FOUNDED / "coordinator"
         self.crew.start_server(self.server, "federation", "start", "kit")
-        self.crew.run_parallel(
-            lambda place: self.crew.start_server(place, "federation", "start", _KIT), self.hospitals
-        )
+        self.crew.run_parallel(lambda place: self.crew.start_server(place, "federation", "start", _KIT), self.hospitals)
         self.run(chief, "federation", "check", kit, "--plan", "plan.json")
         return self.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
 

@@ -63,9 +63,7 @@ def concatenate_patients(parts: Sequence[PatientPredictions]) -> PatientPredicti
     )
 
 
-def aggregate_patients(
-    probabilities: _Floats, truth: NDArray[np.int64], patient: Names
-) -> PatientPredictions:
+def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient: Names) -> PatientPredictions:
     """Aggregate probabilities float64[n, k] and truth int64[n] of examples by patient.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
@@ -113,18 +111,14 @@ def _predictive_values(
     where all predictions are correct.
     """
     odds = prevalence / (1 - prevalence)
-    return _predictive_value(sensitivity, specificity, odds), _predictive_value(
-        specificity, sensitivity, 1 / odds
-    )
+    return _predictive_value(sensitivity, specificity, odds), _predictive_value(specificity, sensitivity, 1 / odds)
 
 
 def _predictive_value(same_kind: _Interval, other_kind: _Interval, odds: float) -> _Interval | None:
     """Return a predictive value from the shares of both kinds predicted correctly, and the odds of this kind."""
     if same_kind.value == 0 and other_kind.value == 1:
         return None
-    a, b = (
-        (p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (same_kind, other_kind)
-    )
+    a, b = ((p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (same_kind, other_kind))
     spread = sqrt((1 - a) / (a * same_kind.n) + b / ((1 - b) * other_kind.n))
     low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * Z * spread))) for sign in (-1, 1))
     value = same_kind.value * odds / (same_kind.value * odds + (1 - other_kind.value))
@@ -250,9 +244,7 @@ def _fit_calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | Non
     if lp[case].min() >= lp[~case].max() or lp[case].max() <= lp[~case].min():
         return None
     shift = float(brentq(lambda a: expit(lp + a).sum() - case.sum(), -50, 50))
-    regression = LogisticRegression(C=np.inf, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(
-        lp[:, None], case
-    )
+    regression = LogisticRegression(C=np.inf, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(lp[:, None], case)
     slope, constant = float(regression.coef_[0, 0]), float(regression.intercept_[0])
     shift_information, slope_information = (
         expit(logits) * expit(-logits) for logits in (lp + shift, constant + slope * lp)
@@ -286,9 +278,7 @@ def net_benefit(
     if prevalence is not None and not 0 < case.mean() < 1:
         return {"model": [None] * len(points), "everybody": everybody}
     is_treated = score[None] >= points[:, None]
-    true_rate, false_rate = (
-        (is_treated & members).sum(1) / max(1, members.sum()) for members in (case, ~case)
-    )
+    true_rate, false_rate = ((is_treated & members).sum(1) / max(1, members.sum()) for members in (case, ~case))
     model_benefit = share * true_rate - (1 - share) * false_rate * odds
     return {"model": model_benefit.tolist(), "everybody": everybody}
 
@@ -309,9 +299,7 @@ def describe_class(
     description: dict[str, object] = {"n": len(case), "cases": int(case.sum()), **at_point}
     sensitivity, specificity = at_point["sensitivity"], at_point["specificity"]
     if prevalence is not None and sensitivity and specificity:
-        at_prevalence = dict(
-            zip(("ppv", "npv"), _predictive_values(sensitivity, specificity, prevalence), strict=True)
-        )
+        at_prevalence = dict(zip(("ppv", "npv"), _predictive_values(sensitivity, specificity, prevalence), strict=True))
         description["at_prevalence"] = {"prevalence": prevalence} | _dump_intervals(at_prevalence)
     description["auroc"] = _auroc_interval(score, case)
     has_both = case.any() and not case.all()  # for cases only it is always 1

@@ -104,9 +104,7 @@ def count_predictions(
             np.bincount(bins[labels == c], minlength=N_BINS).tolist() for c in (1, 0)
         )
         pairs = int((labels == 1).sum()) * int((labels == 0).sum())
-        counts["concordant"] = (
-            round(2 * (compute_auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
-        )
+        counts["concordant"] = round(2 * (compute_auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
     return counts
 
 
@@ -260,15 +258,12 @@ def _total_auroc(counts: Sequence[PredictionCounts]) -> tuple[float, float] | tu
 
 def _count_pairs(positive: PredictionCounts, negative: PredictionCounts) -> tuple[float, float]:
     """Return the number of pairs in order by their bins, uncertain ones counting half, and half of the uncertain."""
-    highs = [
-        np.asarray(counts.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for counts in (positive, negative)
-    ]
+    highs = [np.asarray(counts.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for counts in (positive, negative)]
     low, low_negative = (np.concatenate([[0.0], high])[:-1] for high in highs)
     is_ordered = low[:, None] >= highs[1]
     uncertain = ~is_ordered & (highs[0][:, None] > low_negative)
     ordered, half = (
-        np.asarray(positive["positives"]) @ mask @ np.asarray(negative["negatives"])
-        for mask in (is_ordered, uncertain)
+        np.asarray(positive["positives"]) @ mask @ np.asarray(negative["negatives"]) for mask in (is_ordered, uncertain)
     )
     return float(ordered + half / 2), float(half / 2)
 

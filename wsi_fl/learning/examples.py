@@ -119,9 +119,7 @@ def _require_bags(bags: Sequence[Inputs]) -> None:
         shape = np.shape(bag)
         if not isinstance(bag, np.ndarray) or len(shape) != 2 or shape[1] != np.shape(bags[0])[1]:
             shown_shape = _format_shape(shape) if isinstance(bag, np.ndarray) else f"a {type(bag).__name__}"
-            raise UsageError(
-                f"row {row}: a bag is an array float32[m, d], with the same d in all, not {shown_shape}"
-            )
+            raise UsageError(f"row {row}: a bag is an array float32[m, d], with the same d in all, not {shown_shape}")
 
 
 def _parse_labels(label: ArrayLike) -> NDArray[Any]:
@@ -175,9 +173,7 @@ def _find_label_problem(examples: Examples, n_outputs: int | None) -> str:
     if possible.all():
         return ""
     row, n_bad = int(possible.argmin()), int((~possible).sum())
-    valid_labels = (
-        task.describe_valid(n_outputs) if n_outputs else "positions in the classes: 0, 1, 2 and so on"
-    )
+    valid_labels = task.describe_valid(n_outputs) if n_outputs else "positions in the classes: 0, 1, 2 and so on"
     return (
         f"row {row} has the label {labels.tolist()[row]!r}, and {n_bad} of {len(labels)} rows have none that can be "
         f"learned; labels are {valid_labels}"
@@ -238,9 +234,7 @@ def bag_batch_size(longest: int, n_features: int) -> int:
     return max(1, _MAX_BAG_VALUES // max(1, longest * (n_features + 1)))
 
 
-def build_unlabelled_bags(
-    bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES
-) -> Examples:
+def build_unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
     """Return unlabelled bags as examples to predict, with their possible classes bool[classes]."""
     possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
     at_once = bag_batch_size(max(map(len, bags)), bags[0].shape[1])
@@ -360,10 +354,7 @@ def _concatenate_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
     class_counts = [part.allowed.shape[1] for part in parts if part.allowed is not None]
     if not class_counts:
         return None
-    masks = [
-        np.ones((len(part), max(class_counts)), bool) if part.allowed is None else part.allowed
-        for part in parts
-    ]
+    masks = [np.ones((len(part), max(class_counts)), bool) if part.allowed is None else part.allowed for part in parts]
     return np.concatenate([np.pad(mask, ((0, 0), (0, max(class_counts) - mask.shape[1]))) for mask in masks])
 
 
@@ -399,9 +390,7 @@ def build_tensor(inputs: Inputs, device: torch.device | None = None) -> Tensor:
     return planes.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
-def draw_epoch_rows(
-    n: int, batch_size: int, epochs: int, *, sampler: CipherStream
-) -> Iterator[NDArray[np.int64]]:
+def draw_epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
     """Yield the rows of ceil(n / batch_size) batches in each of `epochs` shuffled passes; without privacy."""
     for _ in range(epochs):
         yield from np.array_split(sampler.permutation(n), range(batch_size, n, batch_size))
@@ -439,9 +428,7 @@ def load_batches(
                 images = torch.stack([augment(image) for image in images])
             yield images, torch.from_numpy(examples.label[chosen]).to(device)
 
-    yield from (
-        prefetch_items(generate_batches(), _PREFETCH_BATCHES) if device.type == "cuda" else generate_batches()
-    )
+    yield from (prefetch_items(generate_batches(), _PREFETCH_BATCHES) if device.type == "cuda" else generate_batches())
 
 
 _AUGMENTATIONS = ("none", "flips", "stain")

@@ -68,9 +68,7 @@ class Learner:
     ) -> None:
         self.model = model.to(device)
         use_bfloat16 = bfloat16 and dp is None
-        self._precision = (
-            partial(torch.autocast, device.type, torch.bfloat16) if use_bfloat16 else nullcontext
-        )
+        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if use_bfloat16 else nullcontext
         self.task = task
         self.device = device
         self._portion = BatchSizeFinder()
@@ -117,9 +115,7 @@ class Learner:
             return self.trainer.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
-        loss = self._portion.run_with_fitting_batch(
-            len(x), lambda k: self._run_backward(x, loss_of, logits, k)
-        )
+        loss = self._portion.run_with_fitting_batch(len(x), lambda k: self._run_backward(x, loss_of, logits, k))
         self.optimizer.step()
         return loss
 
@@ -139,9 +135,7 @@ class Learner:
             return _predict_chunks(self._call_model, x, chunk_rows)
         from torch.utils.checkpoint import checkpoint
 
-        parts = [
-            checkpoint(self._call_model, part, use_reentrant=False) for part in torch.split(x, chunk_rows)
-        ]
+        parts = [checkpoint(self._call_model, part, use_reentrant=False) for part in torch.split(x, chunk_rows)]
         return torch.cat(parts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,9 +187,7 @@ class Learner:
         load_slots(self.optimizer, tensors, "optimizer")
 
 
-def _build_trainer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings
-) -> DPTrainer | NoisyStatistics:
+def _build_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisyStatistics:
     """Return the private trainer of a model: class statistics for one-shot global heads, else DP-SGD."""
     if isinstance(model, SharedHead):
         return NoisyStatistics(dp.sigma, dp.clip, dp.batch_size, dp.unit)
@@ -208,9 +200,7 @@ def load_site_rows(learner: Learner, rows: Examples) -> None:
     assert isinstance(head, SharedHead)
     if not len(rows):
         return
-    patient = torch.from_numpy(np.unique(fill_patient_names(rows.patient), return_inverse=True)[1]).to(
-        learner.device
-    )
+    patient = torch.from_numpy(np.unique(fill_patient_names(rows.patient), return_inverse=True)[1]).to(learner.device)
     for x, y in load_batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
         head.set_local_statistics(head.embed_rows(x), learner.task.statistics_columns(y), patient)
 
@@ -220,9 +210,7 @@ def compute_statistics(learner: Learner, batch: Batch, noise: CipherStream) -> N
     head = learner.model
     assert isinstance(head, SharedHead)
     x, y, *patients = batch
-    dp = (
-        learner.trainer if isinstance(learner.trainer, NoisyStatistics) else NoisyStatistics(0.0, 1.0, len(x))
-    )
+    dp = learner.trainer if isinstance(learner.trainer, NoisyStatistics) else NoisyStatistics(0.0, 1.0, len(x))
     dp.fill(head, x, learner.task.statistics_columns(y), noise, patients[0] if patients else None)
 
 

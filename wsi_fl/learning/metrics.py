@@ -195,9 +195,7 @@ def build_exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.s
         elif name == "auroc" and value not in (0, 1):
             ends = [(value, value)]
         elif name == "auroc":
-            ends = [
-                share_interval(value, min(count_clusters(rows), count_clusters(~rows))) for rows in classes
-            ]
+            ends = [share_interval(value, min(count_clusters(rows), count_clusters(~rows))) for rows in classes]
         else:
             ends = [share_interval(value, len(np.unique(cluster)))]
         return [float(end) for end in np.mean(ends, axis=0)]

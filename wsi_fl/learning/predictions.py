@@ -126,9 +126,7 @@ class PredictionTable:
 
     def group_by(self, column: str) -> dict[str, PredictionTable]:
         """Return the groups of equal values in a column of names, in order of first appearance."""
-        values = (
-            getattr(self, column) if column in ("part", "slide", "patient") else self.extra_columns[column]
-        )
+        values = getattr(self, column) if column in ("part", "slide", "patient") else self.extra_columns[column]
         names, first = np.unique(values, return_index=True)
         return {str(name): self.select_rows(values == name) for name in names[np.argsort(first)]}
 
@@ -173,9 +171,7 @@ def measure_predictions(
             table.model_predictions, table.truth, table.qualify_names(table.slide), threshold=threshold
         )
         if slides:
-            slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {
-                "threshold": threshold
-            }
+            slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {"threshold": threshold}
     return {
         **summarize_scores(table.model_predictions, table.truth, patient),
         "slides": slide_scores,
@@ -193,8 +189,7 @@ def score_tumor_types(table: PredictionTable) -> dict[str, dict[str, float | Non
         for kind in sorted(set(groups) - {""})
     }
     return {
-        kind: {name: values[name] for name in ("n", "accuracy", "macro_accuracy")}
-        for kind, values in scores.items()
+        kind: {name: values[name] for name in ("n", "accuracy", "macro_accuracy")} for kind, values in scores.items()
     }
 
 
@@ -218,10 +213,7 @@ def _decide_classes(
     if rule in _MEAN_RULES:
         return choose_classes(mean), mean
     shares = np.average(
-        [
-            np.eye(probabilities.shape[1])[choose_classes(probabilities)]
-            for probabilities in site_probabilities
-        ],
+        [np.eye(probabilities.shape[1])[choose_classes(probabilities)] for probabilities in site_probabilities],
         axis=0,
         weights=site_weights,
     )

@@ -45,9 +45,7 @@ class Ensemble:
         """Return probabilities float64[n, classes] of both models' probabilities float64[n, classes]."""
         if not self.of_logits:
             return self._mix_logits(local, federated)
-        mixed = self._mix_logits(_compute_logits(local), _compute_logits(federated)) * self.slope + np.array(
-            self.bias
-        )
+        mixed = self._mix_logits(_compute_logits(local), _compute_logits(federated)) * self.slope + np.array(self.bias)
         impossible = (local == 0) & (federated == 0)
         exponentials = np.where(impossible, 0.0, np.exp(mixed - mixed.max(1, keepdims=True)))
         probabilities: Probabilities = exponentials / exponentials.sum(1, keepdims=True)
@@ -132,8 +130,7 @@ def is_worse_than_local(
     mixed = ensemble(local, federated)
     if task.kind == "survival":
         ensemble_error, local_error = (
-            task.compute_scores(predictions, labels)["integrated_brier"] or 0.0
-            for predictions in (mixed, local)
+            task.compute_scores(predictions, labels)["integrated_brier"] or 0.0 for predictions in (mixed, local)
         )
         if ensemble_error > local_error:
             return True
@@ -174,15 +171,11 @@ def gate_ensemble(
         return best
     local_logits = logits[0] / scales[0]
     local_losses = log_losses(softmax(_fit_slope(local_logits, scales[0], labels) * local_logits), labels)
-    for weight in (
-        candidate for candidate in _WEIGHTS if candidate <= max(_WEIGHTS[0], n / (n + _PRIOR_PATIENTS))
-    ):
+    for weight in (candidate for candidate in _WEIGHTS if candidate <= max(_WEIGHTS[0], n / (n + _PRIOR_PATIENTS))):
         mixed = (1 - weight) * local_logits + weight * (logits[1] / scales[1] - middle)
         slope = _fit_slope(mixed, scales[0], labels)
         ensemble = Ensemble(weight, scales, slope, tuple((-slope * weight * middle).tolist()))
-        gain = _lower_bound_of_gain(
-            local_losses - log_losses(ensemble(local, federated), labels), labels, patient
-        )
+        gain = _lower_bound_of_gain(local_losses - log_losses(ensemble(local, federated), labels), labels, patient)
         if gain > best_gain:
             best, best_gain = ensemble, gain
     return best
@@ -203,9 +196,7 @@ def _fit_slope(logits: NDArray[np.float64], initial: float, labels: Labels) -> f
         probabilities = softmax(initial * np.exp(log_factor) * logits)
         return float(mean_over_classes(log_losses(probabilities, labels), labels))
 
-    return initial * float(
-        np.exp(minimize_scalar(loss_at_factor, bounds=(-np.log(4), np.log(4)), method="bounded").x)
-    )
+    return initial * float(np.exp(minimize_scalar(loss_at_factor, bounds=(-np.log(4), np.log(4)), method="bounded").x))
 
 
 def build_ensemble(
@@ -231,11 +222,7 @@ def build_ensemble(
     if sample_sizes is None:
         return gate_ensemble(local, federated, labels, patient)
     ensemble = weight_by_sample_size(local, federated, labels, sample_sizes, patient=patient)
-    return (
-        single_local_ensemble(n_classes)
-        if is_worse_than_local(ensemble, local, federated, labels)
-        else ensemble
-    )
+    return single_local_ensemble(n_classes) if is_worse_than_local(ensemble, local, federated, labels) else ensemble
 
 
 def _lower_bound_of_gain(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:

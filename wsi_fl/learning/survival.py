@@ -61,9 +61,7 @@ def compute_concordances(risk: _Floats, truth: NDArray[Any], weights: NDArray[np
         # 2. concordant pairs count 1, ties of risk 1/2
         differences = risk[batch] - risk
         scores = (
-            np.where(
-                np.abs(differences) <= _RISK_TOLERANCE, np.float32(0.5), (differences > 0).astype(np.float32)
-            )
+            np.where(np.abs(differences) <= _RISK_TOLERANCE, np.float32(0.5), (differences > 0).astype(np.float32))
             * later
         )
         # 3. sums over pairs, each weighted by the counts of both patients
@@ -107,9 +105,7 @@ def compute_integrated_briers(
     # 2. BS(t) = mean of π(t)² [y ≤ t, event] / G(y) + (1 − π(t))² [y > t] / G(t)
     is_later = time[:, None] > end
     failed = (weights / uncensored[:, time_index]) @ (predictions**2 * (~is_later & observed[:, None]))
-    brier = (failed + (weights @ ((1 - predictions) ** 2 * is_later)) / at_end) / weights.sum(
-        1, keepdims=True
-    )
+    brier = (failed + (weights @ ((1 - predictions) ** 2 * is_later)) / at_end) / weights.sum(1, keepdims=True)
     # 3. its mean over the ends within the observed times, by trapezoids
     first, last = (
         np.where(n_leaving > 0, times, np.inf).min(1),

@@ -108,9 +108,7 @@ class Task(ABC):
             weights = np.ones((len(rows), n), np.int32)
             weights[np.arange(len(rows)), rows] = 0
             left_out_scores[rows] = measure(weights)[name]
-        pseudo = (n - 1) * (
-            total_score - np.where(np.isfinite(left_out_scores), left_out_scores, total_score)
-        )
+        pseudo = (n - 1) * (total_score - np.where(np.isfinite(left_out_scores), left_out_scores, total_score))
         pseudo_values: PredictionArray = total_score + pseudo - pseudo.mean()
         return pseudo_values
 
@@ -132,9 +130,7 @@ class _ClassesTask(Task):
 
     def find_valid(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
         if truth.ndim != 1 or truth.dtype.kind not in "iuf":
-            return np.array(
-                [isinstance(value, int) and 0 <= value < n_outputs for value in truth.tolist()], bool
-            )
+            return np.array([isinstance(value, int) and 0 <= value < n_outputs for value in truth.tolist()], bool)
         with np.errstate(invalid="ignore"):
             return np.asarray((truth >= 0) & (truth < n_outputs) & (truth == np.floor(truth)))
 
@@ -201,9 +197,7 @@ class NumberTask(Task):
         """Return a function for R², which needs two different numbers, mean absolute and root mean square error."""
         errors = predictions[:, 0] - truth
         deviations = truth - np.mean(truth, dtype=np.float64) if len(truth) else errors
-        moments = np.stack(
-            [np.ones(len(truth)), np.abs(errors), errors**2, deviations, deviations**2], axis=1
-        )
+        moments = np.stack([np.ones(len(truth)), np.abs(errors), errors**2, deviations, deviations**2], axis=1)
 
         def compute_scores(weights: Weights) -> dict[str, PredictionArray]:
             n, absolute, squared, shift, squares = (weights @ moments).T
@@ -290,9 +284,7 @@ class SurvivalTask(Task):
         def compute_scores(weights: Weights) -> dict[str, PredictionArray]:
             return {
                 "concordance": survival.compute_concordances(risk, truth, weights),
-                "integrated_brier": survival.compute_integrated_briers(
-                    predictions, truth, self.ends, weights
-                ),
+                "integrated_brier": survival.compute_integrated_briers(predictions, truth, self.ends, weights),
             }
 
         return compute_scores
@@ -301,9 +293,7 @@ class SurvivalTask(Task):
 CLASSES = _ClassesTask()
 
 
-def score_predictions(
-    predictions: PredictionArray, truth: Truth, task: Task = CLASSES
-) -> dict[str, float | None]:
+def score_predictions(predictions: PredictionArray, truth: Truth, task: Task = CLASSES) -> dict[str, float | None]:
     """Return n and every score by name, None where it cannot be computed."""
     return {"n": len(truth), **task.compute_scores(predictions, truth)}
 

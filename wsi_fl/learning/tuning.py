@@ -77,9 +77,7 @@ def fit_linear_head(
         probabilities = softmax(logits)
         return _class_balanced_loss(probabilities, labels), probabilities
 
-    head = _cross_validate(
-        x, labels, n_classes, _fit_logistic, evaluate_logits, list(_split_folds(labels, patient))
-    )
+    head = _cross_validate(x, labels, n_classes, _fit_logistic, evaluate_logits, list(_split_folds(labels, patient)))
     if head.loss is not None and head.held_out is not None:
         middle = _class_midpoint(head.held_out, labels)
         shifted = softmax(_log_probabilities(head.held_out) - middle)
@@ -88,9 +86,7 @@ def fit_linear_head(
     return head
 
 
-def _fit_task_head(
-    x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task
-) -> FittedHead:
+def _fit_task_head(x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task) -> FittedHead:
     """Fit the head of a number by ridge regression, or of hazards by logistic regression.
 
     The hazards of all intervals share one slope: logistic regression with a row for each interval reached by a patient
@@ -112,9 +108,7 @@ def _fit_task_head(
     return _cross_validate(x, column, n_outputs, fit, evaluate_outputs, folds)
 
 
-_Fit = Callable[
-    [NDArray[np.float64], NDArray[Any], float, int], tuple[NDArray[np.float64], NDArray[np.float64]]
-]
+_Fit = Callable[[NDArray[np.float64], NDArray[Any], float, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
 """(rows, their truth, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
 
 
@@ -141,11 +135,7 @@ def _cross_validate(
             outputs[fold] = rows[fold] @ weight.T + bias
         loss, predictions = evaluate(outputs)
         candidates.append((loss, strength, predictions))
-    best = (
-        min(candidates, key=lambda candidate: candidate[0])
-        if candidates
-        else (None, _DEFAULT_STRENGTH / d, None)
-    )
+    best = min(candidates, key=lambda candidate: candidate[0]) if candidates else (None, _DEFAULT_STRENGTH / d, None)
     weight, bias = fit(rows, truth, best[1], n_outputs)
     return FittedHead(weight @ basis.T, bias, best[1], best[0], best[2])
 

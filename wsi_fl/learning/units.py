@@ -68,9 +68,7 @@ class PrivacyUnits:
             parts.append(rows if is_small else rows[sampler.permutation(len(rows))[: self.max_rows]])
         return np.concatenate(parts)
 
-    def epoch_batches(
-        self, batch_size: int, epochs: int, *, sampler: CipherStream
-    ) -> Iterator[NDArray[np.int64]]:
+    def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the rows of the batches of `epochs` shuffled passes over the units with rows, without privacy."""
         units = np.unique(self.of_row)
         for chosen in draw_epoch_rows(len(units), batch_size, epochs, sampler=sampler):
@@ -130,9 +128,7 @@ def patient_units(patient: NDArray[np.str_], max_rows: int | None, site: str) ->
 
 # ---- training sets
 
-LearnsFrom = Literal[
-    "own", "everybody", "own+received", "synthetic+received", "all synthetic", "generated", "nothing"
-]
+LearnsFrom = Literal["own", "everybody", "own+received", "synthetic+received", "all synthetic", "generated", "nothing"]
 """Sources of a round's training set. For "everybody" and "generated" the site's rows are pooled or generated before."""
 
 
@@ -185,9 +181,7 @@ class TrainingSet:
     def join_examples(self) -> Examples:
         """Return both parts concatenated, the examples of epochs first."""
         return (
-            self.epoch_examples
-            if self.replayed is None
-            else concatenate_examples([self.epoch_examples, self.replayed])
+            self.epoch_examples if self.replayed is None else concatenate_examples([self.epoch_examples, self.replayed])
         )
 
     def private_batches(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
@@ -200,9 +194,7 @@ class TrainingSet:
             raise WsiFlError("a privacy plan covers this site's rows only, without replayed examples")
         return [self.units.draw_rows(chosen, sampler) for chosen in plan.draw_batches(sampler)]
 
-    def epoch_batches(
-        self, batch_size: int, epochs: int, *, sampler: CipherStream
-    ) -> list[NDArray[np.int64]]:
+    def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
         """Return the rows of every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,

@@ -112,9 +112,7 @@ def assign_folds(
             stratified.
     """
     if n := int((patient == "").sum()):
-        raise UsageError(
-            f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
-        )
+        raise UsageError(f"{n} rows have no patient, but folds divide patients; name them in the table of slides")
     names, patient_index = np.unique(patient, return_inverse=True)
     # a hospital does not disclose its number of patients
     if len(names) < n_folds and (stratified or not holdout.secret):
@@ -148,9 +146,7 @@ def _patient_classes(patient_index: NDArray[np.int64], label: NDArray[np.int64],
 # ---- the prediction model
 
 
-def roles_of_choice(
-    model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()
-) -> tuple[str, ...]:
+def roles_of_choice(model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
     """Return the roles of the models for a prediction model."""
     if model == ENSEMBLE and ensemble is not None:
         return tuple(dict.fromkeys((*roles_of_choice(ensemble.own), *roles_of_choice(ensemble.shared))))
@@ -167,9 +163,7 @@ def combine_predictions(
     """
     if model == ENSEMBLE:
         assert ensemble is not None
-        return ensemble(
-            combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared)
-        )
+        return ensemble(combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared))
     predictions = [predicted[role] for role in roles_of_choice(model, there=predicted)]
     return predictions[0] if len(predictions) == 1 else np.mean(predictions, axis=0)
 
@@ -183,9 +177,7 @@ def score_candidates(
         for choice in (LOCAL, *MODEL_CHOICES)
         if set(roles_of_choice(choice, there=predicted)) <= predicted.keys()
     ]
-    return {
-        choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices
-    }
+    return {choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices}
 
 
 def select_model(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> str:

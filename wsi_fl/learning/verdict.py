@@ -135,18 +135,14 @@ def estimate_ratio(
         n = len(np.unique(patient[rows]))
         stratum_ratio = residuals[:, rows].sum() / (denominator[:, rows].sum() or 1.0)
         residuals[:, rows] -= n / (n + _SHRINKAGE_PATIENTS) * stratum_ratio * denominator[:, rows]
-    squares = (
-        np.bincount(patient_index, residuals.sum(0)[denominator.any(0)], len(names)) / denominator.sum()
-    ) ** 2
+    squares = (np.bincount(patient_index, residuals.sum(0)[denominator.any(0)], len(names)) / denominator.sum()) ** 2
     squares[squares < _ROUNDING**2] = 0
     patient_variance = len(names) / (len(names) - 1) * float(squares.sum())
     effective_patients = float(squares.sum()) ** 2 / max(float((squares**2).sum()), 1e-300)
     degrees = min(effective_patients, len(names) - len(np.unique(strata)))
     sources = [(patient_variance, max(1.0, degrees))]
     n_runs = len(numerator)
-    seed_variance = (
-        float((residuals.sum(1) / denominator.sum(1)).var(ddof=1)) / n_runs if n_runs > 1 else None
-    )
+    seed_variance = float((residuals.sum(1) / denominator.sum(1)).var(ddof=1)) / n_runs if n_runs > 1 else None
     noise_variance = None if noise is None else float((noise**2).sum()) / n_runs**2
     if noise_variance is not None and noise_variance > (seed_variance or 0):
         sources.append((noise_variance, inf))
@@ -154,8 +150,7 @@ def estimate_ratio(
         sources.append((seed_variance, n_runs - 1))
     half_width = _half_width(sources)
     patients, seeds, noises = (
-        None if variance is None else sqrt(variance)
-        for variance in (patient_variance, seed_variance, noise_variance)
+        None if variance is None else sqrt(variance) for variance in (patient_variance, seed_variance, noise_variance)
     )
     return Estimate(mean, mean - half_width, mean + half_width, patients, seeds, noises, len(names))
 
@@ -182,9 +177,7 @@ def _half_width(sources: list[tuple[float, float]]) -> float:
         return 0.0
     uncertainty = sum(variance_part**2 / degrees for variance_part, degrees in sources)
     tail = (1 + _CONFIDENCE_LEVEL) / 2
-    return float(t.ppf(tail, variance**2 / uncertainty) if uncertainty > 0 else norm.ppf(tail)) * sqrt(
-        variance
-    )
+    return float(t.ppf(tail, variance**2 / uncertainty) if uncertainty > 0 else norm.ppf(tail)) * sqrt(variance)
 
 
 def decide_verdict(gain: Estimate | None, pooled_gain: Estimate | None) -> str:

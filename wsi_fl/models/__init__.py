@@ -54,9 +54,7 @@ class StartWeights:
     cache: Path | None = None
 
 
-def create_model(
-    name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None
-) -> nn.Module:
+def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None) -> nn.Module:
     """Build a model initialised deterministically from a seed.
 
     Args:
@@ -93,9 +91,7 @@ def create_model(
 
 def _build_pretrained(name: str, n_classes: int, shape: Shape, start: StartWeights) -> nn.Module:
     if not isinstance(shape, Images) or not (name == "resnet18" or name.startswith("timm:")):
-        raise UsageError(
-            f"model {name!r} starts from no weights; those that do are resnet18 and timm:NAME, of patches"
-        )
+        raise UsageError(f"model {name!r} starts from no weights; those that do are resnet18 and timm:NAME, of patches")
     from wsi_fl.models.pretrained import build_pretrained_model
 
     return build_pretrained_model(name.removeprefix("timm:"), n_classes, shape, start)

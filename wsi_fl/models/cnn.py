@@ -98,9 +98,7 @@ def _build_two_rounds(
     return nn.Sequential(*layers, nn.Flatten(), *build_perceptron(widths[1] * side**2, *hidden, n_classes))
 
 
-def _build_gn_cnn(
-    n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]
-) -> nn.Module:
+def _build_gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
     """Build conv(3×3), GroupNorm(1 group), ReLU and, except after the last, pooling; mean; fc(n_classes)."""
     if size_px < 16:
         raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")

@@ -81,17 +81,13 @@ def random_projection(n_features: int, n: int = N_RANDOM) -> Projection:
 
     d = min(n, n_features)
     stream = torch.Generator().manual_seed(_SEED)
-    components = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(
-        d * n_features
-    )
+    components = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(d * n_features)
     return Projection(
         np.zeros(n_features, np.float32), components.astype(np.float32), np.eye(d) * (_WITHIN_CLASS_SHARE / d)
     )
 
 
-def fit_projection(
-    x: NDArray[np.float32], origin: ProjectionOrigin | None = None, n: int = N_PUBLIC
-) -> Projection:
+def fit_projection(x: NDArray[np.float32], origin: ProjectionOrigin | None = None, n: int = N_PUBLIC) -> Projection:
     """Fit a projection of n components to features x float32[m, n_features] of public patches, m > n.
 
     Raises:
@@ -106,9 +102,7 @@ def fit_projection(
     _, lengths, axes = np.linalg.svd(rows - mean, full_matrices=False)
     variance = lengths[:n] ** 2 / len(x)
     if variance[-1] <= variance[0] * 1e-9:
-        raise UsageError(
-            f"public rows vary in fewer than {n} components; take patches of other slides as well"
-        )
+        raise UsageError(f"public rows vary in fewer than {n} components; take patches of other slides as well")
     components = axes[:n].T * (variance + _VARIANCE_FLOOR * variance.mean()) ** -0.25
     length = np.median(np.linalg.norm((rows - mean) @ components, axis=1))
     components = (components / length).astype(np.float32)
@@ -178,9 +172,7 @@ def read_projection(path: Path, label: str) -> Projection:
     except (ValidationError, KeyError, ValueError):
         is_valid = False
     if not is_valid:
-        raise WsiFlError(
-            f"{label}: not a projection file; make one with `wsi-fl projection`, or copy it again"
-        )
+        raise WsiFlError(f"{label}: not a projection file; make one with `wsi-fl projection`, or copy it again")
     return Projection(mean, components, covariance, origin)
 
 

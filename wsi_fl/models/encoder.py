@@ -78,9 +78,7 @@ class Network(nn.Module):
         transform = self.transform
         size = transform.resize_px or transform.px
         if size and images.shape[-2:] != (size, size):
-            images = functional.interpolate(
-                images, (size, size), mode=transform.interpolation, antialias=True
-            )
+            images = functional.interpolate(images, (size, size), mode=transform.interpolation, antialias=True)
             images = images.clamp_(0, 1)
         if size and transform.px and transform.px < size:
             first = (size - transform.px) // 2
@@ -259,9 +257,7 @@ def _wait_for_copy(copy_event: torch.cuda.Event, host_features: torch.Tensor, _:
     return host_features.numpy().copy()
 
 
-def _build_from_preset(
-    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
-) -> Network:
+def _build_from_preset(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
     preset = PRESETS[name]
     _require_input_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
@@ -272,9 +268,7 @@ def _build_from_preset(
     return Network(model, preset.transform, preset.pooling)
 
 
-def _build_from_timm(
-    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
-) -> Network:
+def _build_from_timm(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
     refuse_file_name(name)
     try:
         model = create_timm_model(name, "features", num_classes=0)
@@ -300,9 +294,7 @@ def _input_config(model: nn.Module) -> dict[str, Any]:
 
 def _require_input_px(fixed_px: int, input_px: int | None) -> int:
     if input_px not in {None, fixed_px}:
-        raise UsageError(
-            f"input_px = {input_px}: this encoder takes only patches of {fixed_px} px; leave it out"
-        )
+        raise UsageError(f"input_px = {input_px}: this encoder takes only patches of {fixed_px} px; leave it out")
     return fixed_px
 
 

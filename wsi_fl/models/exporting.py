@@ -116,9 +116,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
         except torch.onnx.OnnxExporterError:
             program = None
         if program is None:
-            raise UsageError(
-                f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express"
-            )
+            raise UsageError(f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express")
         program.model.metadata_props.update(facts or {})
         proto = program.model_proto
         remove_onnx_traces(proto)
@@ -137,9 +135,7 @@ def input_name(shape: Shape) -> str:
 
 
 @torch.no_grad()
-def _check_difference(
-    path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape
-) -> float:
+def _check_difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
     """Return the largest error over a batch and a single example: a file must work for any batch size."""
     batch = _example_batch(shape)
     logits = cast(Tensor, model(batch))
@@ -147,11 +143,7 @@ def _check_difference(
     scale = max(1.0, float(logits.abs().max()))
     tolerance = max(_TOLERANCE, min(_MAX_NOISE, 2 * float((logits - single_logits).abs().max()) / scale))
     files = ((logits, read_back(batch)), (single_logits[:1], read_back(batch[:1].contiguous())))
-    difference = (
-        float(torch.stack([(expected - actual).abs().max() for expected, actual in files]).max()) / scale
-    )
+    difference = float(torch.stack([(expected - actual).abs().max() for expected, actual in files]).max()) / scale
     if not difference <= tolerance:
-        raise WsiFlError(
-            f"{path}: gives other numbers than the model (by {difference:.1e}); it is not written"
-        )
+        raise WsiFlError(f"{path}: gives other numbers than the model (by {difference:.1e}); it is not written")
     return difference

@@ -52,11 +52,7 @@ class _PooledBag(BagModel):
         return logits
 
     def patch_attention(self, bags: Tensor) -> Tensor | None:
-        return (
-            self.pool.attention_weights(*self._embed_patches(bags))
-            if isinstance(self.pool, _Attention)
-            else None
-        )
+        return self.pool.attention_weights(*self._embed_patches(bags)) if isinstance(self.pool, _Attention) else None
 
 
 def _split_bags(bags: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +86,7 @@ class _Attention(nn.Module):
         return (self.attention_weights(phi, present).unsqueeze(2) * phi).sum(1)
 
 
-def build_deepset(
-    n_classes: int, n_features: int, hidden: int = _HIDDEN_UNITS, pool: _Pool = _mean_pool
-) -> nn.Module:
+def build_deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN_UNITS, pool: _Pool = _mean_pool) -> nn.Module:
     """Build two layers on each patch, a mean or other pooling over the bag, and two layers on the result."""
     phi = nn.Sequential(nn.LayerNorm(n_features), *build_perceptron(n_features, hidden, hidden), nn.ReLU())
     return _PooledBag(phi, pool, nn.Sequential(*build_perceptron(hidden, hidden, n_classes)))
@@ -100,9 +94,7 @@ def build_deepset(
 
 def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
     """Build a deep set with attention pooling."""
-    score = nn.Sequential(
-        nn.Linear(_HIDDEN_UNITS, _ATTENTION_UNITS), nn.Tanh(), nn.Linear(_ATTENTION_UNITS, 1)
-    )
+    score = nn.Sequential(nn.Linear(_HIDDEN_UNITS, _ATTENTION_UNITS), nn.Tanh(), nn.Linear(_ATTENTION_UNITS, 1))
     return build_deepset(n_classes, n_features, pool=_Attention(score))
 
 
@@ -130,9 +122,7 @@ class _SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(_TOKEN_UNITS)
-        self.query, self.key, self.value = (
-            nn.Linear(_TOKEN_UNITS, _TOKEN_UNITS, bias=False) for _ in range(3)
-        )
+        self.query, self.key, self.value = (nn.Linear(_TOKEN_UNITS, _TOKEN_UNITS, bias=False) for _ in range(3))
         self.out = nn.Linear(_TOKEN_UNITS, _TOKEN_UNITS)
 
     def project_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,9 +174,7 @@ class _TransMil(BagModel):
     def __init__(self, n_classes: int, n_features: int) -> None:
         super().__init__()
         self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, _TOKEN_UNITS), nn.ReLU())
-        self.token = nn.Linear(
-            1, _TOKEN_UNITS, bias=False
-        )  # of a constant: so the parameter belongs to a layer
+        self.token = nn.Linear(1, _TOKEN_UNITS, bias=False)  # of a constant: so the parameter belongs to a layer
         self.among, self.onto = _SelfAttention(), _SelfAttention()
         self.rho = nn.Sequential(nn.LayerNorm(_TOKEN_UNITS), nn.Linear(_TOKEN_UNITS, n_classes))
 

@@ -119,9 +119,7 @@ _WIDE = {"mlp_ratio": 5.33334}
 _UNI2 = {"embed_dim": 1536, "depth": 24, "num_heads": 24, "reg_tokens": 8, "no_embed_class": True}
 
 
-def _virchow_preset(
-    n_parameters: int, hub_id: str, licence: str, mpp: tuple[float, ...], **more: Any
-) -> Preset:
+def _virchow_preset(n_parameters: int, hub_id: str, licence: str, mpp: tuple[float, ...], **more: Any) -> Preset:
     arguments, name = {**_SCALED, "mlp_ratio": 5.3375, **more}, "vit_huge_patch14_224"
     return Preset(
         name,
@@ -142,9 +140,7 @@ def _h_optimus_preset(hub_id: str, licence: str) -> Preset:
     return Preset(name, 1536, 1134774272, _BIOPTIMUS, hub_id, licence, arguments=_SCALED)
 
 
-def _kaiko_preset(
-    name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any
-) -> Preset:
+def _kaiko_preset(name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any) -> Preset:
     hub_id, licence = f"1aurent/{on_hub or name}.kaiko_ai_towards_large_pathology_fms", "Kaiko non-commercial"
     return Preset(name, n_features, n_parameters, _HALF, hub_id, licence, _ALL_MPP, arguments=arguments)
 
@@ -156,9 +152,7 @@ def _lunit_preset(name: str, n_parameters: int) -> Preset:
 
 def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, mlp_ratio: float) -> Preset:
     arguments = {**_224, "mlp_ratio": mlp_ratio}
-    return Preset(
-        name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True
-    )
+    return Preset(name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True)
 
 
 _OWKIN = "Owkin non-commercial"
@@ -256,9 +250,7 @@ def find_preset(name: str) -> str | None:
         ['uni', 'uni', 'uni2-h', 'h-optimus-0', None]
     """
     bare = _strip_punctuation(re.sub("^mahmood-|-[0-9a-f]{8}$", "", name.lower()))
-    return next(
-        (preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None
-    )
+    return next((preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None)
 
 
 _UNSUPPORTED = {
@@ -284,11 +276,7 @@ def suggest_encoder(name: str) -> str | None:
     if preset := find_preset(name):
         return f"did you mean {preset!r}?"
     reason = next(
-        (
-            text
-            for prefix, text in _UNSUPPORTED.items()
-            if _strip_punctuation(name.lower()).startswith(prefix)
-        ),
+        (text for prefix, text in _UNSUPPORTED.items() if _strip_punctuation(name.lower()).startswith(prefix)),
         None,
     )
     advice = "extract its features with TRIDENT or STAMP, then `wsi-fl import --format trident`"

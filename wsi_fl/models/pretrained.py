@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 def build_timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
     """Build a timm architecture with random weights, ready for per-example gradients."""
     description = f"{n_classes} classes and {in_channels} channels"
-    return _replace_batch_norm(
-        create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels)
-    )
+    return _replace_batch_norm(create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels))
 
 
 def _replace_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
@@ -121,9 +119,7 @@ def _fit_size(model: Any, name: str, size_px: int) -> None:
         try:
             model.set_input_size(img_size=size_px)
         except Exception as error:  # each architecture has its own way to refuse
-            raise UsageError(
-                f"timm makes no {name} of images of {size_px} px: {single_line(error)}"
-            ) from None
+            raise UsageError(f"timm makes no {name} of images of {size_px} px: {single_line(error)}") from None
 
 
 def _classifier_layers(model: Any) -> list[nn.Module]:
@@ -139,9 +135,7 @@ def _head_parameters(model: Any) -> list[nn.Parameter]:
 def _last_parameters(model: Any) -> list[nn.Parameter]:
     """Return the parameters of the last block and after it, as timm divides its models."""
     if not hasattr(model, "group_matcher"):
-        raise UsageError(
-            f"timm does not divide a {type(model).__name__} into blocks; set model.train = 'norm'"
-        )
+        raise UsageError(f"timm does not divide a {type(model).__name__} into blocks; set model.train = 'norm'")
     depth = group_parameters(model, model.group_matcher(), return_values=False, reverse=True)
     last = sorted(set(depth.values()))[-2:]
     named = dict(model.named_parameters())

@@ -75,9 +75,7 @@ def load_segmenter(path: Path) -> TorchvisionSegmenter:
 
     architectures = list_models(segmentation)
     if metadata.architecture not in architectures:
-        raise WsiFlError(
-            f"{path}: architecture {metadata.architecture!r} is none of {', '.join(architectures)}"
-        )
+        raise WsiFlError(f"{path}: architecture {metadata.architecture!r} is none of {', '.join(architectures)}")
     options: dict[str, Any] = {
         "weights": None,
         "weights_backbone": None,
@@ -103,9 +101,7 @@ def _read_metadata(path: Path) -> _SegmenterMetadata:
     except (SafetensorError, OSError) as error:
         raise WsiFlError(f"{path}: not a readable safetensors file ({single_line(error)})") from None
     if text is None:
-        raise WsiFlError(
-            f"{path}: its header has no entry `segmenter`; docs/quality.md shows how to write it"
-        )
+        raise WsiFlError(f"{path}: its header has no entry `segmenter`; docs/quality.md shows how to write it")
     try:
         return _SegmenterMetadata.model_validate_json(text)
     except ValidationError as error:

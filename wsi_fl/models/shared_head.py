@@ -107,9 +107,7 @@ class SharedHead(nn.Module):
         self.released = nn.Buffer(torch.zeros(n_values, dtype=torch.float64))
         self.noiseless_statistics = nn.Buffer(torch.zeros(n_values - self.shape[0], dtype=torch.float64))
         self.local_sums = nn.Buffer(torch.zeros(self.shape, dtype=torch.float64))
-        self.scatter = nn.Buffer(
-            torch.zeros(projection.n_components, projection.n_components, dtype=torch.float64)
-        )
+        self.scatter = nn.Buffer(torch.zeros(projection.n_components, projection.n_components, dtype=torch.float64))
         self.design_effect = nn.Buffer(torch.ones((), dtype=torch.float64))
         self.rows_per_unit = nn.Buffer(torch.ones((), dtype=torch.float64))
         self.clip_scale = nn.Buffer(torch.tensor(_PATIENT_CLIP if patients else 1.0, dtype=torch.float64))
@@ -321,9 +319,7 @@ class SharedHead(nn.Module):
         model = build_baseline(all_sums[:, -1])
         middle = all_sums[:, :-1].sum(0) / all_sums[:, -1].sum().clamp(min=_TINY)
         gradient = model.residuals @ (all_sums[:, :-1] - all_sums[:, -1:] * middle)
-        information = torch.stack(
-            [model.information @ local_sums[:, -1], model.information @ all_sums[:, -1]]
-        )
+        information = torch.stack([model.information @ local_sums[:, -1], model.information @ all_sums[:, -1]])
         sampled = residual_variance * (information[0] + weight**2 * other_information * design_effect)
         uncertainty = weight**2 * noise * model.residuals.square().sum()
         slope = _shrink_slope(
@@ -357,9 +353,7 @@ class SharedHead(nn.Module):
             fraction = _signal_fraction(means[rows > 0], rows[rows > 0], inverse, v)
             weights, bias = fraction * weights, fraction * bias
         # a class without statistics is never predicted
-        return torch.where(rows > 0, weights, 0.0), torch.where(
-            rows > 0, bias, bias.new_tensor(_UNKNOWN_LOGIT)
-        )
+        return torch.where(rows > 0, weights, 0.0), torch.where(rows > 0, bias, bias.new_tensor(_UNKNOWN_LOGIT))
 
     @torch.no_grad()
     def effective_sample_sizes(self) -> tuple[float, float]:
@@ -368,9 +362,7 @@ class SharedHead(nn.Module):
             local_rows, federated_rows = self.newton_step()[3].tolist()
             return local_rows, federated_rows
         row_counts = self.local_sums[:, -1] / self.design_effect, self.class_means()[1]
-        local_rows, federated_rows = (
-            float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in row_counts
-        )
+        local_rows, federated_rows = (float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in row_counts)
         return local_rows, federated_rows
 
     @torch.no_grad()
@@ -414,9 +406,7 @@ class SolvedHead(nn.Module):
     weights: Tensor
     bias: Tensor
 
-    def __init__(
-        self, pooled: nn.Module, mean: Tensor, components: Tensor, weights: Tensor, bias: Tensor
-    ) -> None:
+    def __init__(self, pooled: nn.Module, mean: Tensor, components: Tensor, weights: Tensor, bias: Tensor) -> None:
         super().__init__()
         self.pooled = pooled
         tensors = {"mean": mean, "components": components, "weights": weights, "bias": bias}

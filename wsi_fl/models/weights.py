@@ -125,9 +125,7 @@ def load_weights(model: nn.Module, state: State, source: str, *, assign: bool = 
     missing = sorted(expected.keys() - available.keys())
     extra = sorted(name for name in available.keys() - expected.keys() if not _is_classifier(name, model))
     mismatched = [
-        name
-        for name, tensor in expected.items()
-        if name in available and available[name].shape != tensor.shape
+        name for name, tensor in expected.items() if name in available and available[name].shape != tensor.shape
     ]
     problems = []
     if missing:
@@ -171,9 +169,7 @@ def _rename_keys(state: State, names_wanted: Iterable[str]) -> tuple[dict[str, t
     for _ in range(3):  # wrappers are nested
         modern = {old: _OLD_DENSENET.sub(r"\1\2.", name) for old, name in names.items()}
         unpacked = {
-            old: "features." + name.removeprefix(_KIMIANET_PREFIX)
-            if name.startswith(_KIMIANET_PREFIX)
-            else name
+            old: "features." + name.removeprefix(_KIMIANET_PREFIX) if name.startswith(_KIMIANET_PREFIX) else name
             for old, name in modern.items()
         }
         for trial, kimianet in ((modern, False), (unpacked, unpacked != modern)):
@@ -272,9 +268,7 @@ def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
             content = content[key]
     tensors = {}
     if isinstance(content, Mapping):
-        tensors = {
-            str(name): tensor.clone() for name, tensor in content.items() if isinstance(tensor, torch.Tensor)
-        }
+        tensors = {str(name): tensor.clone() for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
     if not tensors:
         raise WsiFlError(f"{path}: holds no tensors by name; give the encoder's state_dict")
     return tensors

@@ -75,9 +75,7 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
         UsageError: when n or B is below 1.
     """
     if n < 1 or batch_size < 1:
-        raise UsageError(
-            f"an epoch needs at least one row and batches of at least one, not n={n}, B={batch_size}"
-        )
+        raise UsageError(f"an epoch needs at least one row and batches of at least one, not n={n}, B={batch_size}")
     return ceil(n / batch_size)
 
 
@@ -98,9 +96,7 @@ def _load_opacus() -> ModuleType:
     """Return Opacus's accountant without the rest of the package, whose import takes each rank a second."""
     package = find_spec("opacus")
     assert package is not None and package.origin is not None
-    spec = spec_from_file_location(
-        "opacus_rdp", Path(package.origin).parent / "accountants" / "analysis" / "rdp.py"
-    )
+    spec = spec_from_file_location("opacus_rdp", Path(package.origin).parent / "accountants" / "analysis" / "rdp.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -108,9 +104,7 @@ def _load_opacus() -> ModuleType:
 
 
 @lru_cache(maxsize=1024)
-def _compute_step_rdp(
-    sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS
-) -> NDArray[np.float64]:
+def _compute_step_rdp(sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS) -> NDArray[np.float64]:
     if sigma > _MAX_SIGMA:
         raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MAX_SIGMA:g}")
     if sigma >= _LARGE_SIGMA:
@@ -131,9 +125,7 @@ def _integrate_step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) ->
     density = np.exp(-(x**2) / 2) * (_GRID_STEP / np.sqrt(2 * np.pi))
     u = rate * np.expm1(x / sigma - 1 / (2 * sigma**2))
     linear = np.outer(order, u)
-    remainder = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT_ROUND_OFF * np.abs(
-        linear
-    )
+    remainder = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT_ROUND_OFF * np.abs(linear)
     rdp: NDArray[np.float64] = np.log1p((remainder @ density) * (1 + _INTEGRAL_ROUND_OFF)) / (order - 1)
     return rdp
 
@@ -174,9 +166,7 @@ def epsilon(
     return min(unsampled, renyi_epsilon(applied, delta, orders))  # sampling never costs more
 
 
-def renyi_epsilon(
-    mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS
-) -> float:
+def renyi_epsilon(mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS) -> float:
     """Return ε by Rényi divergences for every mechanism, so that plans can be compared.
 
     Args:
@@ -194,15 +184,9 @@ def renyi_epsilon(
 def pricing_method(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
     """Return how ε is computed: exactly, by Rényi divergences, or as if nothing was sampled."""
     applied = [mechanism for mechanism in mechanisms if mechanism.steps]
-    if any(mechanism.sigma <= 0 for mechanism in applied) or all(
-        mechanism.sample_rate == 1 for mechanism in applied
-    ):
+    if any(mechanism.sigma <= 0 for mechanism in applied) or all(mechanism.sample_rate == 1 for mechanism in applied):
         return "exact"
-    return (
-        "rdp"
-        if renyi_epsilon(applied, delta) < _gaussian_epsilon(_gaussian_mu(applied), delta)
-        else "unsampled"
-    )
+    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_gaussian_mu(applied), delta) else "unsampled"
 
 
 def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
@@ -237,9 +221,7 @@ def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) 
     return min(unsampled, float(high.min()))
 
 
-def _bernoulli_divergence(
-    p: NDArray[np.float64], q: float, order: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _bernoulli_divergence(p: NDArray[np.float64], q: float, order: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the Rényi divergence, for every order, of a coin with probability p of heads from a coin with q."""
     with np.errstate(divide="ignore"):
         heads = order * np.log(p) + (1 - order) * np.log(q)
@@ -395,9 +377,7 @@ def _mixture_epsilon(mechanisms: Sequence[Mechanism], delta: float, k: int) -> f
     # 1. Rényi divergences in both directions, added over all steps
     total = np.zeros((2, len(_GROUP_ORDERS)))
     for mechanism in mechanisms:
-        total = total + mechanism.steps * np.array(
-            _group_divergences(mechanism.sigma, mechanism.sample_rate, k)
-        )
+        total = total + mechanism.steps * np.array(_group_divergences(mechanism.sigma, mechanism.sample_rate, k))
     # 2. turned into ε (Canonne, Kamath and Steinke, 2020, proposition 12); the worse direction counts
     spent = total + np.log1p(-1 / _GROUP_ORDERS) - np.log(delta * _GROUP_ORDERS) / (_GROUP_ORDERS - 1)
     return max(0.0, float(spent.min(axis=1).max()))

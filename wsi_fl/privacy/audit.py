@@ -61,8 +61,7 @@ class RankedScores:
         above, below, positions = [], [], []
         for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
             positive_rows, negative_rows = (
-                rows[np.argsort(score[rows])]
-                for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
+                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
             )
             above.append(positive_rows)
             below.append(negative_rows)
@@ -282,9 +281,7 @@ def _lower_epsilon(m: int, guesses: int, n_correct: int, delta: float, error: fl
     low, high = 0.0, _MAX_EPSILON
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if _p_value(m, guesses, n_correct, middle, delta) <= error else (low, middle)
-        )
+        low, high = (middle, high) if _p_value(m, guesses, n_correct, middle, delta) <= error else (low, middle)
     return low
 
 
@@ -398,16 +395,12 @@ def measure_exposure(
     limits = {rate: float(best_test_tpr(1 / sigma, rate)) for rate in _FALSE_POSITIVE_RATES} if sigma else {}
     noise = np.stack([draw() for _ in range(_NOISE_DRAWS)]) if draw and sigma else None
     empirical_tpr = (
-        {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES}
-        if noise is not None
-        else {}
+        {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES} if noise is not None else {}
     )
     attackers, beyond = {}, set()
     for attacker in ("others", "population"):
         mu = compute_mu(parts, sigma, others_known=attacker == "others")
-        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(
-            groups
-        )
+        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
         rows = []
         for name, mask in group_masks.items():
             rates_found: dict[str, Any] = {}
@@ -425,12 +418,8 @@ def measure_exposure(
                     over = over or test.pvalue < _FALSE_ALARM_RATE
                 if over:
                     beyond.add(name)
-            median, largest = (
-                float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max())
-            )
-            rows.append(
-                {"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found}
-            )
+            median, largest = (float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max()))
+            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found})
         curve = [
             [x, *(float(best_test_tpr(mu[group_masks[g]], x).mean()) for g in list(group_masks)[:2])]
             for x in _CURVE_RATES

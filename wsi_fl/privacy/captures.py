@@ -23,9 +23,7 @@ _MAX_DEPTH, _MAX_ENTRIES = 6, 256
 """Depth to which captured values are followed, and the largest table that is searched."""
 
 
-def select_row(
-    function: Callable[..., Tensor], row: int, b: int, *, per_class: bool = False
-) -> Callable[..., Tensor]:
+def select_row(function: Callable[..., Tensor], row: int, b: int, *, per_class: bool = False) -> Callable[..., Tensor]:
     """Return a loss with this row in the place of every captured value of b rows; the loss itself without one.
 
     Args:
@@ -125,20 +123,14 @@ class _RowSelector:
     def _select_in_function(self, function: FunctionType, depth: int) -> FunctionType:
         cells = dict(enumerate(function.__closure__ or ()))
         contents = {str(k): cell.cell_contents for k, cell in cells.items() if _is_filled(cell)}
-        names = {
-            name: function.__globals__[name]
-            for name in _global_names(function)
-            if name in function.__globals__
-        }
+        names = {name: function.__globals__[name] for name in _global_names(function) if name in function.__globals__}
         defaults = {str(k): value for k, value in enumerate(function.__defaults__ or ())}
         parts = (contents, names, defaults, function.__kwdefaults__ or {})
         replacements = [self._select_in_values(part, depth) for part in parts]
         if _are_same(replacements, parts):
             return function
         contents, names, defaults, keywords = map(dict, replacements)
-        closure = tuple(
-            CellType(contents[str(k)]) if str(k) in contents else cell for k, cell in cells.items()
-        )
+        closure = tuple(CellType(contents[str(k)]) if str(k) in contents else cell for k, cell in cells.items())
         narrowed = FunctionType(
             function.__code__,
             {**function.__globals__, **names},
@@ -177,10 +169,7 @@ def collect_numbers(function: Any, depth: int = 0) -> list[float]:
     numbers: list[float] = []
     for value in contents if depth <= _MAX_DEPTH else ():
         is_number = isinstance(value, float) or (
-            isinstance(value, Tensor)
-            and value.numel() == 1
-            and not value.requires_grad
-            and value.isreal().all()
+            isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and value.isreal().all()
         )
         numbers += [float(value)] if is_number else collect_numbers(value, depth + 1)
     return numbers

@@ -161,8 +161,7 @@ class _NormalBlocks:
     def fill_ahead(self, n: int, cipher: CipherContext) -> None:
         """Fill blocks up to n numbers, or to the most that are held in memory at once."""
         while (
-            len(self._blocks) < _MAX_BLOCKS_AHEAD
-            and sum(len(filled.numbers) for filled in self._blocks) - self._at < n
+            len(self._blocks) < _MAX_BLOCKS_AHEAD and sum(len(filled.numbers) for filled in self._blocks) - self._at < n
         ):
             block = self._free_blocks.pop() if self._free_blocks else _NormalBlock(self._device)
             block.fill_block(cipher)

@@ -34,9 +34,7 @@ NOISE_MARGIN = 1e-6
 below 10⁻¹² at such scales."""
 
 
-def discrete_gaussian(
-    sigma: Fraction | float, size: int, stream: CipherStream | None = None
-) -> NDArray[np.int64]:
+def discrete_gaussian(sigma: Fraction | float, size: int, stream: CipherStream | None = None) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
     Every comparison is of whole numbers, so that no digits of a float reveal the noise. This is algorithm 3 of Canonne,
@@ -50,9 +48,7 @@ def discrete_gaussian(
     if not 0 < sigma <= _MAX_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
     bits, variance = stream or CipherStream.from_entropy(), Fraction(sigma) ** 2
-    return np.fromiter(
-        (_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size
-    )
+    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
 
 
 def _bernoulli_exp(n: int, d: int, bits: CipherStream) -> bool:
@@ -132,9 +128,7 @@ def quantization_sensitivity(clip: float, scale: float, n: int) -> float:
     bound = clip * scale + sqrt(n)
     if not isfinite(bound):
         raise UsageError(f"clip {clip:g} is too large at {scale:g} steps per unit")
-    return nextafter(
-        nextafter(nextafter(bound, inf), inf), inf
-    )  # product, root and sum: each may be rounded down
+    return nextafter(nextafter(nextafter(bound, inf), inf), inf)  # product, root and sum: each may be rounded down
 
 
 def share_sigma(sigma_total: float, n_sites: int, n_lacking: int) -> float:
@@ -184,8 +178,7 @@ def noise_multiplier(share: float, n_sites: int, n_lacking: int, sensitivity: fl
     honest = _count_honest(n_sites, n_lacking)
     if not (0 < share < inf and 0 < sensitivity < inf) or n < 1:
         raise UsageError(
-            "a noise multiplier needs numbers above 0: "
-            f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
+            f"a noise multiplier needs numbers above 0: share={share:g}, sensitivity={sensitivity:g}, length {n}"
         )
     # 1. τ √n, the distance of a sum of discrete Gaussians from a discrete Gaussian
     gap = _distribution_gap(share, honest) * sqrt(n)

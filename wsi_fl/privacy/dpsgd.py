@@ -100,9 +100,7 @@ def _sum_unit_gradients(
             all_outputs = torch.zeros_like(outputs).index_copy(0, part, logits)
             loss = loss_of_rows(loss_of, all_outputs, part.tolist()) * (len(x) / len(rows))
             part_gradient = torch.autograd.grad(loss, trainable_parameters(model), allow_unused=True)
-            gradient = [
-                add_gradients(total, addend) for total, addend in zip(gradient, part_gradient, strict=True)
-            ]
+            gradient = [add_gradients(total, addend) for total, addend in zip(gradient, part_gradient, strict=True)]
             outputs[part] = logits.detach()
         squares = x.new_zeros(1, dtype=torch.float64)
         squares = sum((square_norms(g.reshape(1, -1)) for g in gradient if g is not None), squares)
@@ -145,9 +143,7 @@ def _disable_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _require_all_parameters(
-    parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def _require_all_parameters(parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of other parameters than the model's.
 
     Raises:
@@ -164,9 +160,7 @@ def _require_all_parameters(
             "a loss or of a copy; give it model.parameters()"
         )
     if missing := sum(id(p) not in optimized for p in parameters):
-        raise UsageError(
-            f"the optimizer lacks {missing} of the model's trained parameters; freeze them or add them"
-        )
+        raise UsageError(f"the optimizer lacks {missing} of the model's trained parameters; freeze them or add them")
 
 
 class DPTrainer:
@@ -217,9 +211,7 @@ class DPTrainer:
     def from_plan(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
         """Return the trainer of a model with Adam and a plan's σ, C, B and unit."""
         optimizer = torch.optim.Adam(trainable_parameters(model), lr=lr)
-        return cls(
-            model, optimizer, clip=plan.clip, sigma=plan.sigma, batch_size=plan.batch_size, unit=plan.unit
-        )
+        return cls(model, optimizer, clip=plan.clip, sigma=plan.sigma, batch_size=plan.batch_size, unit=plan.unit)
 
     def step(self, x: Tensor, loss_of: LossOf, noise: CipherStream, patient: Tensor | None = None) -> float:
         """Take one step on the batch x[b, …], of pure noise when b = 0; return the mean loss, NaN when b = 0.

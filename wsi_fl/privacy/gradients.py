@@ -58,9 +58,7 @@ class _ModuleCall(NamedTuple):
     output: GradientEdge
 
 
-def _ghost_clipping(
-    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh
-) -> tuple[GradientSums, Tensor]:
+def _ghost_clipping(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
     # 1. forward: record input and output of every layer
     with _record_calls(model) as records:
         logits = model(x)
@@ -97,9 +95,7 @@ def _record_calls(model: nn.Module) -> Iterator[list[_ModuleCall]]:
 
     def record_call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if len(inputs) != 1 or not isinstance(output, Tensor):
-            raise WsiFlError(
-                f"ghost clipping: {type(module).__name__} must take and give one tensor, by position"
-            )
+            raise WsiFlError(f"ghost clipping: {type(module).__name__} must take and give one tensor, by position")
         if output.requires_grad:  # its edge stays what it is when the output is changed in place
             (x,) = inputs
             records.append(_ModuleCall(module, x.detach(), x._version, get_gradient_edge(output)))
@@ -290,9 +286,7 @@ def _layer_gradients(module: nn.Module, uses: Sequence[_ModuleUse]) -> _LayerGra
 
 def _materialize_gradients(uses: Sequence[_ParameterGradients]) -> _LayerGradients:
     """Return norms and sums from the gradients themselves, [b, …] of each parameter in each use."""
-    flat = {
-        parameter: sum((use[parameter] for use in uses[1:]), g).flatten(1) for parameter, g in uses[0].items()
-    }
+    flat = {parameter: sum((use[parameter] for use in uses[1:]), g).flatten(1) for parameter, g in uses[0].items()}
     squares = [square_norms(g) for g in flat.values()]
 
     def sum_weighted(c: Tensor, selection: _RowSelection) -> _ParameterGradients:
@@ -329,11 +323,7 @@ def _linear_ghost(module: nn.Linear, a: Tensor, g: Tensor) -> _LayerGradients | 
         return None
     bias_gradients = g.sum(1) if n_positions > 1 else g.squeeze(1)
     bias_squares = square_norms(bias_gradients)
-    squares = (
-        _inner_products(_gram_matrix(a), _gram_matrix(g))
-        if n_positions > 1
-        else square_norms(a) * bias_squares
-    )
+    squares = _inner_products(_gram_matrix(a), _gram_matrix(g)) if n_positions > 1 else square_norms(a) * bias_squares
     bias = _trainable_bias(module)
     if bias is not None:
         squares = squares + bias_squares
@@ -350,9 +340,7 @@ def _conv2d_ghost(module: nn.Conv2d, a: Tensor, g: Tensor) -> _LayerGradients | 
     """Return gradients from A[b, c, h, w] and G[b, p, h', w']; None where these are smaller than inner products."""
     pad_left, pad_right, pad_top, pad_bottom = module._reversed_padding_repeated_twice
     n_pixels = (a.shape[2] + pad_top + pad_bottom) * (a.shape[3] + pad_left + pad_right)
-    if not (
-        module.weight.requires_grad and _is_ghost_smaller(n_pixels, module.weight.numel() // module.groups)
-    ):
+    if not (module.weight.requires_grad and _is_ghost_smaller(n_pixels, module.weight.numel() // module.groups)):
         return None
     squares = _patch_squares(module, a, g)
     bias = _trainable_bias(module)
@@ -377,9 +365,7 @@ def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
     size = g.shape[2:]
     parts = []
     for images, rows in zip(torch.split(x, at_once), torch.split(g.flatten(2), at_once), strict=True):
-        parts.append(
-            _inner_products(_patch_gram(module, images, size), (rows.mT @ rows).view(-1, *size, *size))
-        )
+        parts.append(_inner_products(_patch_gram(module, images, size), (rows.mT @ rows).view(-1, *size, *size)))
     return torch.cat(parts).view(-1, module.groups).sum(1)
 
 
@@ -441,9 +427,7 @@ def _gain_gradients(
 
 
 def _rule_frozen_norm(module: FrozenNorm, a: Tensor, g: Tensor) -> _ParameterGradients:
-    return _gain_gradients(
-        module, lambda: module.normalize_input(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2)
-    )
+    return _gain_gradients(module, lambda: module.normalize_input(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2))
 
 
 def _rule_group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor) -> _ParameterGradients:

@@ -84,9 +84,7 @@ def model_origin(model: nn.Module) -> ModelOrigin:
         UsageError: when a module normalises over the batch, or keeps statistics of it.
     """
     for name, part in model.named_modules():
-        if isinstance(part, _NormBase) and not (
-            isinstance(part, _InstanceNorm) and part.running_mean is None
-        ):
+        if isinstance(part, _NormBase) and not (isinstance(part, _InstanceNorm) and part.running_mean is None):
             raise UsageError(
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, "
                 "whether it is trained or not; use GroupNorm"
@@ -96,14 +94,8 @@ def model_origin(model: nn.Module) -> ModelOrigin:
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has no weights yet; call the "
                 "model once on public rows of the same shape, such as zeros, before the optimizer is made"
             )
-    hooked = any(
-        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()
-    )
-    if (
-        hooked
-        or any(map(_is_changed, model.modules()))
-        or any(getattr(module_api, hooks) for hooks in _GLOBAL_HOOKS)
-    ):
+    hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+    if hooked or any(map(_is_changed, model.modules())) or any(getattr(module_api, hooks) for hooks in _GLOBAL_HOOKS):
         return "custom"
     other_parts = [part for part in model.modules() if type(part) not in _ROWWISE_LAYERS]
     if not all(type(part).__module__.startswith((_OWN_PACKAGE, *_LIBRARIES)) for part in other_parts):
@@ -113,11 +105,7 @@ def model_origin(model: nn.Module) -> ModelOrigin:
     parts = {id(part) for part in model.modules()}
     if not all(_is_trusted(value, parts) for part in other_parts for value in vars(part).values()):
         return "custom"
-    return (
-        "built-in"
-        if all(type(part).__module__.startswith(_OWN_PACKAGE) for part in other_parts)
-        else "library"
-    )
+    return "built-in" if all(type(part).__module__.startswith(_OWN_PACKAGE) for part in other_parts) else "library"
 
 
 def _is_changed(part: nn.Module) -> bool:
@@ -258,18 +246,14 @@ def _content_key(value: object, depth: int = 0) -> object:
         content = id(value), hash(value.tobytes())
     elif value is None or isinstance(value, str | bytes | bytearray | array | int | float):
         content = repr(value)
-    elif depth > _MAX_DEPTH or isinstance(
-        value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType
-    ):
+    elif depth > _MAX_DEPTH or isinstance(value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType):
         pass
     elif isinstance(value, Mapping):
         content = [(id(key), _content_key(item, depth + 1)) for key, item in value.items()]
     elif isinstance(value, list | tuple | set | frozenset | deque):
         content = [_content_key(item, depth + 1) for item in value]
     else:
-        slots = [
-            name for kind in type(value).__mro__ for name in _as_strings(vars(kind).get("__slots__", ()))
-        ]
+        slots = [name for kind in type(value).__mro__ for name in _as_strings(vars(kind).get("__slots__", ()))]
         attributes = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
         content = id(value), _content_key(attributes, depth + 1)
     return content

@@ -206,9 +206,7 @@ class PrivacyLedger:
     def _epsilon_with(self, round_: int, mechanism: Mechanism) -> float:
         """Return ε once this round has been recorded."""
         entry = LedgerEntry.model_validate(self._build_entry(round_, mechanism, "") | {"prev": "0" * 64})
-        return epsilon(
-            collect_mechanisms([*self._entries_in_scope(self.terms.lifetime), entry]), self.terms.delta
-        )
+        return epsilon(collect_mechanisms([*self._entries_in_scope(self.terms.lifetime), entry]), self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
         """Record one round of training under `mechanism`, and `content` if that leaves the site; return its number.
@@ -244,11 +242,7 @@ class PrivacyLedger:
             self._file.catch_up()
             if self.terms.lifetime:
                 return lifetime_entries(self._file.entries, self.terms.unit)
-        return [
-            e
-            for e in self._file.entries
-            if lifetime or (e.site == self.site and e.run_id in self._counted_runs)
-        ]
+        return [e for e in self._file.entries if lifetime or (e.site == self.site and e.run_id in self._counted_runs)]
 
     def _entries_of_this_run(self) -> list[LedgerEntry]:
         """Return the lines of this run."""
@@ -286,9 +280,7 @@ class PrivacyLedger:
                 f'add allow = ["{content}"] there, or switch privacy on'
             )
         if not np.isfinite(vector).all():
-            raise WsiFlError(
-                f"site {self.site}: its {content} is not finite in round {round_}; lower train.lr"
-            )
+            raise WsiFlError(f"site {self.site}: its {content} is not finite in round {round_}; lower train.lr")
         sha256 = digest_values(vector)
         round_ = self.record(round_, mechanism, f"{content} {sha256}")
         return self._seal_release(round_, vector, schema, weight, sha256)
@@ -328,9 +320,7 @@ class PrivacyLedger:
             self._append_entry(self._line_head(round_) | {"relayed": sha256})
         return self._seal_release(round_, vector, schema, weight, sha256)
 
-    def _seal_release(
-        self, round_: int, vector: ReleaseValues, schema: str, weight: float, sha256: str
-    ) -> Release:
+    def _seal_release(self, round_: int, vector: ReleaseValues, schema: str, weight: float, sha256: str) -> Release:
         return Release(self.site, round_, schema, vector, weight, sha256, seal=SEAL)
 
     def summary(self) -> dict[str, Any]:

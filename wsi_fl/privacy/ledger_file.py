@@ -154,9 +154,7 @@ class LedgerFile:
             raise WsiFlError(
                 f"{missing[0]} is missing; put it back: it keeps copies of the ledger from spending the budget too"
             )
-        records = {
-            head: _read_head(head) for head in self._heads if head.exists()
-        }  # before the file, which may grow
+        records = {head: _read_head(head) for head in self._heads if head.exists()}  # before the file, which may grow
         self._known_heads |= records.keys()
         self.catch_up()
         for head, record in records.items():
@@ -194,9 +192,7 @@ class LedgerFile:
     def write_heads(self) -> None:
         """Write the state of the ledger into the heads. The caller holds the lock and has caught up."""
         for head in self._writable_heads():
-            record = _LedgerHead(
-                lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve())
-            )
+            record = _LedgerHead(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
             write_json(head, record.model_dump())
             self._known_heads.add(head)
 
@@ -267,9 +263,7 @@ def _read_head(path: Path) -> _LedgerHead:
         return _LedgerHead.model_validate(read_json(path))
     except (ValidationError, OSError) as error:
         refuse_unavailable(error, path)
-        raise WsiFlError(
-            f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
-        ) from None
+        raise WsiFlError(f"{path}: damaged; put its backup back, or the site's budget cannot be trusted") from None
 
 
 ReleaseValues = NDArray[np.float32] | NDArray[np.uint8]

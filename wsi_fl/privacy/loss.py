@@ -155,9 +155,7 @@ class _LossGrid:
         return _LossGrid(self.first + bottom, mass, self.lost + float(self.mass[top:].sum()))
 
 
-def _step_losses(
-    mixture: _NormalMixture, h: float, tail: float, max_terms: int
-) -> tuple[_LossGrid, _LossGrid]:
+def _step_losses(mixture: _NormalMixture, h: float, tail: float, max_terms: int) -> tuple[_LossGrid, _LossGrid]:
     """Return the loss of P against Q under P, and that of Q against P under Q, each bounded from above."""
     # 1. cells, so many that few lie across a point of the grid
     left_end, right_end = mixture.line_ends
@@ -178,9 +176,7 @@ def _step_losses(
     first, last = int(low.min()), int(high.max())
 
     def place_mass(positions: NDArray[np.int64], mass: Array) -> Array:
-        placed: Array = np.bincount(positions - first, weights=mass, minlength=last - first + 1).astype(
-            np.float64
-        )
+        placed: Array = np.bincount(positions - first, weights=mass, minlength=last - first + 1).astype(np.float64)
         return placed
 
     under_p = place_mass(high, p_high) + place_mass(low, p - p_high)
@@ -207,9 +203,7 @@ def min_mean_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
 
     The mean is the Kullback–Leibler divergence; of all P with a mean of kq/σ the normal one has the least.
     """
-    return sum(
-        mechanism.steps * (k * mechanism.sample_rate / mechanism.sigma) ** 2 / 2 for mechanism in mechanisms
-    )
+    return sum(mechanism.steps * (k * mechanism.sample_rate / mechanism.sigma) ** 2 / 2 for mechanism in mechanisms)
 
 
 def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, max_epsilon: float) -> float:
@@ -225,9 +219,7 @@ def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, max_e
         return inf
     mixtures = [_NormalMixture.build_mixture(sigma, rate, k, tail) for sigma, rate in times]
     # 1. the grid: fine against the whole loss, and not finer than can be computed
-    if any(
-        np.abs(mixture.log_ratio(np.array(mixture.line_ends))).max() > _MAX_STEP_LOSS for mixture in mixtures
-    ):
+    if any(np.abs(mixture.log_ratio(np.array(mixture.line_ends))).max() > _MAX_STEP_LOSS for mixture in mixtures):
         return inf
     spread = sqrt(sum(n * mixture.loss_moments()[1] for n, mixture in zip(steps, mixtures, strict=True)))
     span = max(float(np.ptp(mixture.log_ratio(np.array(mixture.line_ends)))) for mixture in mixtures)
@@ -239,15 +231,12 @@ def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, max_e
     # 2. both directions; the worse one counts
     losses = [_step_losses(mixture, h, tail, _MAX_TERMS // len(mixtures)) for mixture in mixtures]
     epsilons = (
-        _compose_losses([pair[direction] for pair in losses], steps, h, delta, max_epsilon)
-        for direction in (0, 1)
+        _compose_losses([pair[direction] for pair in losses], steps, h, delta, max_epsilon) for direction in (0, 1)
     )
     return max(epsilons)
 
 
-def _compose_losses(
-    losses: Sequence[_LossGrid], steps: Array, h: float, delta: float, max_epsilon: float
-) -> float:
+def _compose_losses(losses: Sequence[_LossGrid], steps: Array, h: float, delta: float, max_epsilon: float) -> float:
     """Return ε at `delta` of all steps of each loss."""
     lost = float(sum(n * step_loss.lost for n, step_loss in zip(steps, losses, strict=True)))
     # 1. the circle holds all but a mass of `_END_SHARE` δ at each end

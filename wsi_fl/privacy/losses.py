@@ -95,9 +95,7 @@ class RowwiseLoss:
         except (WsiFlError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any error of a custom loss
-            raise UsageError(
-                f"{_UNUSABLE_LOSS}: it cannot be computed ({single_line(error)[:200]})"
-            ) from error
+            raise UsageError(f"{_UNUSABLE_LOSS}: it cannot be computed ({single_line(error)[:200]})") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(f"{_UNUSABLE_LOSS}: it must be one number, the mean over the rows; use .mean()")
         if calls.plain_result is loss and select_row(self._loss_of, 0, len(outputs)) is self._loss_of:
@@ -126,9 +124,7 @@ class RowwiseLoss:
         constants = dict(self._constants)
         gradients = torch.cat([self._gradient_of_row(outputs, row, constants, per_class) for row in rows])
         if not _are_close(self._gradient_of_row(outputs, rows[0], constants, per_class), gradients[:1]):
-            raise UsageError(
-                f"{_UNUSABLE_LOSS}: it changes from one time to the next (a memory, or random numbers)"
-            )
+            raise UsageError(f"{_UNUSABLE_LOSS}: it changes from one time to the next (a memory, or random numbers)")
         self._require_mean(outputs, rows, gradients)
         self._constants.update(constants)
         return gradients
@@ -158,9 +154,7 @@ class RowwiseLoss:
         if numbers != present:
             changes = [(a, b) for a, b in zip(numbers, present, strict=False) if a != b]
             change = f"was {changes[0][0]:g} and is {changes[0][1]:g}" if changes else "is not there"
-            raise UsageError(
-                f"{_UNUSABLE_LOSS}: a number in it {change} in another batch; make it a constant"
-            )
+            raise UsageError(f"{_UNUSABLE_LOSS}: a number in it {change} in another batch; make it a constant")
         return gradient
 
     def _require_mean(self, outputs: Tensor, rows: list[int], gradients: Tensor) -> None:
@@ -255,9 +249,7 @@ class _CallRecorder(TorchFunctionMode):
             return False
         named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
         outputs, target = named.get("input"), named.get("target")
-        usual = {
-            key: value for key, value in _DEFAULT_ARGUMENTS.items() if key in named and named[key] != value
-        }
+        usual = {key: value for key, value in _DEFAULT_ARGUMENTS.items() if key in named and named[key] != value}
         if usual or named.get("weight") is not None or named.get("reduction", "mean") != "mean":
             return False
         if (
@@ -298,9 +290,7 @@ def _selects_within_batch(args: Sequence[Any], b: int, row: int | None = None) -
         return not (rows.shape == (b,) and bool((rows.cpu() == torch.arange(b)).all()))
     # all in their order, or the row's own place
     allowed = (np.arange(b), np.array([-1 if row is None else row]))
-    return not (
-        isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in allowed)
-    )
+    return not (isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in allowed))
 
 
 def _is_column(func: Any, args: Sequence[Any]) -> bool:
@@ -310,9 +300,7 @@ def _is_column(func: Any, args: Sequence[Any]) -> bool:
     if func is not Tensor.__getitem__ or not isinstance(args[1], tuple):
         return False
     first, *columns = args[1]
-    return (
-        isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in columns)
-    )
+    return isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in columns)
 
 
 class _SingleRowView(TorchFunctionMode):
@@ -338,9 +326,7 @@ class _SingleRowView(TorchFunctionMode):
         ):
             result = func(*args, **kwargs)
             if func in _ROW_CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
-                self._computed |= {
-                    id(value): value for value in _collect_tensors(result)
-                }  # the row's, by its place
+                self._computed |= {id(value): value for value in _collect_tensors(result)}  # the row's, by its place
             if func not in _ROW_CHOICES and any(map(self._are_labels, tensors)):
                 self._labels |= {id(value): value for value in _collect_tensors(result)}  # of another type
             return result

@@ -110,9 +110,7 @@ def mask_values(
         if other == place:
             continue
         # 2. the secret stream of this pair of sites
-        mask = _pair_mask(
-            _exchange_secret(private, publics[other], other), place, other, publics, context, len(values)
-        )
+        mask = _pair_mask(_exchange_secret(private, publics[other], other), place, other, publics, context, len(values))
         # 3. added by one site of the pair and subtracted by the other, so that it cancels in the sum
         if place < other:
             total += mask
@@ -135,8 +133,7 @@ def sum_messages(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     for k, message in enumerate(messages):
         if message.dtype != np.uint64 or message.ndim != 1 or message.shape != total.shape:
             raise WsiFlError(
-                f"message {k} of a masked sum is {message.dtype}{list(message.shape)}, "
-                f"not uint64[{len(messages[0])}]"
+                f"message {k} of a masked sum is {message.dtype}{list(message.shape)}, not uint64[{len(messages[0])}]"
             )
         total += message
     return total.view(np.int64)
@@ -170,9 +167,7 @@ def _exchange_secret(private: X25519PrivateKey, public: bytes, site: int) -> byt
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise WsiFlError(
-            f"the public key of site {site} is degenerate: its masks can be computed by others"
-        ) from None
+        raise WsiFlError(f"the public key of site {site} is degenerate: its masks can be computed by others") from None
 
 
 def _check_publics(publics: Sequence[bytes]) -> None:
@@ -183,9 +178,7 @@ def _check_publics(publics: Sequence[bytes]) -> None:
         if not isinstance(public, bytes) or len(public) != _KEY_BYTES:
             raise WsiFlError(f"the public key of site {site} is not {_KEY_BYTES} bytes")
         if int.from_bytes(public, "little") >= _PRIME:
-            raise WsiFlError(
-                f"the public key of site {site} is degenerate: it is not written in the canonical way"
-            )
+            raise WsiFlError(f"the public key of site {site} is degenerate: it is not written in the canonical way")
         if public in sites_by_key:
             raise WsiFlError(f"sites {sites_by_key[public]} and {site} have the same public key")
         sites_by_key[public] = site
@@ -195,9 +188,7 @@ def _check_values(values: NDArray[np.int64], n_sites: int) -> None:
     if values.dtype != np.int64 or values.ndim != 1 or not len(values):
         raise WsiFlError(f"values to be masked must be int64[n], not {values.dtype}{list(values.shape)}")
     if max(int(values.max()), -int(values.min())) >= 2**63 // n_sites:
-        raise WsiFlError(
-            f"values to be masked are too large for a sum of {n_sites} sites; take a smaller scale"
-        )
+        raise WsiFlError(f"values to be masked are too large for a sum of {n_sites} sites; take a smaller scale")
 
 
 _SEED_BYTES = 16  # Shamir's field has 2¹²⁸ elements; a share is as long as a seed
@@ -248,9 +239,7 @@ class SecureSum:
         participants, survivors: the masking sites, and the sites whose messages are in the sum, once agreed on.
     """
 
-    def __init__(
-        self, local_site: int, sites: Sequence[int], colluding: int, dropouts: int, context: bytes
-    ) -> None:
+    def __init__(self, local_site: int, sites: Sequence[int], colluding: int, dropouts: int, context: bytes) -> None:
         require_enough_sites(len(sites), colluding, dropouts)
         self._local_site, self._sites, self._context = local_site, list(sites), context
         self._min_sites, self._threshold = len(sites) - dropouts, vote_threshold(len(sites), colluding)
@@ -340,11 +329,7 @@ class SecureSum:
         """
         self._take_step(4)
         opening_lengths = [_SEED_BYTES] * (1 + len(self.participants))
-        openings = {
-            site: opening
-            for site, opening in openings.items()
-            if [len(k) for k in opening] == opening_lengths
-        }
+        openings = {site: opening for site, opening in openings.items() if [len(k) for k in opening] == opening_lengths}
         seeds = {site: self._recover_seed(site, openings) for site in self.participants}
         parts = [messages[site] for site in self.survivors]
         n = len(parts[0])
@@ -371,9 +356,7 @@ class SecureSum:
     def _mask_pairs(self, values: NDArray[np.int64], site: int, seed: bytes) -> NDArray[np.uint64]:
         """Return uint64[n], values under the pairwise masks of a site with all other masking sites."""
         publics = [self._received[other][_PAIR_MASKS] for other in self.participants]
-        return mask_values(
-            values, self.participants.index(site), KeyPair.from_seed(seed), publics, self.sum_context
-        )
+        return mask_values(values, self.participants.index(site), KeyPair.from_seed(seed), publics, self.sum_context)
 
     def _recover_seed(self, site: int, openings: Mapping[int, _Parcel]) -> bytes:
         key, place = self._received[site][self._seed_kind(site)], 1 + self.participants.index(site)
@@ -389,7 +372,5 @@ class SecureSum:
 
     def _take_step(self, step: int) -> None:
         if step != self._step:
-            raise WsiFlError(
-                f"a site {_STEP_NAMES[step]} once in a sum, and in order; every sum needs fresh keys"
-            )
+            raise WsiFlError(f"a site {_STEP_NAMES[step]} once in a sum, and in order; every sum needs fresh keys")
         self._step += 1

@@ -160,9 +160,7 @@ def require_plan(
         "mode": mode,
     }
     mismatches = [
-        f"{key} {value} instead of {getattr(plan, key)}"
-        for key, value in actual.items()
-        if value != getattr(plan, key)
+        f"{key} {value} instead of {getattr(plan, key)}" for key, value in actual.items() if value != getattr(plan, key)
     ]
     if mismatches:
         raise WsiFlError(f"this round differs from its privacy plan: {', '.join(mismatches)}")
@@ -172,9 +170,7 @@ def list_differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
     """Return the differences of two plans, as "sigma was 1.4 and is 0.7"."""
     pairs = [(f.name, getattr(planned, f.name), getattr(today, f.name)) for f in fields(PrivacyPlan)]
     return [
-        f"{name} was {old_value} and is {new_value}"
-        for name, old_value, new_value in pairs
-        if old_value != new_value
+        f"{name} was {old_value} and is {new_value}" for name, old_value, new_value in pairs if old_value != new_value
     ]
 
 

@@ -43,9 +43,7 @@ class NoisyStatistics:
         return cls(plan.sigma, plan.clip, plan.batch_size, plan.unit)
 
     @torch.no_grad()
-    def fill(
-        self, head: SharedHead, x: Tensor, y: Tensor, stream: CipherStream, patient: Tensor | None = None
-    ) -> None:
+    def fill(self, head: SharedHead, x: Tensor, y: Tensor, stream: CipherStream, patient: Tensor | None = None) -> None:
         """Set the class statistics of these rows in a head, with noise as they may leave the site.
 
         Args:
@@ -57,9 +55,7 @@ class NoisyStatistics:
         noisy = self.add_noise(exact, stream) if self.sigma else exact
         head.set_noisy_statistics(exact, *head.weight_by_precision(noisy, (self.sigma * self.clip) ** 2))
 
-    def clip_statistics(
-        self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None
-    ) -> Tensor:
+    def clip_statistics(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
         """Return the class statistics float64[k] of n rows, each unit clipped to `clip`.
 
         A patient counts with the mean of its rows of each class, or of all where they share columns, jointly clipped.
@@ -86,9 +82,7 @@ class NoisyStatistics:
     def add_noise(self, statistics: Tensor, stream: CipherStream) -> Tensor:
         """Return float64[k] with discrete Gaussian noise of the stream, in steps of 1 / `STEPS_PER_UNIT`."""
         values = quantize(statistics.cpu().numpy(), STEPS_PER_UNIT)
-        steps = (
-            self.sigma * quantization_sensitivity(self.clip, STEPS_PER_UNIT, len(values)) * (1 + NOISE_MARGIN)
-        )
+        steps = self.sigma * quantization_sensitivity(self.clip, STEPS_PER_UNIT, len(values)) * (1 + NOISE_MARGIN)
         noise = discrete_gaussian(steps, len(values), stream)
         return torch.from_numpy((values + noise) / STEPS_PER_UNIT).to(statistics.device)
 

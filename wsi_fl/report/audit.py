@@ -60,9 +60,7 @@ def _tail_chart(site: Json) -> tuple[str, Chart]:
     """Return a ROC chart of the optimal attack on class statistics: average, most exposed, and the guarantee."""
     tail = site["tail"]
     points = tail["attackers"]["others" if tail["sigma"] else "population"]["curve"]
-    curves = {
-        name: [(point[0], point[k]) for point in points] for k, name in ((1, "all"), (2, "most exposed"))
-    }
+    curves = {name: [(point[0], point[k]) for point in points] for k, name in ((1, "all"), (2, "most exposed"))}
     if tail["sigma"]:
         limit = {"guarantee": [(point[0], float(found_at(1 / tail["sigma"], point[0]))) for point in points]}
         curves = limit | curves
@@ -79,16 +77,12 @@ def list_audit_findings(audit: Json) -> Iterator[Finding]:
             auroc = format_number(row["own"]["auroc"])
             yield Finding(tone, f"{subject}: its losses reveal members of the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
-            lower, upper = (
-                format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper")
-            )
+            lower, upper = (format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
             text = f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}."
             yield Finding("bad", text)
     for influence in audit.get("influence") or ():
         if influence["refused"]:
-            yield Finding(
-                "bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}."
-            )
+            yield Finding("bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}.")
     for site in _sites_with_tails(audit):
         name, tail = site["site"], site["tail"]
         if tail["beyond"]:
@@ -109,9 +103,7 @@ def build_statistics_tables(audit: Json) -> list[tuple[str, tuple[str, ...], lis
     tails = [
         [site["site"], group["group"], str(group["n"]), *_format_cells(site["tail"], group, other)]
         for site in _sites_with_tails(audit)
-        for group, other in zip(
-            *(attacker["groups"] for attacker in site["tail"]["attackers"].values()), strict=True
-        )
+        for group, other in zip(*(attacker["groups"] for attacker in site["tail"]["attackers"].values()), strict=True)
     ]
     influence_rows = [
         [
@@ -153,36 +145,26 @@ def _roc_charts(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[s
     """Return a chart per kind of model, with a curve per site."""
     charts = []
     for name in dict.fromkeys(row["model"] for row in rows):
-        curves = {
-            row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]
-        }
+        curves = {row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]}
         if curves:
             charts.append((_MODEL_TITLES.get(name, name), _roc_chart(curves, colors, f"Membership, {name}")))
     return charts
 
 
-def _roc_chart(
-    curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], title: str
-) -> Chart:
+def _roc_chart(curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], title: str) -> Chart:
     """Return a chart of true against false positive rates on log axes; the dashed line is guessing."""
-    lowest_rate = max(
-        _MIN_FALSE_POSITIVE_RATE, min(point[0] for points in curves.values() for point in points)
-    )
+    lowest_rate = max(_MIN_FALSE_POSITIVE_RATE, min(point[0] for points in curves.values() for point in points))
     with open_figure(width_in=3.3, height_in=3.0, left_in=0.65) as (figure, axes):
         axes.plot([lowest_rate / 2, 1], [lowest_rate / 2, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
         for site, points in curves.items():
             visible = [(x, y) for x, y in points if y > 0]
-            axes.plot(
-                [x for x, _ in visible], [y for _, y in visible], color=colors.get(site, INK), alpha=0.9
-            )
+            axes.plot([x for x, _ in visible], [y for _, y in visible], color=colors.get(site, INK), alpha=0.9)
         axes.set(xscale="log", yscale="log", xlim=(lowest_rate, 1), ylim=(lowest_rate / 2, 1.1))
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
             axis.set_minor_locator(NullLocator())
-        nearest_points = {
-            site: min(points, key=lambda point: abs(point[0] - 0.1)) for site, points in curves.items()
-        }
+        nearest_points = {site: min(points, key=lambda point: abs(point[0] - 0.1)) for site, points in curves.items()}
         ends = "; ".join(f"{site}: {format_number(point[1])}" for site, point in nearest_points.items())
         alt = f"{title}: true positive rate at a false positive rate of about 0.1. {ends}."
         return Chart(render_svg(figure, title), alt)

@@ -41,8 +41,7 @@ def build_cross_site_section(cross_site: CrossSiteScores | None) -> dict[str, ob
     hospitals, models = cross_site["hospitals"], cross_site["models"]
     sizes = {name: max(model["hospitals"][name]["n"] for model in models.values()) for name in hospitals}
     present = {
-        name: max(model["hospitals"][name].get("n_classes", 0) for model in models.values())
-        for name in hospitals
+        name: max(model["hospitals"][name].get("n_classes", 0) for model in models.values()) for name in hospitals
     }
     return {
         "hospitals": hospitals,
@@ -55,9 +54,7 @@ def build_cross_site_section(cross_site: CrossSiteScores | None) -> dict[str, ob
     }
 
 
-def _metric_table(
-    hospitals: list[str], models: Mapping[str, ModelScores], metric: _Metric
-) -> dict[str, object] | None:
+def _metric_table(hospitals: list[str], models: Mapping[str, ModelScores], metric: _Metric) -> dict[str, object] | None:
     """Return the table of a metric; a cell is a score and the bound of its error (`within`), None where exact."""
 
     def score_cell(scores: CountScores) -> dict[str, float | None]:
@@ -100,9 +97,7 @@ def _best_model_sentence(models: Mapping[str, ModelScores], constant: Constant |
     if len(best_models) == len(accuracies):
         return f"There all models do equally well, {score}."
     prefix = "both " if len(best_models) == 2 else "each "
-    return (
-        f"There the models of {', '.join(best_models[:-1])} and {best_models[-1]} do best, {prefix}{score}."
-    )
+    return f"There the models of {', '.join(best_models[:-1])} and {best_models[-1]} do best, {prefix}{score}."
 
 
 def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
@@ -119,9 +114,7 @@ def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
         "sites": sites,
         "slots": figures.assign_color_slots([row["site"] for row in sites]),
         "rounds": max((row["rounds"] for row in sites), default=0),
-        "epsilon": words.format_span([row["epsilon"] for row in sites_with_epsilon])
-        if sites_with_epsilon
-        else None,
+        "epsilon": words.format_span([row["epsilon"] for row in sites_with_epsilon]) if sites_with_epsilon else None,
         "without": [row["site"] for row in sites if row not in sites_with_epsilon],
         "between": None,
     }

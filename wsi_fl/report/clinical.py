@@ -48,8 +48,7 @@ def build_clinical_cells(document: Json) -> list[dict[str, str]]:
                 for measure in ("ppv", "npv")
             }
             calibration = {
-                part: _format_interval((measures["calibration"] or {}).get(part))
-                for part in ("slope", "intercept")
+                part: _format_interval((measures["calibration"] or {}).get(part)) for part in ("slope", "intercept")
             }
             row = {
                 "site": site["site"],
@@ -58,9 +57,7 @@ def build_clinical_cells(document: Json) -> list[dict[str, str]]:
                 "cases": str(measures["cases"]),
             }
             row |= {"case from": format_number(site["point"], 2)}
-            row |= {
-                measure: _format_interval(measures[measure]) for measure in ("sensitivity", "specificity")
-            }
+            row |= {measure: _format_interval(measures[measure]) for measure in ("sensitivity", "specificity")}
             row |= {measure.upper(): _format_interval(measures[measure]) for measure in ("ppv", "npv")}
             row |= {} if prevalence is None else predictive
             row |= {
@@ -88,8 +85,7 @@ def _list_subgroups(document: Json) -> list[_Group]:
             "site": site["site"],
             "class": name,
             "group": group or "unknown",
-            "told": values
-            and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
+            "told": values and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
         }
         for site in document["sites"]
         for name, measures in site["classes"].items()
@@ -146,9 +142,7 @@ def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[st
         benefit = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
         # a site's curve, as its share of cases has it
         treat_all_curves = {tuple(curves["everybody"]): site for site, curves in benefit.items()}
-        lines = {
-            site: curves["model"] for site, curves in benefit.items() if words.is_number(curves["model"][0])
-        }
+        lines = {site: curves["model"] for site, curves in benefit.items() if words.is_number(curves["model"][0])}
         highest = max([0.02, *map(max, lines.values())])
         with open_figure() as (figure, axes):
             for curve, site in treat_all_curves.items():
@@ -172,8 +166,6 @@ def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[st
 def _curve_text(site: str, benefit: Sequence[float], thresholds: Sequence[float]) -> str:
     chosen_thresholds = (0.1, 0.25, 0.5)
     values = [
-        f"{format_number(benefit[thresholds.index(t)], 2)} at {t:g}"
-        for t in chosen_thresholds
-        if t in thresholds
+        f"{format_number(benefit[thresholds.index(t)], 2)} at {t:g}" for t in chosen_thresholds if t in thresholds
     ]
     return f"{site} {', '.join(values)}"

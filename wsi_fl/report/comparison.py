@@ -72,12 +72,8 @@ def list_comparison_findings(
     n, seeds = local_row["n_sites"], len(local_row["seeds"])
     folds = f", {len(local_row['folds'])} folds" if local_row.get("folds") else ""
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
-    baseline_gain = next(
-        (gain for gain in (gains or {}).values() if gain.get("local")), {"local": local_row[metric]}
-    )
-    measure_text = (
-        f" in {baseline_gain['measure']} over all test {examples}" if "measure" in baseline_gain else ""
-    )
+    baseline_gain = next((gain for gain in (gains or {}).values() if gain.get("local")), {"local": local_row[metric]})
+    measure_text = f" in {baseline_gain['measure']} over all test {examples}" if "measure" in baseline_gain else ""
     baseline_sentence = f"A{LOCAL_BASELINE[1:]} reaches {format_number(baseline_gain['local']['mean'], 2)}"
     baseline_sentence += f"{measure_text} {measured}."
     mean_text = f" as a mean over {repetition_words(rows)}" if measure_text else ""
@@ -85,9 +81,7 @@ def list_comparison_findings(
     known_gain = next((gain for gain in (gains or {}).values() if gain["pooled_gain"]), None)
     pooled = next((row["label"] for row in rows if words.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", baseline_sentence)] + [
-        worth.build_benefit_finding(
-            gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE
-        )
+        worth.build_benefit_finding(gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE)
         if (gain := (gains or {}).get(row["label"]))
         else _local_comparison(row, test, known_gain if row["label"] == pooled else None, mean_text)
         for row in rows
@@ -112,9 +106,7 @@ def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text
     d = test["difference"]
     if not words.is_federated(row["method"]):
         distance = f"{abs(d):.2f} {'above' if d > 0 else 'below'}" if round(abs(d), 2) else "as much as"
-        comparison_text = (
-            f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {_pairs_text(test)})"
-        )
+        comparison_text = f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {_pairs_text(test)})"
         comparison_text = (
             f"{worth.gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
             if pooled_gain
@@ -123,11 +115,7 @@ def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text
         meaning = "; this is what its noise costs" if row["dp"] else ""
         meaning = "; privacy forbids pooling the data" if words.is_pooled(row["method"]) else meaning
         return Finding("unclear", f"{score_text}, {comparison_text}{meaning}.")
-    gain = (
-        estimate_from_repetitions(d, test["sd"], test["n"])
-        if test["unit"] == "seed"
-        else Estimate(d, None, None)
-    )
+    gain = estimate_from_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
     return worth.build_benefit_finding(
         {"gain": gain.build_document(), "verdict": decide_verdict(gain, None)}, score_text, LOCAL_BASELINE
     )
@@ -197,9 +185,7 @@ def list_cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool 
         span_text = words.format_span([row["epsilon"] for row in private_rows], 1)
         sentences.append(f"The methods spent different ε ({span_text}), so their privacy cost differs.")
     if any(row["guarantee"] == "nominal" for row in private_rows):
-        sentences.append(
-            "A nominal ε is no guarantee: the proxy learned from a private model trained without noise."
-        )
+        sentences.append("A nominal ε is no guarantee: the proxy learned from a private model trained without noise.")
     if any(row["guarantee"] == "shared" for row in private_rows):
         sentences.append(
             "A shared ε is guaranteed against all who see the sum over sites, and against up to privacy.colluding "
@@ -210,9 +196,7 @@ def list_cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool 
     return sentences
 
 
-def render_comparison_page(
-    document: Json, series: Sequence[ChartRow], *, created: str, sites: Sequence[str]
-) -> str:
+def render_comparison_page(document: Json, series: Sequence[ChartRow], *, created: str, sites: Sequence[str]) -> str:
     """Return the page as one HTML document without external files.
 
     Args:
@@ -359,15 +343,11 @@ def _build_charts(series: Sequence[ChartRow], title: str) -> list[tuple[str, str
         charts.append((f"{title} by round", text, _build_chart(_draw_curves, series, alt)))
     if any(row.sent_bytes for row in series):
         values_text = [
-            f"{row.full_label} {words.format_size(row.sent_bytes)}"
-            for row in series
-            if row.sent_bytes is not None
+            f"{row.full_label} {words.format_size(row.sent_bytes)}" for row in series if row.sent_bytes is not None
         ]
         text = "Bar: mean over sites. Diamond: the site that sends most."
         alt = f"Sent per round and site: {'; '.join(values_text)}."
-        charts.append(
-            ("Sent per round and site", text, _build_chart(_draw_bytes, series, alt, **figure_size))
-        )
+        charts.append(("Sent per round and site", text, _build_chart(_draw_bytes, series, alt, **figure_size)))
     return charts
 
 
@@ -397,9 +377,7 @@ def render_comparison_png(series: Sequence[ChartRow], score_title: str) -> bytes
             if draw is _draw_bytes:  # its rows are named on the left
                 axes.set_yticks(range(len(series)), [""] * len(series))
             elif draw is _draw_curves and axes.lines:
-                if len(series) <= _MAX_LEGEND_ROWS and all(
-                    len(row.full_label) <= 1.6 * _LABEL_WIDTH for row in series
-                ):
+                if len(series) <= _MAX_LEGEND_ROWS and all(len(row.full_label) <= 1.6 * _LABEL_WIDTH for row in series):
                     axes.legend(frameon=False, fontsize=8, handlelength=1.4, labelspacing=0.3)
                 else:  # no room for a legend
                     color = figures.load_palette()["muted"]
@@ -450,9 +428,7 @@ def _draw_curves(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, st
             rounds, mean, color=color, lw=1.8, ls=(0, (4, 2)) if row.baseline else "-",
             label=None if color == colors["muted"] else row.full_label, marker="o" if len(rounds) < 4 else None, ms=3.5,
         )  # fmt: skip
-    figures.format_round_axis(
-        axes, {str(k): [(r, m) for r, m, _ in row.mean_band] for k, row in enumerate(series)}
-    )
+    figures.format_round_axis(axes, {str(k): [(r, m) for r, m, _ in row.mean_band] for k, row in enumerate(series)})
 
 
 def _draw_bytes(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, str]) -> None:

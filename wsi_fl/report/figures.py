@@ -309,11 +309,7 @@ def format_round_axis(axes: Axes, series: Mapping[str, Points]) -> None:
 
 
 def _ends_text(series: Mapping[str, Points]) -> str:
-    parts = [
-        f"{name} from {format_number(p[0][1])} to {format_number(p[-1][1])}"
-        for name, p in series.items()
-        if p
-    ]
+    parts = [f"{name} from {format_number(p[0][1])} to {format_number(p[-1][1])}" for name, p in series.items() if p]
     return "; ".join(parts) + "."
 
 

@@ -18,9 +18,7 @@ from wsi_fl.types import make_printable
 _TEMPLATE_FOLDER = Path(__file__).parent
 
 
-def fill_template(
-    kind: str, context: Mapping[str, Any], folder: Path = _TEMPLATE_FOLDER, form: str = "html"
-) -> str:
+def fill_template(kind: str, context: Mapping[str, Any], folder: Path = _TEMPLATE_FOLDER, form: str = "html") -> str:
     """Return a filled template without external files, of printable characters only.
 
     All pages share `layout.html.j2` and the macros of `parts.html.j2`; the functions of `words` are filters, without

@@ -67,9 +67,7 @@ def render_run_page(page: Page) -> str:
         "rows": runs,
         "comparison": sections.plot_comparisons(page, runs, colors),
         "curves": sections.plot_round_curves(page, colors),
-        "has_accuracy": any(
-            line.get("own") or line.get("merged") for m in page.metrics.values() for line in m
-        ),
+        "has_accuracy": any(line.get("own") or line.get("merged") for m in page.metrics.values() for line in m),
         "spent": sections.plot_epsilon(page, colors),
         "answers": _prediction_charts(page),
         "reliability": sections.plot_reliabilities(evaluated, colors),
@@ -120,9 +118,7 @@ def _summarize_data(page: Page) -> dict[str, object]:
         "slides": sum(s.get("slides") or 0 for s in page.stores),
         "geometry": geometries.pop() if len(geometries) == 1 else None,
         "encoder": next((s["encoder"] for s in page.stores if s.get("encoder")), None),
-        "single": [
-            (label, sites[0]) for label, sites in holders.items() if len(sites) == 1 and len(tables) > 1
-        ],
+        "single": [(label, sites[0]) for label, sites in holders.items() if len(sites) == 1 and len(tables) > 1],
     }
 
 
@@ -159,10 +155,7 @@ def _prediction_charts(page: Page) -> list[tuple[str, Chart, str]]:
     if page.task == "number":
         return [(site, _truth_chart(site, *values), "") for site, values in page.said.items()]
     ends = [float(name) for name in page.outputs] if page.task == "survival" else []
-    return [
-        (site, *_risk_chart(site, truth, predictions, ends))
-        for site, (truth, predictions) in page.said.items()
-    ]
+    return [(site, *_risk_chart(site, truth, predictions, ends)) for site, (truth, predictions) in page.said.items()]
 
 
 def _truth_chart(site: str, truth: _Floats, predictions: _Floats) -> Chart:
@@ -188,9 +181,7 @@ def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[floa
                 axes.step(times, share, where="post", color=color, label=f"{name} ({int(group.sum())})")
         axes.set(ylim=(0, 1.03), xlabel="time", ylabel="without the event")
         axes.legend(frameon=False, loc="lower left")
-        test_text = (
-            "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
-        )
+        test_text = "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
         alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {test_text}"
         return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
 

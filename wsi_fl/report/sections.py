@@ -84,9 +84,7 @@ def build_headline(page: Page, n_sites: int) -> dict[str, object]:
     has_score = is_number((merged.get(score) or {}).get("mean"))
     references = _select_references(page.baselines, score)
     is_compared = has_score and n_sites > 1 and words.is_federated(page.method)
-    local_references = (
-        {k: v for k, v in references.items() if words.is_local(v["method"])} if is_compared else {}
-    )
+    local_references = {k: v for k, v in references.items() if words.is_local(v["method"])} if is_compared else {}
     has_proxy = page.method in METHODS and METHODS[page.method].mixing_role in ("proxy", "shared")
     private = has_proxy and all(s.get("model", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
@@ -95,17 +93,11 @@ def build_headline(page: Page, n_sites: int) -> dict[str, object]:
         "reached": has_score,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
-        "verdicts": [
-            _verdict_on_federation(merged, run, name, score) for name, run in local_references.items()
-        ],
-        "gain": _first_gain(merged, *next(iter(local_references.items())), score)
-        if local_references
-        else None,
+        "verdicts": [_verdict_on_federation(merged, run, name, score) for name, run in local_references.items()],
+        "gain": _first_gain(merged, *next(iter(local_references.items())), score) if local_references else None,
         "majority": _majority_class(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "over_classes": words.describe_part_classes(evaluated),
-        "rounds": max(
-            (n for s in page.summary.get("sites", ()) if is_number(n := s.get("rounds"))), default=None
-        ),
+        "rounds": max((n for s in page.summary.get("sites", ()) if is_number(n := s.get("rounds"))), default=None),
         "events": list(_list_events(page)),
     }
 
@@ -139,9 +131,7 @@ def _select_references(baselines: Sequence[Mapping[str, Any]], score: str) -> di
     return {name: max(runs, key=lambda b: b[score]["mean"]) for name, runs in runs_by_kind.items() if runs}
 
 
-def _majority_class(
-    confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]
-) -> tuple[str, float] | None:
+def _majority_class(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
     """Return the most frequent true class and its share, the accuracy of a constant prediction.
 
     >>> _majority_class([[30, 10], [20, 40]], ("healthy", "tumor"))
@@ -167,9 +157,7 @@ def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Fi
     }
     score_text = format_number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.score_in_sentence(score))
-    return worth.build_benefit_finding(
-        gain, f"In this run federation reaches {score_text} in {measure}", name
-    )
+    return worth.build_benefit_finding(gain, f"In this run federation reaches {score_text} in {measure}", name)
 
 
 def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str, object]:
@@ -327,9 +315,7 @@ def plot_round_curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, 
             limits = ylim if keys[1] == score else None
             chart = figures.plot_curves(series[keys], colors, title, ylim=limits, reference=reference)
             charts.append((title, text, chart))
-    kinds = dict.fromkeys(
-        k for lines in page.metrics.values() for line in lines for k in line.get("loss") or {}
-    )
+    kinds = dict.fromkeys(k for lines in page.metrics.values() for line in lines for k in line.get("loss") or {})
     for kind in kinds:
         title = f"Training loss, {kind}"
         if losses := _metric_series(page, "loss", kind):
@@ -352,9 +338,7 @@ def plot_epsilon(page: Page, colors: Mapping[str, str]) -> Chart | None:
         return None
     sites = page.summary.get("sites", ())
     budgets = {s["site"]: float(s["max_epsilon"]) for s in sites if is_number(s.get("max_epsilon"))}
-    return figures.plot_budget_curves(
-        series, colors, budgets, f"ε spent ({summarize_privacy(page)['guarantee']})"
-    )
+    return figures.plot_budget_curves(series, colors, budgets, f"ε spent ({summarize_privacy(page)['guarantee']})")
 
 
 def plot_reliabilities(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
@@ -389,12 +373,8 @@ def build_heatmaps(evaluated: Sequence[Json], score: str) -> list[dict[str, obje
         values = [v for row in grid for v in row if is_number(v)]
         if len(names) > 1 and values:
             low, high = min(values), max(values)
-            mean_elsewhere = [
-                _average_known(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)
-            ]
-            mean_reached = [
-                _average_known(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))
-            ]
+            mean_elsewhere = [_average_known(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
+            mean_reached = [_average_known(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
             title = f"{words.SCORES[metric]} of models on test parts"
             heatmaps.append({
                 "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,

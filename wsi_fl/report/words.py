@@ -181,11 +181,7 @@ def format_spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
     if not metric or not is_number(metric.get("mean")):
         return DASH
     mean = format_number(metric["mean"], digits)
-    return (
-        f"{mean} ± {format_number(metric['sd'], digits)}"
-        if is_number(metric.get("sd")) and metric["sd"]
-        else mean
-    )
+    return f"{mean} ± {format_number(metric['sd'], digits)}" if is_number(metric.get("sd")) and metric["sd"] else mean
 
 
 def format_interval(bounds: Sequence[float | None] | None) -> str:
@@ -237,15 +233,11 @@ def describe_absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     >>> list(describe_absences([{"site": name, "rounds_completed": held} for name, held in rounds.items()]))
     ['C2 dropped out for a while; it took part in rounds 1 to 2 and 6 to 9.']
     """
-    first_round = min(
-        (row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1
-    )
+    first_round = min((row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1)
     for row in sites:
         intervals = row.get("rounds_completed") or ()
         if len(intervals) > 1 or (intervals and intervals[0][0] > first_round):
-            parts = " and ".join(
-                f"{start} to {end}" if end > start else f"{start}" for start, end in intervals
-            )
+            parts = " and ".join(f"{start} to {end}" if end > start else f"{start}" for start, end in intervals)
             yield f"{row['site']} dropped out for a while; it took part in rounds {parts}."
 
 

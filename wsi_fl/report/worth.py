@@ -39,8 +39,7 @@ def plot_benefit(document: Json) -> Chart:
     """Return the figure as a chart of the page."""
     rows = list_benefit_rows(document)
     means_text = "; ".join(
-        f"{name}: "
-        + ", ".join(f"{kind} {format_number(row[kind]['mean'])}" for kind in _MODEL_MARKS if row.get(kind))
+        f"{name}: " + ", ".join(f"{kind} {format_number(row[kind]['mean'])}" for kind in _MODEL_MARKS if row.get(kind))
         for name, row in rows
     )
     with figures.open_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
@@ -63,9 +62,7 @@ def render_benefit_png(document: Json) -> bytes:
         for k, (kind, (color, marker, _)) in enumerate(_MODEL_MARKS.items()):
             if any(row.get(kind) for _, row in rows):
                 fill = _mark_fill(kind, colors)
-                federated_name = (
-                    f": {figures.shorten_label(document['federated'], 36)}" if kind == "federated" else ""
-                )
+                federated_name = f": {figures.shorten_label(document['federated'], 36)}" if kind == "federated" else ""
                 axes.plot(
                     [],
                     [],
@@ -195,15 +192,11 @@ def verdict_words(row: Json, name: str) -> str:
     is_constant = (gain.get("sources") or {}).get("patients") == 0 or gain["low"] == gain["high"]
     if gain["mean"] == 0 and is_constant and is_number(gain["low"]):
         return f"its local model makes the same predictions, on {_patients_text(gain)}"
-    verdict_text = (_AVERAGE_VERDICT_WORDS if name == ALL_SITES else _VERDICT_WORDS).get(
-        row.get("verdict", ""), ""
-    )
+    verdict_text = (_AVERAGE_VERDICT_WORDS if name == ALL_SITES else _VERDICT_WORDS).get(row.get("verdict", ""), "")
     gap_closed = row.get("gap_closed")
     if not gap_closed or gap_closed["mean"] <= 0:
         return verdict_text
-    mean, low, high = (
-        format_number(gap_closed[key] and 100 * gap_closed[key], 0) for key in ("mean", "low", "high")
-    )
+    mean, low, high = (format_number(gap_closed[key] and 100 * gap_closed[key], 0) for key in ("mean", "low", "high"))
     interval_text = f", {low} to {high} %" if is_number(gap_closed["low"]) else ""
     return f"{verdict_text} ({mean} % of the gain of pooling{interval_text})"
 

@@ -75,9 +75,7 @@ class RunFolder:
     @property
     def manifest(self) -> dict[str, Any]:
         """The document that describes the run; WsiFlError when it is missing or damaged."""
-        return read_sealed(
-            self.path / "manifest.json", _MANIFEST_KEYS, "put its backup back, or start a new run"
-        )
+        return read_sealed(self.path / "manifest.json", _MANIFEST_KEYS, "put its backup back, or start a new run")
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
         """Write the document that describes the run."""
@@ -137,9 +135,7 @@ class RunFolder:
     def store_digests(self) -> dict[str, str]:
         """Return the digest of the store of every site with a folder here."""
         folders = sorted((self.path / "sites").glob("*"))
-        return {
-            path.name: digest for path in folders if (digest := self.site_folder(path.name).store_digest())
-        }
+        return {path.name: digest for path in folders if (digest := self.site_folder(path.name).store_digest())}
 
     def write(self, name: _DocumentName, document: Mapping[str, Any]) -> None:
         """Write the summary of a finished run, or the result of a later command."""

@@ -108,9 +108,7 @@ class SiteFolder:
         """Record the class statistics at the beginning; UsageError where they differ from those recorded."""
         if (recorded := self.read_statistics_digests()) is None:
             write_json(self.path / "statistics.json", dict(digests))  # a site may be called `digest`
-        elif changed := sorted(
-            name for name in {*recorded, *digests} if recorded.get(name) != digests.get(name)
-        ):
+        elif changed := sorted(name for name in {*recorded, *digests} if recorded.get(name) != digests.get(name)):
             raise UsageError(
                 f"site {self.path.name}: the class statistics of {changed[0]} were made anew since this run began; "
                 "start a new run, or put the earlier file back into statistics/"
@@ -181,9 +179,7 @@ class SiteFolder:
     def drop_rounds_from(self, round_: int) -> None:
         """Drop the lines of rounds that will be run again."""
         earlier = [line for line in self.read_metrics() if line["round"] < round_]
-        write_text(
-            self.metrics_path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in earlier)
-        )
+        write_text(self.metrics_path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in earlier))
 
     @property
     def account_path(self) -> Path:
@@ -225,9 +221,7 @@ class SiteFolder:
     def checkpoint_path(self, round_: int) -> Path:
         return self.path / "state" / f"round_{round_:05d}.safetensors"
 
-    def save_checkpoint(
-        self, round_: int, tensors: Mapping[str, Tensor], document: Mapping[str, Any]
-    ) -> None:
+    def save_checkpoint(self, round_: int, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Write the state after local training of a round, then delete all but the last two."""
         save_tensors(self.checkpoint_path(round_), tensors, document)
         earlier = [number for number in self.list_checkpoints() if number < round_]

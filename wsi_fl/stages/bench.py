@@ -98,9 +98,7 @@ def parse_cells(hospitals: str, skews: str) -> list[SamplingCell]:
         size, _, own_skew = cell_text.partition(":")
         sites, _, n = size.partition("x")
         if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
-            raise UsageError(
-                f"--hospitals {cell_text!r}: write 4x150 for four hospitals of 150 patients each"
-            )
+            raise UsageError(f"--hospitals {cell_text!r}: write 4x150 for four hospitals of 150 patients each")
         for skew in (own_skew or skews).split(","):
             if skew == "lacks":
                 raise UsageError("--skew lacks was renamed: use --skew missing-class")
@@ -121,9 +119,7 @@ def parse_numbers(text: str, option: str = "--epsilon") -> list[float]:
     return numbers
 
 
-def sample_sites(
-    table: FeatureTable, cell: SamplingCell, seed: int
-) -> tuple[list[FeatureTable], FeatureTable]:
+def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[list[FeatureTable], FeatureTable]:
     """Sample hospitals and a disjoint test set by patient; a patient's class is that of the first row.
 
     Raises:
@@ -165,16 +161,10 @@ def sample_sites(
         counts[np.argmax(part)] += cell.n - counts.sum()
         sites.append(
             rows_of(
-                [
-                    entity
-                    for label_index, count in enumerate(counts)
-                    for entity in take_patients(label_index, count)
-                ]
+                [entity for label_index, count in enumerate(counts) for entity in take_patients(label_index, count)]
             )
         )
-    return sites, rows_of(
-        [entity for patients in remaining.values() for entity in patients[:_MAX_TEST_PATIENTS]]
-    )
+    return sites, rows_of([entity for patients in remaining.values() for entity in patients[:_MAX_TEST_PATIENTS]])
 
 
 @dataclass(frozen=True)
@@ -281,10 +271,7 @@ def _train_federated(parts: Sequence[FeatureTable], job: _TrainingJob) -> list[S
         batch_size, sigma = plan.batch_size, plan.mechanism.sigma
     shape = len(parts[0].classes), parts[0].x.shape[1]
     learners = federate(
-        {
-            f"S{k + 1}": Examples.from_arrays(part.x, part.y, part.patient.tolist())
-            for k, part in enumerate(parts)
-        },
+        {f"S{k + 1}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         method,
         private=lambda: build_linear_head(*shape),
         rounds=rounds,
@@ -398,11 +385,7 @@ def run_benchmark(
             _run_jobs(missing, jobs, (table, resolved_projection, unit)), n_done + 1
         ):
             results[job.sort_key] = [{key: str(value) for key, value in row.items()} for row in rows]
-            lines = (
-                ",".join(row[name] for name in _RESULT_COLUMNS)
-                for key in sorted(results)
-                for row in results[key]
-            )
+            lines = (",".join(row[name] for name in _RESULT_COLUMNS) for key in sorted(results) for row in results[key])
             write_text(out, "\n".join((",".join(_RESULT_COLUMNS), *lines)) + "\n")
             progress.update("trainings", n_done_now, n, job.method)
 
@@ -411,9 +394,7 @@ def run_benchmark(
     for seed in range(seeds):
         works = [_TrainingJob(m, e, c, seed, best.get((m, c), (1, 1e-3))) for c, m, e in test_cells]
         run_missing(works, len(tuning) + seed * len(test_cells))
-    gains = [
-        [_measure_gain(results, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells
-    ]
+    gains = [[_measure_gain(results, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
     document["excluded"] = [asdict(slide) for slide in table.excluded]
     page = {
@@ -429,9 +410,7 @@ def run_benchmark(
     }
 
 
-def _load_valid_results(
-    out: Path, facts: Mapping[str, Any], methods: Sequence[str], progress: Watcher
-) -> _ResultRows:
+def _load_valid_results(out: Path, facts: Mapping[str, Any], methods: Sequence[str], progress: Watcher) -> _ResultRows:
     """Return existing lines by training, without those of methods whose code or tuning has changed."""
     info_path = out.with_suffix(".json")
     info = read_object(info_path, "choose another --out") if info_path.exists() else {}
@@ -467,9 +446,7 @@ def _read_results(out: Path) -> _ResultRows:
         with require_regular_file(out).open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != _RESULT_COLUMNS:
-                raise UsageError(
-                    f"{out}: is not what bench writes (its first line differs); choose another --out"
-                )
+                raise UsageError(f"{out}: is not what bench writes (its first line differs); choose another --out")
             rows: list[dict[str, str]] = [row for row in reader if row["method"]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{out}: not a readable CSV ({error}); choose another --out") from None
@@ -525,24 +502,18 @@ def _run_jobs(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _select_hyperparameters(
-    results: _ResultRows, method: str, cell: SamplingCell, epsilon: float
-) -> tuple[int, float]:
+def _select_hyperparameters(results: _ResultRows, method: str, cell: SamplingCell, epsilon: float) -> tuple[int, float]:
     """Return the hyperparameters with the best ensembles; at a tie, with the best federated models."""
 
     def mean_scores(hyperparameters: tuple[int, float]) -> tuple[float, float]:
         rows = results[_TrainingJob(method, epsilon, cell, _TUNING_SEED, hyperparameters).sort_key]
-        score, network_score = (
-            float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score")
-        )
+        score, network_score = (float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score"))
         return score, network_score
 
     return max(_HYPERPARAMETERS, key=mean_scores)
 
 
-def _measure_gain(
-    results: _ResultRows, method: str, epsilon: float, cell: SamplingCell, seeds: int
-) -> dict[str, Any]:
+def _measure_gain(results: _ResultRows, method: str, epsilon: float, cell: SamplingCell, seeds: int) -> dict[str, Any]:
     """Return the paired gain in balanced accuracy of a method over local heads in a cell."""
     from scipy.stats import t
 
@@ -589,9 +560,7 @@ def render_bench_lines(document: dict[str, Any]) -> Lines:
         )
     headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
     yield TextTable("balanced accuracy", headings, rows)
-    yield TextLine(
-        f"{document['seeds']} seeds; a gain is paired with the local head, ± its 95 % interval over seeds"
-    )
+    yield TextLine(f"{document['seeds']} seeds; a gain is paired with the local head, ± its 95 % interval over seeds")
     yield TextLine(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")
 
 
@@ -619,9 +588,7 @@ class FeatureTable:
 
 def join_tables(parts: Sequence[FeatureTable]) -> FeatureTable:
     """Return the concatenated rows of tables of the same classes."""
-    x, y, patient = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient")
-    )
+    x, y, patient = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient"))
     return FeatureTable(x, y, patient, parts[0].classes)
 
 
@@ -650,22 +617,16 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     if unknown.any():
         excluded += [ExcludedSlide(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
         x, y, patient = (values[~unknown] for values in (x, y, patient))
-    patient = np.array(
-        ["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())]
-    )
+    patient = np.array(["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())])
     classes, numbers = np.unique(y, return_inverse=True)
     if len(classes) < 2:
         raise UsageError(f"{path}: needs two classes at least; its labels are {', '.join(map(str, classes))}")
     names = tuple(str(name) for name in classes)
     if broken := _find_fraction(names):
-        raise UsageError(
-            f"{labels or path}: a label is {broken}; labels are classes, so write names or whole numbers"
-        )
+        raise UsageError(f"{labels or path}: a label is {broken}; labels are classes, so write names or whole numbers")
     counts = Counter(name.casefold() for name in names)
     if duplicates := [name for name in names if counts[name.casefold()] > 1]:
-        raise UsageError(
-            f"{labels or path}: labels {', '.join(duplicates)} differ in case only; write them alike"
-        )
+        raise UsageError(f"{labels or path}: labels {', '.join(duplicates)} differ in case only; write them alike")
     rows = x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_)
     return FeatureTable(*rows, names, tuple(excluded))
 
@@ -714,16 +675,13 @@ def _read_arrays(path: Path) -> _TableColumns:
         why = objects if "pickle" in str(error) else single_line(error)
         raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
     if missing := [name for name in ("x", "y") if not isinstance(arrays.get(name), np.ndarray)]:
-        raise UsageError(
-            f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)"
-        )
+        raise UsageError(f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)")
     y = arrays["y"]
     patient = arrays.get("patient", np.full(y.shape, ""))
     if not isinstance(patient, np.ndarray):
         raise UsageError(f"{path}: its patient is no array of NumPy")
     y, patient = (
-        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values
-        for values in (y, patient)
+        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values for values in (y, patient)
     )
     return arrays["x"], y, patient
 
@@ -739,9 +697,7 @@ def _read_csv(path: Path) -> _TableColumns:
             ) from None
 
     rows = read_rows(path, ["label"])
-    x = np.array(
-        [[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows]
-    )
+    x = np.array([[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
     return x, np.array([row["label"] for row in rows]), np.array([row.read_value("patient") for row in rows])
 
 
@@ -774,14 +730,10 @@ def _read_folder(path: Path, labels: Path | None, excluded: list[ExcludedSlide])
                 raise WsiFlError(f"has no label ({row.where})")
             if slide not in files:
                 raise WsiFlError(f"has a label ({row.where}) and no features")
-            entries.append(
-                (layout.read(files[slide]).features.mean(0), row[label_column], row.read_value("patient"))
-            )
+            entries.append((layout.read(files[slide]).features.mean(0), row[label_column], row.read_value("patient")))
         except WsiFlError as error:
             excluded.append(ExcludedSlide(slide, str(error)))
-    excluded += [
-        ExcludedSlide(name, f"has no label in {labels.name}") for name in files if name not in slides
-    ]
+    excluded += [ExcludedSlide(name, f"has no label in {labels.name}") for name in files if name not in slides]
     if not entries:
         why = "" if slides & set(files) else f"{describe_mismatch(slides, files)}; "
         raise UsageError(

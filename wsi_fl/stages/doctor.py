@@ -58,9 +58,7 @@ def _check_openslide() -> str:
         with Slide(path) as slide:
             pixels = slide.read((100, 100), 64, 0.5)
             if abs(float(pixels.mean()) - 200) > 2 or abs(slide.mpp - 0.5) > 0.01:
-                raise WsiFlError(
-                    "it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`"
-                )
+                raise WsiFlError("it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`")
     return "reads a slide"
 
 

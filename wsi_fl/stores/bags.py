@@ -270,16 +270,11 @@ class BagStore(StoreFile):
         is_whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
         if not is_whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
             raise ValueError("start does not divide the features into bags")
-        if any(
-            name in file and file[name].shape != (n,)
-            for name in ("cluster", "weight", *_PATCH_DATASETS.values())
-        ):
+        if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight", *_PATCH_DATASETS.values())):
             raise ValueError("not one value for every patch")
         self.has_patch_labels = "patch_label" in file
         table, n_classes = self.table, len(self.meta.classes)
-        require_sound(
-            table.label, table.slide if self.has_patch_labels else table.patient, table.split, n_classes
-        )
+        require_sound(table.label, table.slide if self.has_patch_labels else table.patient, table.split, n_classes)
         if self.has_patch_labels:
             require_sound(self.patch_table.label, self.patch_table.patient, self.patch_table.split, n_classes)
         self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None

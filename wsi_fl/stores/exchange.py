@@ -139,9 +139,7 @@ def _check_features(values: NDArray[Any], name: str) -> NDArray[np.float32]:
     if values.ndim == 1:
         values = values[None]
     if values.ndim != 2 or values.dtype.kind != "f":
-        raise WsiFlError(
-            f"{name}: features are {values.dtype}{list(values.shape)}, not float[patches, width]"
-        )
+        raise WsiFlError(f"{name}: features are {values.dtype}{list(values.shape)}, not float[patches, width]")
     if not values.size:
         raise WsiFlError(f"{name}: the bag is empty")
     with np.errstate(over="ignore"):
@@ -201,9 +199,7 @@ def _group_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     slide_files: dict[str, Path] = {}
     for path in sorted(files):
         if (other := slide_files.setdefault(slide_of(path), path)) != path:
-            folder_names = sorted(
-                {str(_relative_parts(slide_path, folder)[0]) for slide_path in (other, path)}
-            )
+            folder_names = sorted({str(_relative_parts(slide_path, folder)[0]) for slide_path in (other, path)})
             if len(folder_names) > 1 and len(path.relative_to(folder).parts) > 1:
                 raise UsageError(f"{folder}: {_describe_folders(folder_names)}")
             raise UsageError(
@@ -258,9 +254,7 @@ def _read_trident(path: Path) -> _ForeignSlide:
         features = _check_features(dataset[:], path.name)
         is_slide_vector = dataset.ndim == 1  # one vector of the whole slide, beside the places of its patches
         coords = None if is_slide_vector and not _has_entry(file, "coords") else read_dataset(file, "coords")
-        places = (
-            None if is_slide_vector or coords is None else _check_places(coords[:], len(features), path.name)
-        )
+        places = None if is_slide_vector or coords is None else _check_places(coords[:], len(features), path.name)
         _, prefix, encoder_name = path.parent.name.partition(_PREFIX)
         encoder = _read_text(dataset.attrs, "encoder") or (encoder_name if prefix else None)
         facts = _parse_facts({} if coords is None else coords.attrs, encoder)
@@ -312,11 +306,7 @@ def _read_clam(path: Path) -> _ForeignSlide:
         ) from None
     except Exception as error:  # torch raises errors of many types
         raise WsiFlError(f"{path.name}: damaged ({single_line(error)[:120]})") from None
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or tensor.layout != torch.strided
-        or not tensor.is_floating_point()
-    ):
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or not tensor.is_floating_point():
         raise WsiFlError(f"{path.name}: holds a {type(tensor).__name__}, not one tensor of features")
     if tensor.untyped_storage().nbytes() < tensor.nbytes:
         raise WsiFlError(f"{path.name}: damaged, it claims more numbers than it holds")
@@ -335,9 +325,7 @@ def _read_stamp(path: Path) -> _ForeignSlide:
             _read_number(attrs, "tile_size_px"),
         )
         if size_um is None:
-            raise WsiFlError(
-                f"{path.name}: does not say its tile size in µm; extract it again with STAMP 2 or newer"
-            )
+            raise WsiFlError(f"{path.name}: does not say its tile size in µm; extract it again with STAMP 2 or newer")
         places = _check_places(read_dataset(file, "coords")[:], len(features), path.name)
         facts = FileFacts(
             encoder=_read_text(attrs, "extractor"),
@@ -346,9 +334,7 @@ def _read_stamp(path: Path) -> _ForeignSlide:
             mpp=_read_number(attrs, "mpp") or (size_um / size if size else None),
             mpp_l0=_read_number(attrs, "mpp_level0"),
         )
-        return _ForeignSlide(
-            features, places, facts, is_in_um=True, **_read_extra_columns(file, len(features))
-        )
+        return _ForeignSlide(features, places, facts, is_in_um=True, **_read_extra_columns(file, len(features)))
 
 
 def _has_entry(group: h5py.Group, name: str) -> bool:
@@ -418,9 +404,7 @@ def _require_mpp(store: BagStore) -> list[float]:
     return values
 
 
-def _write_slides(
-    store: BagStore, folder: Path, fill: Callable[[h5py.File, str, Bag, float], None]
-) -> list[Path]:
+def _write_slides(store: BagStore, folder: Path, fill: Callable[[h5py.File, str, Bag, float], None]) -> list[Path]:
     """Write `<slide>.h5` for every bag, atomically; return their paths."""
     files = []
     for k, mpp_l0 in enumerate(_require_mpp(store)):
@@ -513,10 +497,7 @@ def _write_stamp(store: BagStore, folder: Path) -> list[Path]:
     return _write_slides(store, folder / _format_encoder_folder(store), fill_file)
 
 
-_NO_H5AD = (
-    "no .h5ad file in it; LazySlide writes one with "
-    'wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
-)
+_NO_H5AD = 'no .h5ad file in it; LazySlide writes one with wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
 LAYOUTS = {
     "clam": FeatureLayout(_find_clam, _read_clam, write_clam),
     "trident": FeatureLayout(_find_trident, _read_trident, _write_trident),

@@ -139,9 +139,7 @@ def json_attribute(attrs: Any, name: str, kind: type[_T]) -> _T:
     return value
 
 
-def require_sound(
-    label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int
-) -> None:
+def require_sound(label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int) -> None:
     """Check columns [n] of a store.
 
     Raises:
@@ -164,9 +162,7 @@ def require_sound(
     patients_by_split = {split_name: set(patient[split == split_name].tolist()) for split_name in SPLITS}
     for first_split, second_split in combinations(SPLITS, 2):
         if shared_patients := patients_by_split[first_split] & patients_by_split[second_split]:
-            raise ValueError(
-                f"patient {min(shared_patients)} is in two splits ({first_split} and {second_split})"
-            )
+            raise ValueError(f"patient {min(shared_patients)} is in two splits ({first_split} and {second_split})")
 
 
 def memory_message(error: MemoryError) -> str:

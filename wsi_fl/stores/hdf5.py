@@ -50,9 +50,7 @@ _PIECE_BYTES = 1 << 20
 def create_hdf5(path: Path, n_bytes: int) -> h5py.File:
     """Create an HDF5 file after reserving its disk space."""
     reserve_space(path, n_bytes + SLIDE_BYTES)
-    return h5py.File(
-        path, "w", libver=_LAYOUT, alignment_threshold=_ALIGNED_BYTES, alignment_interval=ALIGNMENT
-    )
+    return h5py.File(path, "w", libver=_LAYOUT, alignment_threshold=_ALIGNED_BYTES, alignment_interval=ALIGNMENT)
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -109,9 +107,7 @@ class StoreFile:
             self._file = open_hdf5(path)
         except OSError as error:
             refuse_unavailable(error, path)
-            raise WsiFlError(
-                f"{path}: not a readable HDF5 file ({first_line(error)}); {self.repair_advice}"
-            ) from None
+            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)}); {self.repair_advice}") from None
         with ExitStack() as stack:
             stack.callback(self._file.close)
             try:

@@ -73,9 +73,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
         pairs = {"train": ("x", "y")}
     sets = {name: _build_images(path, arrays, x, y, size_px) for name, (x, y) in pairs.items() if x in arrays}
     if "train" not in sets:
-        raise UsageError(
-            f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train"
-        )
+        raise UsageError(f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train")
     n_classes = max(int(images.y.max()) for images in sets.values()) + 1
     shapes = {part.x.shape[1:] for part in sets.values()}
     if len(shapes) > 1:
@@ -90,9 +88,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
         stated = sum(_n_bytes(file.zip, name) for name in names)
         refuse_too_large(path, stated)
         if is_overpacked(stated, path.stat().st_size):
-            raise UsageError(
-                f"{path}: claims {stated} bytes, more than a file of its size can hold; it is damaged"
-            )
+            raise UsageError(f"{path}: claims {stated} bytes, more than a file of its size can hold; it is damaged")
         return {name: file[name] for name in names}
 
 

@@ -89,9 +89,7 @@ def parse_quality(content: str) -> int | None:
     name, _, number = content.partition(":")
     if name == "jpeg" and number.isascii() and number.isdigit() and int(number) in _QUALITIES:
         return int(number)
-    raise UsageError(
-        f"pixels are stored as raw, native, none or jpeg:Q with Q from 1 to 100, not {content!r}"
-    )
+    raise UsageError(f"pixels are stored as raw, native, none or jpeg:Q with Q from 1 to 100, not {content!r}")
 
 
 class _ShardPatches:
@@ -158,9 +156,7 @@ class _RawPatches(_ShardPatches):
 class _StreamPatches(_ShardPatches):
     is_threaded = True
 
-    def __init__(
-        self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: RowChecksums
-    ) -> None:
+    def __init__(self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: RowChecksums) -> None:
         super().__init__(len(start) - 1, (size_px, size_px, 3), sums)
         is_whole = start.ndim == 1 and len(start) and start[0] == 0 and start[-1] == data.size
         if data.ndim != 1 or not is_whole or (start[1:] < start[:-1]).any():
@@ -310,9 +306,7 @@ class PatchStore(StoreFile):
         marks_by_slide = {}
         for slide in self.slides:
             corners, checksum = self.table.xy_l0[self._rows[slide]], self.shard_sums[slide]
-            marks = (
-                {f"patches {checksum} {hashlib.sha256(corners.tobytes()).hexdigest()}"} if checksum else set()
-            )
+            marks = {f"patches {checksum} {hashlib.sha256(corners.tobytes()).hexdigest()}"} if checksum else set()
             with suppress(*DAMAGE, WsiFlError):
                 if quickhash := str(self._open_shard_group(slide).attrs.get("quickhash", "")):
                     marks.add(f"slide {quickhash}")

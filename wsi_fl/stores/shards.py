@@ -105,9 +105,7 @@ def explain_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
             if file.attrs["fingerprint"] != _hash_shard(meta, table):
                 return "parameters or slide changed"
             patches = open_shard_patches(file["/"], meta.spec, None)
-            is_whole = (
-                patches.n_patches == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
-            )
+            is_whole = patches.n_patches == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
             if not is_whole or next(patches.iterate_damaged(), None) is not None:
                 return "its shard was damaged (patches are not as they were written)"
     except (*DAMAGE, MemoryError, WsiFlError) as error:
@@ -154,9 +152,7 @@ def write_shard(
         with BulkFile(temporary, offset + n_bytes) as bulk:
             for batch in pixels:
                 if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
-                    raise WsiFlError(
-                        f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
-                    )
+                    raise WsiFlError(f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px")
                 if row + len(batch) > n:
                     raise WsiFlError(f"{path}: got more than the {n} patches expected")
                 contiguous = np.ascontiguousarray(batch)
@@ -251,19 +247,13 @@ def _create_shard(
         raise WsiFlError(f"{meta.slide}: a shard holds at least one patch")
     with create_hdf5(path, n_bytes + (len(planned) + len(meta.excluded)) * _ROW_BYTES) as file:
         attrs = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
-        file.attrs.update(
-            root_attrs(SHARD_FORMAT, meta.spec) | attrs | {"fingerprint": _hash_shard(meta, planned)}
-        )
+        file.attrs.update(root_attrs(SHARD_FORMAT, meta.spec) | attrs | {"fingerprint": _hash_shard(meta, planned)})
         for name in _NUMBERS:
             file[name] = getattr(table, name)
         if (table.patient != meta.patient).any():  # images of many patients in one shard
             file["patient"] = encode_texts(table.patient)
-        unread_places = tuple(
-            (x, y, unread[row]) for row in unread_rows for x, y in [planned.xy_l0[row].tolist()]
-        )
-        for column, values in (
-            mark_columns("unread", unread_places) | mark_columns("aside", meta.excluded)
-        ).items():
+        unread_places = tuple((x, y, unread[row]) for row in unread_rows for x, y in [planned.xy_l0[row].tolist()])
+        for column, values in (mark_columns("unread", unread_places) | mark_columns("aside", meta.excluded)).items():
             file[column] = values
         yield file
 
@@ -319,9 +309,7 @@ def read_linked_counts(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> C
         write_time = path.stat().st_mtime_ns
         for shard, value in zip(shards, checksums, strict=is_same):
             with open_hdf5(shard) as source:
-                is_same = (
-                    is_same and shard_checksum(source) == value and shard.stat().st_mtime_ns <= write_time
-                )
+                is_same = is_same and shard_checksum(source) == value and shard.stat().st_mtime_ns <= write_time
     except (*DAMAGE, WsiFlError) as error:
         refuse_unavailable(error, path)
         return None

@@ -97,9 +97,7 @@ class Study:
 
     def ledger_path(self, site: str) -> Path:
         """The privacy account of a site, by default in ledgers/."""
-        file = (
-            self._load_current_site(site) if self.site_path(site).is_file() else self.load_site_snapshot(site)
-        )
+        file = self._load_current_site(site) if self.site_path(site).is_file() else self.load_site_snapshot(site)
         ledger = file.ledger if file else None
         return self.resolve(ledger) if ledger else self.root / "ledgers" / f"{site}.jsonl"
 
@@ -133,9 +131,7 @@ class Study:
         if snapshot is None:
             return self._load_current_site(name)
         return (
-            merge_site_snapshot(snapshot, self._load_current_site(name))
-            if self.site_path(name).is_file()
-            else snapshot
+            merge_site_snapshot(snapshot, self._load_current_site(name)) if self.site_path(name).is_file() else snapshot
         )
 
     def load_site_snapshot(self, name: str) -> SiteFile | None:
@@ -274,9 +270,7 @@ def _merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, 
     for key, value in top.items():
         base_value = result.get(key)
         result[key] = (
-            _merge_tables(base_value, value)
-            if isinstance(base_value, dict) and isinstance(value, dict)
-            else value
+            _merge_tables(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
         )
     return result
 
@@ -287,9 +281,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")
     text = text.lower() if text in ("True", "False") else text
     if (character := find_control_character(override)) is not None:
-        raise UsageError(
-            f"--set {key.strip()!r}: holds the character {character}; give one key with one value"
-        )
+        raise UsageError(f"--set {key.strip()!r}: holds the character {character}; give one key with one value")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -102,9 +102,7 @@ class _TissueSettings(Section):
     @classmethod
     def _check_method(cls, method: str) -> str:
         if method not in get_args(_TissueMethod) and "/" not in method:
-            raise ValueError(
-                f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'"
-            )
+            raise ValueError(f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'")
         return method
 
     @property
@@ -234,9 +232,7 @@ class TrainSettings(Section):
     """Whether folds are stratified by class and equal in size. A patient's fold then depends on the other patients,
     which ε does not cover, so it is refused with differential privacy. By default a patient's fold is a hash of the
     name, and at a real site of a secret of the hospital too."""
-    fold: int | None = settings_key(
-        None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"}
-    )
+    fold: int | None = settings_key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
     """Index of the test fold among `train.folds`, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
     """Name of a site without part in training, whose slides are the test set of all models. `wsi-fl train
@@ -253,9 +249,7 @@ class TrainSettings(Section):
         None,
         ge=1,
         le=10_000,
-        excludes={
-            "privacy.noise = shared": "secure aggregation tolerates privacy.dropouts sites; set that instead"
-        },
+        excludes={"privacy.noise = shared": "secure aggregation tolerates privacy.dropouts sites; set that instead"},
     )
     """Smallest number of participating sites. The others continue without a site that timed out (`comm.timeout_s`), and
     it takes part again when it comes back; with fewer sites, and over a folder with half of them or fewer, all wait. By
@@ -338,9 +332,7 @@ class _ModelSettings(Section):
     `mean_head`."""
     proxy: ModelName = "resnet18"
     """Architecture of the proxies, which are exchanged. The names are those of `model.private`."""
-    weights: str = settings_key(
-        "", needs={"train.data = patches": "heads on features and bags start at random"}
-    )
+    weights: str = settings_key("", needs={"train.data = patches": "heads on features and bags start at random"})
     """Pretrained weights of networks of patches, `timm:NAME` and `resnet18`: a file, a folder with a file
     `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier starts at random.
     By default all weights do. All sites need the same weights, which must be public: ε does not cover their training
@@ -536,9 +528,7 @@ class Pipeline(Section):
 
     def replace_keys(self, **sections: dict[str, Any]) -> Self:
         """Return the pipeline with other values of some keys, without validation."""
-        changed_sections = {
-            name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()
-        }
+        changed_sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
         return self.model_copy(update=changed_sections)
 
     def find_section(self, kind: type[_S]) -> _S:

@@ -106,9 +106,7 @@ def find_clash(settings: Section, traits: Collection[str]) -> str:
     for name, section in settings:
         for last, field in type(section).model_fields.items() if isinstance(section, Section) else ():
             conditions_of_key, value = field.json_schema_extra, getattr(section, last)
-            if not isinstance(conditions_of_key, dict) or value == field.get_default(
-                call_default_factory=True
-            ):
+            if not isinstance(conditions_of_key, dict) or value == field.get_default(call_default_factory=True):
                 continue
             setting_text = f"{name}.{field.alias or last} = {toml_or_repr(value)}"
             for verb, is_required in (("needs", True), ("excludes", False)):

@@ -57,8 +57,7 @@ def _shift_images(images: Tensor, draws: _Draws) -> Tensor:
     mirror = draws.draw_sometimes((draws.draw_uniform() * 2).floor(), 0).long()
     turns = draws.draw_sometimes((draws.draw_uniform() * 4).floor(), 0).long()
     move_y, move_x = (
-        draws.draw_sometimes(((draws.draw_uniform() * 2 - 1) * _TRANSLATION * h).round(), 0).long()
-        for _ in range(2)
+        draws.draw_sometimes(((draws.draw_uniform() * 2 - 1) * _TRANSLATION * h).round(), 0).long() for _ in range(2)
     )
     y, x = torch.meshgrid(*(torch.arange(h, device=images.device),) * 2, indexing="ij")
     y = _reflect_positions(y - move_y[:, None, None], h)
@@ -104,12 +103,7 @@ def _draw_geometry(draws: _Draws) -> tuple[Tensor, Tensor]:
     offset = linear @ torch.stack([move_x, move_y], dim=1)[:, :, None]
     # 3. images without a drawn transform are unchanged
     is_neutral = (
-        (scale == 1)
-        & (first_angle == 0)
-        & (stretch == 1)
-        & (second_angle == 0)
-        & (move_x == 0)
-        & (move_y == 0)
+        (scale == 1) & (first_angle == 0) & (stretch == 1) & (second_angle == 0) & (move_x == 0) & (move_y == 0)
     )
     return torch.cat([linear, -offset], dim=2), ~is_neutral
 
@@ -133,9 +127,7 @@ def _sample_bilinear(images: Tensor, matrix: Tensor) -> Tensor:
     for step_y in (0, 1):
         for step_x in (0, 1):
             row, column = _reflect_positions(low[:, 1] + step_y, h), _reflect_positions(low[:, 0] + step_x, w)
-            weight = (share[:, 1] if step_y else 1 - share[:, 1]) * (
-                share[:, 0] if step_x else 1 - share[:, 0]
-            )
+            weight = (share[:, 1] if step_y else 1 - share[:, 1]) * (share[:, 0] if step_x else 1 - share[:, 0])
             index = (row * w + column)[:, None, :].expand(-1, c, -1)
             out = out + flat.gather(2, index) * weight[:, None, :]
     return out.view(b, c, h, w)

@@ -23,9 +23,7 @@ app = typer.Typer(
 _SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
 _Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."),
 ]
 _Generator = Annotated[
     str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
@@ -48,9 +46,7 @@ def _resolve_options(
 @partial(announce_start, name="synthesize train")
 def train(
     site: _SiteName,
-    restart: Annotated[
-        bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
-    ] = False,
+    restart: Annotated[bool, typer.Option("--again", help="Throw away the site's generator and train anew.")] = False,
     generator: _Generator = None,
     pipeline: Pipeline = None,
     overrides: _Set = None,
@@ -73,9 +69,7 @@ def sample(
     generator: _Generator = None,
     as_site: Annotated[
         bool,
-        typer.Option(
-            "--as-site", help="Write a site file too, so that every command takes the store by name."
-        ),
+        typer.Option("--as-site", help="Write a site file too, so that every command takes the store by name."),
     ] = False,
     despite_failed_check: Annotated[
         bool,

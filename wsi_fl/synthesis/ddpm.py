@@ -211,9 +211,7 @@ def _build_scheduler(shape: DdpmShape, sampling: Sampling) -> Any:
     kinds = {"ddpm": DDPMScheduler, "ddim": _Ddim, "dpm++": partial(DPMSolverMultistepScheduler, **clipping)}
     scheduler: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
     scheduler.set_timesteps(sampling.steps)
-    if (
-        scheduler.timesteps < 0
-    ).any():  # by rounding the library has one time too many, before the chain begins
+    if (scheduler.timesteps < 0).any():  # by rounding the library has one time too many, before the chain begins
         times = scheduler.timesteps[scheduler.timesteps >= 0]
         if sampling.sampler == "dpm++":  # its noise levels follow from the times
             scheduler.set_timesteps(timesteps=times.tolist())
@@ -239,9 +237,7 @@ def draw_images(
     for start in range(0, len(labels), sampling.batch_size):
         classes = torch.from_numpy(labels[start : start + sampling.batch_size]).to(device)
         random = torch.Generator("cpu").manual_seed(_batch_seed(seed, start))
-        x = torch.randn(
-            (len(classes), shape.channels, shape.resolution, shape.resolution), generator=random
-        ).to(device)
+        x = torch.randn((len(classes), shape.channels, shape.resolution, shape.resolution), generator=random).to(device)
         scheduler = _build_scheduler(shape, sampling)
         generator_kwargs = {} if sampling.sampler == "ddim" else {"generator": random}
         for number, t in enumerate(scheduler.timesteps, 1):

@@ -96,9 +96,7 @@ def find_nearest(images: _Images, references: _Images, *, memory_bytes: int = _M
     return Nearest(rows, distance[:, 0].copy(), relative)
 
 
-def find_nearest_other(
-    images: _Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES
-) -> _Distances:
+def find_nearest_other(images: _Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES) -> _Distances:
     """Return the distance float64[n] of every image to the nearest different one of another patient, or infinity.
 
     Args:
@@ -134,9 +132,7 @@ def _iterate_squares(
         block = a[start : start + side].astype(np.float64)
         for first in range(0, len(b), side):
             other_block = b[first : first + side].astype(np.float64)
-            squares = (
-                (block**2).sum(axis=1)[:, None] + (other_block**2).sum(axis=1) - 2 * block @ other_block.T
-            )
+            squares = (block**2).sum(axis=1)[:, None] + (other_block**2).sum(axis=1) - 2 * block @ other_block.T
             yield slice(start, start + side), first, squares
 
 
@@ -188,9 +184,7 @@ def judge_copies(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Me
     reasons = _explain_too_few(m)
     if not reasons:
         threshold = _COPY_FACTOR * float(np.median(held_out.relative))
-        n_copies, n_held_out_copies = (
-            int((result.relative < threshold).sum()) for result in (generated, held_out)
-        )
+        n_copies, n_held_out_copies = (int((result.relative < threshold).sum()) for result in (generated, held_out))
         if n_copies * m > n_held_out_copies * n:
             reasons = [
                 f"{n_copies} of {n} generated images are copies of training images "
@@ -270,9 +264,7 @@ class Comparison:
                 f"{subject}: training images are nearer than held-out ones in {self.nearer:.0%} of pairs "
                 f"(p = {self.p_nearer:.1g})"
             )
-        if self.p_tail < _ALPHA and self.tail_training >= _TAIL_EXCESS * max(
-            self.tail_held_out, _TAIL_QUANTILE
-        ):
+        if self.p_tail < _ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL_QUANTILE):
             lines.append(
                 f"{subject}: {self.tail_training:.0%} of the training images are nearer than "
                 f"{_TAIL_QUANTILE:.0%} of the held-out ones are (p = {self.p_tail:.1g})"
@@ -286,9 +278,7 @@ def summarize_distances(distances: _Distances) -> _Spread:
     return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def _compare_distances(
-    training: _Distances, held_out: _Distances, *, copy_below: float = COPY_THRESHOLD
-) -> Comparison:
+def _compare_distances(training: _Distances, held_out: _Distances, *, copy_below: float = COPY_THRESHOLD) -> Comparison:
     """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
@@ -342,9 +332,7 @@ def list_doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[
         return reasons
     if not comparisons:
         return ["too few images differ from all others: copying cannot be distinguished from likeness"]
-    return [
-        reason for subject, comparison in comparisons.items() for reason in comparison.list_reasons(subject)
-    ]
+    return [reason for subject, comparison in comparisons.items() for reason in comparison.list_reasons(subject)]
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,8 @@ class GeneratorFolder:
             self._document_path: self.read_document,
             self.check_path: self.read_check,
         }
-        tensors = [
-            (path, "generator", self._repair_advice) for path in sorted(self.path.glob("*.safetensors"))
-        ]
-        tensors += [
-            (self._state_path(k), "checkpoint", self._checkpoint_advice(k)) for k in self.list_iterations()
-        ]
+        tensors = [(path, "generator", self._repair_advice) for path in sorted(self.path.glob("*.safetensors"))]
+        tensors += [(self._state_path(k), "checkpoint", self._checkpoint_advice(k)) for k in self.list_iterations()]
         return [
             *((path.name, read) for path, read in documents.items() if path.exists()),
             *((path.name, partial(load_tensors, path, subject, advice)) for path, subject, advice in tensors),
@@ -149,13 +145,9 @@ class GeneratorFolder:
             generator = build(document["settings"]["shape"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = single_line(error)
-            raise WsiFlError(
-                f"{self._document_path}: damaged shape ({reason}); {self._repair_advice}"
-            ) from None
+            raise WsiFlError(f"{self._document_path}: damaged shape ({reason}); {self._repair_advice}") from None
         subject = f"generator, or not of the shape in {self._document_path.name}"
-        _restore_tensors(
-            path, subject, self._repair_advice, lambda tensors, _: generator.load_state_dict(tensors)
-        )
+        _restore_tensors(path, subject, self._repair_advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
@@ -188,18 +180,14 @@ class GeneratorFolder:
         newest, last = max(self._read_digests(), default=0), max(self.list_iterations(), default=0)
         if last >= newest:
             return ""
-        resume_point = (
-            f"iteration {last}, the newest that is left" if last else "the beginning, as no other is left"
-        )
+        resume_point = f"iteration {last}, the newest that is left" if last else "the beginning, as no other is left"
         return f"{self._state_path(newest)}: this checkpoint is gone; training goes on from {resume_point}"
 
     def _check_known(self, iteration: int) -> None:
         """Refuse a replaced checkpoint; one later than all digests was written just before a kill."""
         digests, path = self._read_digests(), self._state_path(iteration)
         if digests and iteration <= max(digests) and digests.get(iteration) != _digest_file(path):
-            raise WsiFlError(
-                f"{path}: not the checkpoint that was written; {self._checkpoint_advice(iteration)}"
-            )
+            raise WsiFlError(f"{path}: not the checkpoint that was written; {self._checkpoint_advice(iteration)}")
 
     def _check_state(self) -> bool:
         """Refuse replaced checkpoints, and a missing one of an unfinished training; return True."""
@@ -229,9 +217,7 @@ class GeneratorFolder:
 
     def list_iterations(self) -> list[int]:
         """Return the iterations of all checkpoints, oldest first."""
-        return sorted(
-            int(path.stem.split("_")[1]) for path in (self.path / "state").glob("iteration_*.safetensors")
-        )
+        return sorted(int(path.stem.split("_")[1]) for path in (self.path / "state").glob("iteration_*.safetensors"))
 
     def _state_path(self, iteration: int) -> Path:
         return self.path / "state" / f"iteration_{iteration:07d}.safetensors"

@@ -108,9 +108,7 @@ def _build_adam(network: torch.nn.Module, lr: float, interval: int, is_lazy: boo
     return torch.optim.Adam(network.parameters(), lr=lr * c, betas=(0.0, 0.99**c), eps=1e-8)
 
 
-def step(
-    state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None
-) -> dict[str, float | None]:
+def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None) -> dict[str, float | None]:
     """Take one step of discriminator, generator, averages and augmentation; return its losses, None if left out.
 
     Args:
@@ -234,9 +232,7 @@ def _shorten_paths(state: GanState, labels: Tensor) -> float:
     return float(penalty.detach())
 
 
-def _path_penalty(
-    images: Tensor, styles: Tensor, mean: float, generator: torch.Generator
-) -> tuple[Tensor, float]:
+def _path_penalty(images: Tensor, styles: Tensor, mean: float, generator: torch.Generator) -> tuple[Tensor, float]:
     """Return ((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
     # 1. Jᵀy is the gradient of ⟨g(w), y⟩ with respect to w, with y ~ N(0, I) scaled by the number of pixels
     pixels = images.shape[2] * images.shape[3]
@@ -252,9 +248,7 @@ def _path_penalty(
 
 
 @torch.no_grad()
-def draw_samples(
-    generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0
-) -> Tensor:
+def draw_samples(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
     """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device.
 
     Args:
@@ -263,12 +257,8 @@ def draw_samples(
     device = _generator_device(generator)
     z = torch.randn(len(labels), generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
     noise = torch.Generator(device).manual_seed(seed)
-    batches = zip(
-        torch.split(z, _DRAW_BATCH), torch.split(torch.from_numpy(labels), _DRAW_BATCH), strict=True
-    )
-    image_batches = (
-        generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches
-    )
+    batches = zip(torch.split(z, _DRAW_BATCH), torch.split(torch.from_numpy(labels), _DRAW_BATCH), strict=True)
+    image_batches = (generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches)
     return torch.cat([quantize_images(images).cpu() for images in image_batches])
 
 

@@ -18,9 +18,7 @@ def _build_replay() -> Method:
     every site trains a model on all sites' synthetic samples (Table I).
     """
     models = Disclosure("model", "random", protection="leave")
-    buffers = Disclosure(
-        "buffer", "random", protection="leave", stage_module="wsi_fl.synthesis.stages.buffers"
-    )
+    buffers = Disclosure("buffer", "random", protection="leave", stage_module="wsi_fl.synthesis.stages.buffers")
     complete_buffers, description = (
         replace(buffers, route="complete", timing="once"),
         "models and synthetic patches go round",
@@ -30,16 +28,12 @@ def _build_replay() -> Method:
         "no_buffer": replace(row, disclosures=(models,), learns_from="own"),
         "buffer_only": replace(row, learners=PRIVATE, disclosures=(buffers,)),
         "synthetic_only": replace(row, learns_from="synthetic+received"),
-        "central": replace(
-            row, learners=PRIVATE, disclosures=(complete_buffers,), learns_from="all synthetic"
-        ),
+        "central": replace(row, learners=PRIVATE, disclosures=(complete_buffers,), learns_from="all synthetic"),
     }
     return replace(row, variants={("replay.variant", name): variant for name, variant in variants.items()})
 
 
-GENERATED = Method(
-    "Generated", "all sites' generated data alone", PRIVATE, step_private, (_GENERATOR,), "generated"
-)
+GENERATED = Method("Generated", "all sites' generated data alone", PRIVATE, step_private, (_GENERATOR,), "generated")
 MPCPA = Method(
     "MPCPA",
     "own and others' generated data",

@@ -235,10 +235,7 @@ class _MappingNetwork(nn.Module):
         self.embed = _EqualLinear(n_classes, w_dim)
         widths = [z_dim + w_dim] + [w_dim] * n_layers
         self.layers = nn.Sequential(
-            *(
-                _EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True)
-                for i, o in itertools.pairwise(widths)
-            )
+            *(_EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True) for i, o in itertools.pairwise(widths))
         )
         self.register_buffer("w_mean", torch.zeros(w_dim))
 

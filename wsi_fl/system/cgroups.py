@@ -66,9 +66,7 @@ def _list_groups(controller: str) -> Iterator[Path]:
         if number == "0" and not controllers:
             root = _ROOT
         elif controller in controllers.split(","):
-            root = next(
-                (r for r in (_ROOT / controllers, _ROOT / controller) if r.is_dir()), _ROOT / controller
-            )
+            root = next((r for r in (_ROOT / controllers, _ROOT / controller) if r.is_dir()), _ROOT / controller)
         else:
             continue
         group = root / path.strip("/")

@@ -301,9 +301,7 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
                 break
             document = None
         requirements = (needs or {}).items()
-        if not isinstance(document, dict) or not all(
-            isinstance(document.get(k), kind) for k, kind in requirements
-        ):
+        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in requirements):
             raise WsiFlError(f"{path}: line {number} is damaged")
         documents.append(document)
     return documents
@@ -319,9 +317,7 @@ def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with require_regular_file(path).open(
-        "ab"
-    ) as handle:  # its lock goes when its holder ends, however it ends
+    with require_regular_file(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))

@@ -25,9 +25,7 @@ def view(
     port: Annotated[
         int | None, typer.Option(min=1024, max=65535, help="Where to listen. Default: 8642, or a free one.")
     ] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open a browser on this machine.")
-    ] = False,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser on this machine.")] = False,
     as_json: Json = False,
 ) -> None:
     """View slides in a browser on this machine, with kept patches and predictions. Read-only."""

@@ -131,9 +131,7 @@ class Gallery:
 
         return self._layers.get_or_make((number, layer_index), render_json)
 
-    def render_tile(
-        self, number: int, level: int, column: int, row: int, awaited: Callable[[], bool]
-    ) -> bytes | None:
+    def render_tile(self, number: int, level: int, column: int, row: int, awaited: Callable[[], bool]) -> bytes | None:
         """Return a tile as JPEG; None where there is no such slide or tile.
 
         Raises:
@@ -149,9 +147,7 @@ class Gallery:
     def open_first(self) -> None:
         """Open the first slide of the page in advance; its errors are reported on request."""
         scores = [
-            (finite_or_none(exhibit.score), -k)
-            for k, exhibit in enumerate(self.exhibits)
-            if exhibit.path is not None
+            (finite_or_none(exhibit.score), -k) for k, exhibit in enumerate(self.exhibits) if exhibit.path is not None
         ]
         if scores:
             _, number = max((-inf if score is None else score, k) for score, k in scores)

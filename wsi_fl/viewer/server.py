@@ -288,9 +288,7 @@ def describe_server(server: ViewServer) -> dict[str, Any]:
         "tunnel": f"ssh -N -L {port}:{ADDRESS}:{port} {getpass.getuser()}@{platform.node()}",
         "title": server.gallery.title,
         "slides": sum(exhibit.path is not None for exhibit in slides),
-        "not_shown": [
-            {"slide": exhibit.name, "reason": exhibit.note} for exhibit in slides if exhibit.path is None
-        ],
+        "not_shown": [{"slide": exhibit.name, "reason": exhibit.note} for exhibit in slides if exhibit.path is None],
     }
 
 

@@ -132,9 +132,7 @@ class SiteLayers:
             layers.append(Overlay("mosaic", "patches", draw))
         layers.append(Overlay("tissue", "outlines", partial(self._draw_tissue, record)))
         if record.annotation is not None:
-            layers.append(
-                Overlay("annotation", "outlines", partial(self._draw_annotation, record.annotation))
-            )
+            layers.append(Overlay("annotation", "outlines", partial(self._draw_annotation, record.annotation)))
         return layers
 
     def summarize_slide(self, slide: str) -> str:
@@ -253,9 +251,7 @@ class Prediction:
     def _draw_columns(self, columns: Sequence[str], slide: Slide) -> Layer:
         """Return a layer of columns of the table; attention relative to the highest, as in the heatmap."""
         if self.score.get("quickhash", slide.quickhash) != slide.quickhash:
-            raise WsiFlError(
-                f"{slide.path.name}: not the slide that was predicted; run `wsi-fl predict` again"
-            )
+            raise WsiFlError(f"{slide.path.name}: not the slide that was predicted; run `wsi-fl predict` again")
         xy_l0, side_l0, table = _read_patches(self.folder / "patches.csv", columns)
         if _ATTENTION in table:
             share = table[_ATTENTION]

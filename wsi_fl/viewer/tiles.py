@@ -93,9 +93,7 @@ def _downsample_for(slide: Slide, scale: float) -> float:
     return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
 
 
-def _average_area(
-    slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda: True
-) -> NDArray[np.uint8]:
+def _average_area(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda: True) -> NDArray[np.uint8]:
     """Return the pixels uint8[h, w, 3] of a box, averaged by area from `scale` level-0 pixels per pixel.
 
     Averages of neighbouring tiles share no pixel of the slide, so tiles need no overlap.
@@ -166,9 +164,7 @@ class TileReader:
         if level > pyramid.coarse_level or scale <= _MAX_REDUCTION * _downsample_for(slide, scale):
             with self._slots:
                 return _average_area(slide, scale, box, awaited)
-        coarse_pixels = self._coarse.get_or_make(
-            str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited)
-        )
+        coarse_pixels = self._coarse.get_or_make(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
         factor = scale // pyramid.level_scale(pyramid.coarse_level)
         x, y, width, height = (extent * factor for extent in box)
         part = np.ascontiguousarray(coarse_pixels[y : y + height, x : x + width])

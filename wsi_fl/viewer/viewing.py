@@ -72,9 +72,7 @@ def _build_site_gallery(study: Study, name: str, pipeline_name: str | None) -> G
     return Gallery(f"slides of {name}", _sort_exhibits(exhibits), _real_names([site]))
 
 
-def _build_prediction_gallery(
-    study: Study, run_name: str | None, folder: Path | None, site: str | None
-) -> Gallery:
+def _build_prediction_gallery(study: Study, run_name: str | None, folder: Path | None, site: str | None) -> Gallery:
     """Return the gallery of slides with predictions and layers of their site; without a site, of all visible sites."""
     predictions = _read_predictions(study, run_name, folder)
     run = RunFolder(study.find_run(run_name or str(predictions[0].score["run"])))
@@ -94,17 +92,10 @@ def _build_prediction_gallery(
             slides[key].append(site_file)
     names = study.site_names() if site is None else []
     visible = {*site_slides, *(name for name in names if study.load_site(name).allows("patches"))}
-    exhibits = [
-        _build_exhibit(site_slides[group[0].site], group, owners, visible) for group in slides.values()
-    ]
+    exhibits = [_build_exhibit(site_slides[group[0].site], group, owners, visible) for group in slides.values()]
     patients = {
         *site_slides,
-        *(
-            name
-            for exhibit in exhibits
-            if exhibit.path
-            for name in owners.get(resolve_slide_path(exhibit.path), ())
-        ),
+        *(name for exhibit in exhibits if exhibit.path for name in owners.get(resolve_slide_path(exhibit.path), ())),
     }
     real = _real_names(study.load_site(name) for name in sorted(patients, key=natural_key))
     return Gallery(f"{run.name} · {', '.join(site_slides)}", _sort_exhibits(exhibits), real)
@@ -151,9 +142,7 @@ def _build_exhibit(
         return Exhibit(first.slide, None, reason, first.value)
     record = site_slides.find_record(path, first.slide)
     models = [layer for prediction in predictions for layer in prediction.list_overlays()]
-    note = " · ".join(
-        part for part in (first.summary, site_slides.layers.summarize_slide(record.slide)) if part
-    )
+    note = " · ".join(part for part in (first.summary, site_slides.layers.summarize_slide(record.slide)) if part)
     overlays = [*models, *site_slides.layers.list_overlays(record)]
     return Exhibit(first.slide, path, note, first.value, record.mpp_override, overlays)
 
@@ -161,9 +150,7 @@ def _build_exhibit(
 def _read_predictions(study: Study, run_name: str | None, folder: Path | None) -> list[Prediction]:
     if folder is not None:
         if not folder.is_dir():
-            raise UsageError(
-                f"{folder}: no such folder; --predictions takes the folder that `wsi-fl predict` wrote"
-            )
+            raise UsageError(f"{folder}: no such folder; --predictions takes the folder that `wsi-fl predict` wrote")
         paths, place = [*folder.glob("score.json"), *folder.glob("*/score.json")], str(folder)
     else:
         assert run_name is not None
@@ -177,9 +164,7 @@ def _read_predictions(study: Study, run_name: str | None, folder: Path | None) -
     return predictions
 
 
-def _choose_sites(
-    study: Study, run: RunFolder, predictions: Sequence[Prediction], site: str | None
-) -> list[str]:
+def _choose_sites(study: Study, run: RunFolder, predictions: Sequence[Prediction], site: str | None) -> list[str]:
     names = sorted({prediction.site for prediction in predictions}, key=natural_key)
     if site is not None:
         if site not in names:
@@ -188,22 +173,16 @@ def _choose_sites(
                 f"`wsi-fl predict {run.name} --site {site} --slide X.svs`"
             )
         return [site]
-    visible = (
-        names if len(names) == 1 else [name for name in names if study.load_site(name).allows("patches")]
-    )
+    visible = names if len(names) == 1 else [name for name in names if study.load_site(name).allows("patches")]
     if not visible:
         raise UsageError(f"{run.name}: predictions of several real sites lie here; name one with --site")
     if omitted := ", ".join(name for name in names if name not in visible):
-        print_message(
-            f"  predictions of {omitted} are left out: real sites, each shown only with --site", "yellow"
-        )
+        print_message(f"  predictions of {omitted} are left out: real sites, each shown only with --site", "yellow")
     return visible
 
 
 def _is_visible(study: Study, prediction: Prediction) -> bool:
-    return prediction.score["model"] in ("proxy", "shared") or study.load_site(prediction.site).allows(
-        "private_model"
-    )
+    return prediction.score["model"] in ("proxy", "shared") or study.load_site(prediction.site).allows("private_model")
 
 
 def _find_file(study: Study, prediction: Prediction) -> Path | None:

@@ -76,18 +76,14 @@ _SCATTERED = _Cells(18, 6.0, 1.18, present=0.05)
 _RECIPES = {
     TissueKind.GLASS: _Recipe(0.0, 0.012),
     TissueKind.FAT: _Recipe(0.0, 0.01, (_Cells(85, 46, 0.0, wall=0.6), _Cells(40, 4.2, 0.9, present=0.06))),
-    TissueKind.STROMA: _Recipe(
-        0.06, 0.62, (_Cells(30, 4.6, 0.85, aspect=0.6, present=0.4), _SCATTERED), fibres=0.2
-    ),
+    TissueKind.STROMA: _Recipe(0.06, 0.62, (_Cells(30, 4.6, 0.85, aspect=0.6, present=0.4), _SCATTERED), fibres=0.2),
     TissueKind.SINUS: _Recipe(
         0.06, 0.3, (_Cells(29, 7.4, 0.62, 0.4, present=0.5), _SCATTERED), gap_px=9, gap_above=0.2
     ),
     TissueKind.LYMPHOID: _Recipe(0.2, 0.36, (_LYMPHOCYTE,), gap_above=1.1),
     TissueKind.PARACORTEX: _Recipe(0.2, 0.42, (_Cells(16, 6.0, 1.15, present=0.8),), gap_above=1.1),
     TissueKind.GERMINAL: _Recipe(0.2, 0.34, (_Cells(18.5, 7.2, 0.74, 0.38, present=0.9), _SCATTERED)),
-    TissueKind.TUMOUR_SOLID: _Recipe(
-        0.14, 0.5, (_Cells(28, 9.6, 0.95, 0.36, aspect=0.2), _SCATTERED), fibres=0.04
-    ),
+    TissueKind.TUMOUR_SOLID: _Recipe(0.14, 0.5, (_Cells(28, 9.6, 0.95, 0.36, aspect=0.2), _SCATTERED), fibres=0.04),
     TissueKind.TUMOUR_GLANDULAR: _Recipe(
         0.14, 0.5, (_Cells(27, 9.4, 0.98, 0.32, aspect=0.3), _SCATTERED), gap_px=21, gap_above=1.5
     ),
@@ -231,9 +227,7 @@ def _draw_healthy_labels(rng: Generator, node: _Field) -> NDArray[np.uint8]:
     label[depth_um > -0.06 * width_um * np.clip(fat, 0, 2)] = TissueKind.FAT
     label[depth_um > -6 - 8 * np.clip(rim_noise, 0, 2)] = TissueKind.STROMA
     label[in_node] = np.where(rim_noise > 0.15, TissueKind.LYMPHOID, TissueKind.PARACORTEX)[in_node]
-    label[(in_node & (depth_um < 22 + 6 * rim_noise)) | (is_deep & (np.abs(strands) < 0.16))] = (
-        TissueKind.SINUS
-    )
+    label[(in_node & (depth_um < 22 + 6 * rim_noise)) | (is_deep & (np.abs(strands) < 0.16))] = TissueKind.SINUS
     label[is_deep & (np.abs(strands) < 0.05)] = TissueKind.STROMA
     label[(depth_um > 40) & (depth_um < 0.2 * width_um) & (follicles > 1)] = TissueKind.GERMINAL
     return label
@@ -291,9 +285,7 @@ class _ScannerProfile:
 # The stain vectors lie near what Macenko's method finds in the slides of five real hospitals.
 _PROFILES = (
     _ScannerProfile((0.53, 0.74, 0.42), (0.20, 0.83, 0.48), (1.0, 0.62), (246, 243, 245), 0.8, 2.0),
-    _ScannerProfile(
-        (0.58, 0.72, 0.42), (0.34, 0.76, 0.47), (1.4, 0.5), (246, 246, 243), 0.55, 2.5, padded=True
-    ),
+    _ScannerProfile((0.58, 0.72, 0.42), (0.34, 0.76, 0.47), (1.4, 0.5), (246, 246, 243), 0.55, 2.5, padded=True),
     _ScannerProfile(
         (0.64, 0.74, 0.22), (0.24, 0.93, 0.28), (1.04, 0.77), (236, 228, 242), 1.0, 1.5, ink=(0.2, 0.62, 0.42)
     ),
@@ -324,9 +316,7 @@ def scanner_profile(site: int) -> _ScannerProfile:
 @lru_cache(maxsize=8)
 def _blur_bank(blur_px: float) -> NDArray[np.uint16]:
     """Return the bank [kinds · BANK_PX²] at one scanner's resolution, in codes (haematoxylin << 8 | eosin)."""
-    soft = (
-        gaussian_filter(field, (0, blur_px, blur_px), mode="wrap", truncate=3.0) for field in texture_bank()
-    )
+    soft = (gaussian_filter(field, (0, blur_px, blur_px), mode="wrap", truncate=3.0) for field in texture_bank())
     h, e = (np.clip(field * _CODE, 0, 255).round().astype(np.uint16) for field in soft)
     return np.asarray((h << 8 | e).ravel())
 

@@ -131,9 +131,7 @@ def _member_cells(member: dict[str, Any], rounds: int) -> list[str]:
     cells |= {"until": ended, "labels": ", ".join(member["labels"] or "–")}
     cells |= {"round": f"{member['round']} of {rounds}"} if member["round"] is not None else {}
     budget_text = f" of {member['budget']:g}" if member["budget"] is not None else ""
-    cells |= (
-        {"spent": f"{format_number(member['spent'], 2)}{budget_text}"} if member["spent"] is not None else {}
-    )
+    cells |= {"spent": f"{format_number(member['spent'], 2)}{budget_text}"} if member["spent"] is not None else {}
     if member["role"] != "hospital":
         cells |= dict.fromkeys(list(_COLUMNS)[2:], "")
     return [member["name"], *cells.values()]
@@ -155,9 +153,7 @@ def dashboard_lines(dashboard: dict[str, Any]) -> Lines:
         yield TextLine(f"  {line}", "yellow")
     yield TextLine("next:")
     for step in dashboard["next"]:
-        yield TextLine(
-            f"  {step['who'] or 'you'}: {step['what']}{': ' if step['command'] else ''}{step['command']}"
-        )
+        yield TextLine(f"  {step['who'] or 'you'}: {step['what']}{': ' if step['command'] else ''}{step['command']}")
 
 
 def _collect_state(study: Study, kit: Kit | None) -> FederationState:
@@ -211,9 +207,7 @@ def _list_members(kit: Kit | None, plan: FederationPlan | None) -> Iterator[Fede
     for name, role in {**{name: line["role"] for name, line in issued.items()}, **roles}.items():
         line = issued.get(name, {})
         until = datetime.fromisoformat(line["until"]) if line.get("until") else None
-        yield FederationMember(
-            name, role, until=until, withdrawn_on=revoked_keys.get(line.get("fingerprint", ""))
-        )
+        yield FederationMember(name, role, until=until, withdrawn_on=revoked_keys.get(line.get("fingerprint", "")))
 
 
 def _collect_kit_state(facts: FederationState, kit: Kit) -> None:
@@ -244,9 +238,7 @@ def _collect_signatures(facts: FederationState, study: Study, plan: FederationPl
     revoked_keys = parse_revocation_list(root).keys
     for name, key in plan.keys.items():
         facts.note_member(name, withdrawn=key in revoked_keys)
-    for name in (
-        approval_status.missing if kit.role == "coordinator" else {kit.name} & set(approval_status.missing)
-    ):
+    for name in approval_status.missing if kit.role == "coordinator" else {kit.name} & set(approval_status.missing):
         facts.note_member(name, signed=False)
 
 
@@ -283,9 +275,7 @@ def _collect_job_progress(facts: FederationState, study: Study, plan: Federation
             summary, scores = read_json(file), file.with_name("scores.json")
             if isinstance(summary, dict) and job["run"] and summary.get("run") == job["run"]:
                 score_counts = read_json(scores) if scores.is_file() else None
-                _note_finished_run(
-                    facts, summary, study.relative_path(file.with_name("report.html")), score_counts
-                )
+                _note_finished_run(facts, summary, study.relative_path(file.with_name("report.html")), score_counts)
     current = load_status(kit) if kit.folder is None else {"connected": [], "jobs": []}
     for name in plan.sites if kit.folder is None else ():
         facts.note_member(name, connected=name in current["connected"])
@@ -304,9 +294,7 @@ def _note_finished_run(facts: FederationState, summary: dict[str, Any], report: 
     for name in scores["hospitals"] if scores else ():
         facts.note_member(name, labels=tuple(scores["classes"]))
     for row in summary["sites"]:
-        facts.note_member(
-            row["site"], round=row["rounds"], spent=row["lifetime_epsilon"], budget=row["max_epsilon"]
-        )
+        facts.note_member(row["site"], round=row["rounds"], spent=row["lifetime_epsilon"], budget=row["max_epsilon"])
 
 
 def _collect_folder_status(facts: FederationState, study: Study, plan: FederationPlan, kit: Kit) -> None:
@@ -319,9 +307,7 @@ def _collect_folder_status(facts: FederationState, study: Study, plan: Federatio
         raise WsiFlError(f"the folder cannot be used: {type(error).__name__}: {single_line(error)}") from None
     for message in sorted(messages, key=lambda message: message.time or 0.0):
         round_ = _ROUND.fullmatch(message.place)
-        facts.note_member(
-            message.sender, heard=_utc_time(message.time), round=int(round_[1]) if round_ else None
-        )
+        facts.note_member(message.sender, heard=_utc_time(message.time), round=int(round_[1]) if round_ else None)
         with suppress(ProtocolError, NotTrusted):
             if message.place == HANDSHAKE:
                 sealed = SealedMessage.read(message.content)

@@ -157,15 +157,11 @@ def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterato
         text = f"the key of {member.name} was withdrawn: make a plan without it, or with its new key"
         yield _fill_step(facts, COORDINATOR, text, "plan")
     elif member.signed is False:
-        yield _fill_step(
-            facts, member.name, "sign the plan, and send the approval to the coordinator", "approve"
-        )
+        yield _fill_step(facts, member.name, "sign the plan, and send the approval to the coordinator", "approve")
     elif member.connected is False:
         yield _fill_step(facts, member.name, "not connected: start", "start")
     elif waited_for and (facts.now - waited_for).total_seconds() > facts.patience_s:
-        yield _fill_step(
-            facts, member.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start"
-        )
+        yield _fill_step(facts, member.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
     elif member.connected is None and facts.over == "folder":
         yield _fill_step(facts, member.name, "if it has not run yet", "start")
 

@@ -32,9 +32,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)*([^\s/'\"]+)")
 _PURPOSE = b"wsi-fl evidence, version 1\n"
 _SIGNATURE_FILE = "evidence.sig.json"
 _SHEETS = tomllib.loads(Path(__file__).with_name("evidence.toml").read_text("utf-8"))["sheet"]
-_GUARANTEED = (
-    "It holds for all trained on, against every attack; counts of test examples, if any left, are exact."
-)
+_GUARANTEED = "It holds for all trained on, against every attack; counts of test examples, if any left, are exact."
 
 
 def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
@@ -80,9 +78,7 @@ def verify_evidence(folder: Path, root: str | None) -> dict[str, Any]:
     """
     signed = read_object(folder / _SIGNATURE_FILE, "ask for the folder again")
     if root is None and "root" not in signed:
-        raise UsageError(
-            f"{folder}: it has no root CA's certificate; give --kit, or ask for the folder again"
-        )
+        raise UsageError(f"{folder}: it has no root CA's certificate; give --kit, or ask for the folder again")
     trusted = str(signed["root"]) if root is None else root
     holder = verify_document(signed, trusted, _PURPOSE, str(folder / _SIGNATURE_FILE))
     content = {key: signed.get(key) for key in ("site", "time", "files")}
@@ -90,15 +86,9 @@ def verify_evidence(folder: Path, root: str | None) -> dict[str, Any]:
     if holder.name != content["site"]:
         raise UsageError(f"{holder.name} signed {folder} in the name of {content['site']}")
     if other := sorted(name for name in digests | files if digests.get(name) != files.get(name)):
-        raise UsageError(
-            f"{folder}: {other[0]} is not as {holder.name} signed it; ask it for the folder again"
-        )
+        raise UsageError(f"{folder}: {other[0]} is not as {holder.name} signed it; ask it for the folder again")
     keys = {"fingerprint": str(signed["certificate"]), "root_fingerprint": trusted}
-    return (
-        content
-        | {"organization": holder.organization}
-        | {key: key_fingerprint(pem) for key, pem in keys.items()}
-    )
+    return content | {"organization": holder.organization} | {key: key_fingerprint(pem) for key, pem in keys.items()}
 
 
 def verification_lines(evidence: Mapping[str, Any], *, folder: Path, vouched: bool) -> Lines:
@@ -122,9 +112,7 @@ def _sheet_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
         "lower": _largest_value(audits, "epsilon_lower"),
         "upper": _largest_value(audits, "epsilon_upper"),
         "guarantee": ", ".join(sorted(guarantees)) or plan["privacy"]["guarantee"],
-        "worth": _GUARANTEED
-        if guarantees == {"guaranteed"}
-        else "It is no guarantee by itself: see the dossier.",
+        "worth": _GUARANTEED if guarantees == {"guaranteed"} else "It is no guarantee by itself: see the dossier.",
         "patient": group["epsilon"] if group else None,
         "packages": ", ".join(f"{name} {version}" for name, version in plan["packages"].items()),
         "does": plan["does"].rstrip("."),
@@ -200,9 +188,7 @@ def _is_local_path(entry: object) -> bool:
 
 def _file_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file except the signature, by its path in the folder."""
-    files = sorted(
-        path for path in folder.rglob("*") if not path.is_dir() and path != folder / _SIGNATURE_FILE
-    )
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / _SIGNATURE_FILE)
     return {
         path.relative_to(folder).as_posix(): sha256(require_regular_file(path).read_bytes()).hexdigest()
         for path in files

@@ -196,13 +196,9 @@ def _describe_risks(
         facts["folder"] = "a path of this hospital"
     rows = _TEXTS["network"]["folder" if facts["folder"] else "server"]
     return {
-        "network": [
-            {key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows
-        ],
+        "network": [{key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows],
         "not_protected": fill_plan_text(_TEXTS["not_protected"], **facts),
-        "assessment": [
-            part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]
-        ],
+        "assessment": [part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]],
     }
 
 
@@ -323,9 +319,7 @@ def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> dict[str
 def _largest_patient_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """Return the largest number of rows of a patient of a site, as it signed or in a run; None if unknown."""
     site_folders = [RunFolder(path).site_folder(site) for path in sorted(study.runs_path.glob("*"))]
-    accounts = [
-        site_folder.read_account() for site_folder in site_folders if site_folder.account_path.is_file()
-    ]
+    accounts = [site_folder.read_account() for site_folder in site_folders if site_folder.account_path.is_file()]
     groups = [account.get("group") for account in (cost or {}, *accounts)]
     return max((int(group["rows"]) for group in groups if group), default=None)
 
@@ -389,9 +383,7 @@ def _describe_release(study: Study, site: str, account: dict[str, Any]) -> dict[
         "method": run.manifest["method"] if run else None,
         "to": [name for name in names if name != site],
     }
-    return (
-        account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
-    )
+    return account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
 
 
 def _describe_remains(site: str, run: dict[str, Any]) -> str:

@@ -124,16 +124,12 @@ class _JobWatch:
             return
         self._checked_s = now_s
         if affected := self.list_revoked():
-            self._give_up(
-                f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}", affected
-            )
+            self._give_up(f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}", affected)
         try:
             responding, running_jobs = _list_responding(self.session), _running_job_ids(self.session)
         except Exception:  # the next request for the status fails with the reason
             return
-        self._back_since = {
-            site: self._back_since.get(site, now_s) for site in self.awaited if site in responding
-        }
+        self._back_since = {site: self._back_since.get(site, now_s) for site in self.awaited if site in responding}
         present_s = {site: now_s - since for site, since in self._back_since.items() if has_started}
         if back := [site for site in present_s if present_s[site] >= max(_AWAY_S, self.awaited[site])]:
             self._end_job(SiteReconnected(f"{', '.join(back)} is there again; the job was ended"))
@@ -147,9 +143,7 @@ class _JobWatch:
         patience_s = max(_AWAY_S, self.patience_s) if has_started else _AWAY_S
         affected = [site for site in self.sites if now_s - self._missing_since.get(site, now_s) >= patience_s]
         if affected and has_started:
-            self._give_up(
-                f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected
-            )
+            self._give_up(f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected)
         if affected:
             self._give_up(
                 f"{', '.join(affected)} not connected any more; nothing was begun: submit again later",
@@ -329,9 +323,7 @@ def run_job(
     if _has_failed(status):
         raise JobFailed(_silent_failure_reason(number, status), can_retry=status != "FINISHED:ABORTED")
     if silent := [site for site in sites if site not in replies]:
-        explanation = (
-            f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_RESUME_HINT}"
-        )
+        explanation = f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_RESUME_HINT}"
         raise JobFailed(explanation, silent, can_retry=True)
     return replies
 

@@ -156,8 +156,7 @@ def restrict_client() -> None:
         StartJobProcessor,
     )  # they make, use and remove its folder
     ClientRequestProcessors.request_processors[:] = [
-        _SingleJobProcessor(processor) if isinstance(processor, job_processors) else processor
-        for processor in allowed
+        _SingleJobProcessor(processor) if isinstance(processor, job_processors) else processor for processor in allowed
     ]
 
 

@@ -111,11 +111,7 @@ class JobController(Controller):  # type: ignore[misc]
         """Record the first silent sites, if a job ends without a reason: the others end because of them, later."""
         time.sleep(_SILENT_S)
         latest = max(self._last_signs.values(), default=0.0)
-        silent = {
-            site: latest - self._last_signs.get(site, 0.0)
-            for site in self._sites
-            if site not in self._replies
-        }
+        silent = {site: latest - self._last_signs.get(site, 0.0) for site in self._sites if site not in self._replies}
         for site, seconds in silent.items():
             if seconds > _SILENT_S / 2:
                 self._replies[site] = failure_reply(f"site {site} was lost: it fell silent before the others")
@@ -214,9 +210,7 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
         if event_type == EventType.START_RUN:
             self._transport.attach_cell(fl_ctx)
 
-    def execute(
-        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
-    ) -> Shareable:
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Do the job; any failure is reported in one line."""
         try:
             self._transport.set_stop_signal(abort_signal)
@@ -247,9 +241,7 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
         plan, brought = str(job["plan"]), FederationPlan(str(job["text"])) if "text" in job else None
         if job["what"] == "check":
             return greet_sites(study, identity, self._transport, plan=plan, received_plan=brought)
-        with hint_way_on(
-            study.runs_path, "have the coordinator go on with `wsi-fl federation submit --resume last`"
-        ):
+        with hint_way_on(study.runs_path, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
             summary = take_part(
                 study,
                 identity,

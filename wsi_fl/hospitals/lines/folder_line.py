@@ -147,11 +147,7 @@ class FolderTransport:
                 with self._lock:
                     self._placed[receiver, file] = markers
                     self.written_bytes += len(message)
-            return (
-                ""
-                if sequence_id == HANDSHAKE
-                else self._await_receipt(receiver, file, min(timeout_s, _WATCH_S))
-            )
+            return "" if sequence_id == HANDSHAKE else self._await_receipt(receiver, file, min(timeout_s, _WATCH_S))
         except Exception as error:
             return self._note_error(error)
 
@@ -274,9 +270,7 @@ class FolderTransport:
         if not _inbox_markers(entries):
             self._incoming.write(b"", self._topic, self._me, f"{_INBOX_PREFIX}{token_hex(4)}")
         now_s = time.monotonic()
-        self._handshakes |= {
-            sender: (file, now_s) for sender, (file, _) in self._handshakes.items() if file in entries
-        }
+        self._handshakes |= {sender: (file, now_s) for sender, (file, _) in self._handshakes.items() if file in entries}
         matches = [(match, entries[name]) for name in entries if (match := _MESSAGE_FILE.fullmatch(name))]
         self._partial = {name: progress for name, progress in self._partial.items() if name in entries}
         busy = False
@@ -291,23 +285,17 @@ class FolderTransport:
                 self._note_error(error)
         return busy
 
-    def _judge_file(
-        self, match: re.Match[str], entry: FolderEntry, receive: Callable[[Buffer], Receipt]
-    ) -> bool:
+    def _judge_file(self, match: re.Match[str], entry: FolderEntry, receive: Callable[[Buffer], Receipt]) -> bool:
         """Hand over a complete file; return whether it is dealt with."""
         name, is_handshake = entry.name, match["place"] == HANDSHAKE
         if is_handshake and name in self._seen_handshakes:
             return False
         answer: Receipt = "refused"
         if entry.size > self._max_bytes:
-            self.trouble = (
-                f"{name} has {entry.size} bytes, at most {self._max_bytes} are agreed on; it was not read"
-            )
+            self.trouble = f"{name} has {entry.size} bytes, at most {self._max_bytes} are agreed on; it was not read"
         else:
             content = self._incoming.read(self._max_bytes, self._topic, self._me, name)
-            if hashlib.sha256(content).hexdigest()[:32] != match["digest"] and self._can_grow(
-                entry, len(content)
-            ):
+            if hashlib.sha256(content).hexdigest()[:32] != match["digest"] and self._can_grow(entry, len(content)):
                 return False
             answer = receive(content)
         if is_handshake:

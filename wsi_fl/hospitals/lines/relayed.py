@@ -116,16 +116,11 @@ class SitePresence:
 
     def has_dropped_out(self, name: str) -> bool:
         """Return whether the newest process of a site dropped out."""
-        return (
-            name in self.dropped_out
-            and self.sealer.latest_handshakes.get(name, 0.0) <= self.dropped_out[name]
-        )
+        return name in self.dropped_out and self.sealer.latest_handshakes.get(name, 0.0) <= self.dropped_out[name]
 
     def missing_sites(self) -> list[str]:
         """Return the sites that dropped out, if too few are left; none if enough are."""
-        dropped_out = [
-            name for name in self.names if name != self.identity.name and self.has_dropped_out(name)
-        ]
+        dropped_out = [name for name in self.names if name != self.identity.name and self.has_dropped_out(name)]
         is_quorum = len(self.names) - len(dropped_out) >= max(self.min_sites or 0, len(self.names) // 2 + 1)
         return [] if is_quorum else dropped_out
 
@@ -134,9 +129,7 @@ class SitePresence:
         self.dropped_out |= {name: self.sealer.latest_handshakes.get(name, 0.0) for name in names}
         self.reasons |= dict.fromkeys(names, reason)
         started_at = 0.0 if self.has_clock_jumped() else self.sealer.started_at
-        self.sealer = self.sealer.renew_handshake(
-            max(started_at, self.dropped_out.get(self.identity.name, 0.0))
-        )
+        self.sealer = self.sealer.renew_handshake(max(started_at, self.dropped_out.get(self.identity.name, 0.0)))
         self._start_offset_s = _clock_offset_s()
 
     def merge_peer_view(self, peer_view: Mapping[str, float]) -> bool:
@@ -303,9 +296,7 @@ class SecureComm:
         }
         senders = [sender for sender, receiver in expected if receiver == site_index]
         texts = self._swap_messages(self._next_sequence_id(), contents, senders, lossy=True)
-        return {
-            (k, site_index): decode_document(bytes(text), kind, self.names[k]) for k, text in texts.items()
-        }
+        return {(k, site_index): decode_document(bytes(text), kind, self.names[k]) for k, text in texts.items()}
 
     def _next_sequence_id(self) -> str:
         """Return the sequence id of the next documents, the same at every site."""
@@ -323,9 +314,7 @@ class SecureComm:
     def close(self) -> None:
         """Stop listening; every further call fails."""
         with self._condition:
-            self._end_error = self._end_error or ReportableError(
-                f"site {self.identity.name} has left the run"
-            )
+            self._end_error = self._end_error or ReportableError(f"site {self.identity.name} has left the run")
             self._condition.notify_all()
         self.transport.close()
 
@@ -353,12 +342,8 @@ class SecureComm:
             self._peer_indices = {name: self._peer_indices[name] for name in self._session_peers()}
             self._peers = {name: self._peers[name] for name in self._peer_indices}
             self.running = tuple(sorted((*self.sites, *self._peer_indices.values())))
-            handshakes = [
-                (name, peer_handshake["public"]) for name, (peer_handshake, _) in self._peers.items()
-            ]
-            self._session = derive_session(
-                [*handshakes, (self.identity.name, self._sealer.public)], self.plan
-            )
+            handshakes = [(name, peer_handshake["public"]) for name, (peer_handshake, _) in self._peers.items()]
+            self._session = derive_session([*handshakes, (self.identity.name, self._sealer.public)], self.plan)
 
     def _session_peers(self) -> list[str]:
         """Return the peers of the session that begins."""
@@ -386,9 +371,7 @@ class SecureComm:
                 self._peers[name] = (handshake, holder)
             self._sealer.latest_handshakes[name] = handshake["time"]
             if self._presence.merge_peer_view(handshake["gone"]):
-                self._peer_error = SitesDroppedOut(
-                    f"the others went on without {self.identity.name}, which was silent"
-                )
+                self._peer_error = SitesDroppedOut(f"the others went on without {self.identity.name}, which was silent")
         self._condition.notify_all()
         return "taken"
 
@@ -407,9 +390,7 @@ class SecureComm:
         ):  # an old one, or a clock that is behind
             return f"{name} sent a handshake {behind_s / 3600:.1f} h ago by this clock"
         if message.header["session"] != self.plan:
-            return (
-                f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
-            )
+            return f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
         return ""
 
     def _explain_mismatch(self, handshake: Handshake, name: str) -> str:
@@ -451,18 +432,14 @@ class SecureComm:
             return "later"
         message.verify_sender(peer[1])
         if header["to"] != self.identity.name or header["session"] != self._session:
-            return self._note_refusal(
-                f"a message of {header['sender']} is of another session or for another receiver"
-            )
+            return self._note_refusal(f"a message of {header['sender']} is of another session or for another receiver")
         key = (header["sender"], header["place"])
         if key in self._inbox or key in self._consumed:
             return "taken"
         if header["place"] in _END_REASONS:
             reason = f"site {header['sender']} {_END_REASONS[header['place']]}"
             self._peer_error = (
-                SitesDroppedOut(reason, [header["sender"]])
-                if self._tolerates_dropout
-                else ReportableError(reason)
+                SitesDroppedOut(reason, [header["sender"]]) if self._tolerates_dropout else ReportableError(reason)
             )
         self._inbox[key] = message
         self._condition.notify_all()
@@ -471,9 +448,7 @@ class SecureComm:
     def _is_full(self, arrival: SealedMessage) -> bool:
         """Return whether a peer's unread messages leave no room for a further one."""
         sizes = [
-            len(message.body)
-            for (sender, _), message in self._inbox.items()
-            if sender == arrival.header["sender"]
+            len(message.body) for (sender, _), message in self._inbox.items() if sender == arrival.header["sender"]
         ]
         return len(sizes) >= _MAX_PENDING or sum(sizes) + len(arrival.body) > 2 * self.most_bytes
 
@@ -543,8 +518,7 @@ class SecureComm:
         for name, certificate in {**certificates, self.identity.name: self.identity.certificate}.items():
             if (revoked_on := revoked_keys.get(key_fingerprint(certificate))) is not None:
                 reason = (
-                    f"site {name} has a certificate that was withdrawn on {revoked_on:%Y-%m-%d}, "
-                    "and needs a new key"
+                    f"site {name} has a certificate that was withdrawn on {revoked_on:%Y-%m-%d}, and needs a new key"
                 )
                 raise (
                     SitesDroppedOut(reason, [name])
@@ -569,14 +543,10 @@ class SecureComm:
 
     # sending
 
-    def _send_messages(
-        self, sequence_id: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float
-    ) -> None:
+    def _send_messages(self, sequence_id: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
         """Seal and deliver one message to each of some sites."""
         messages = {
-            name: self._sealer.seal_message(
-                name, self._peers[name][0]["public"], self._session, sequence_id, parts
-            )
+            name: self._sealer.seal_message(name, self._peers[name][0]["public"], self._session, sequence_id, parts)
             for name, parts in contents.items()
         }
         self._deliver_messages(sequence_id, messages, limit_s)
@@ -604,9 +574,7 @@ class SecureComm:
                 if sequence_id not in _END_REASONS:
                     self._raise_if_ended()
                 if time.monotonic() >= deadline:
-                    self._give_up(
-                        sequence_id, {name: f"took nothing ({reason})" for name, reason in failed.items()}
-                    )
+                    self._give_up(sequence_id, {name: f"took nothing ({reason})" for name, reason in failed.items()})
                 with self._condition:
                     self._condition.wait(pause)
                 pause = min(2 * pause, _RETRY_PAUSES_S[1])

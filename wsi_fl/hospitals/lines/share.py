@@ -64,9 +64,7 @@ class SharedFolder:
         except (ValueError, ImportError) as error:
             raise UsageError(f"{self.address}: not the address of a folder: {single_line(error)}") from None
         except FileNotFoundError:
-            raise UsageError(
-                f"{self.address}: no such folder; mount the share, or correct the address"
-            ) from None
+            raise UsageError(f"{self.address}: no such folder; mount the share, or correct the address") from None
         except Exception:  # not reached now, perhaps later
             return
 
@@ -82,14 +80,9 @@ class SharedFolder:
 
     def list_entries(self, *parts: str) -> dict[str, FolderEntry]:
         """Return the files of a folder by name; none if it is missing."""
-        files = [
-            info
-            for info in self._list_folder(*parts)
-            if info.get("type") == "file" and not info.get("islink")
-        ]
+        files = [info for info in self._list_folder(*parts) if info.get("type") == "file" and not info.get("islink")]
         return {
-            info["name"]: FolderEntry(info["name"], int(info.get("size") or 0), _write_time(info))
-            for info in files
+            info["name"]: FolderEntry(info["name"], int(info.get("size") or 0), _write_time(info)) for info in files
         }
 
     def list_folders(self, *parts: str) -> list[str]:
@@ -182,9 +175,7 @@ def _is_missing(error: Exception) -> bool:
 
 def _write_time(info: Mapping[str, Any]) -> float | None:
     """Return when a file was written; backends of fsspec name it differently."""
-    value = next(
-        (info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None
-    )
+    value = next((info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None)
     return value.timestamp() if isinstance(value, datetime) else value if isinstance(value, float) else None
 
 

@@ -110,9 +110,7 @@ def make_preapproval(
     if privacy["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
     if unknown := sorted(partner_names - set(plan.keys)):
-        raise UsageError(
-            f"the plan has no site {unknown[0]} whose key it pins (`federation plan --kit FOUNDED`)"
-        )
+        raise UsageError(f"the plan has no site {unknown[0]} whose key it pins (`federation plan --kit FOUNDED`)")
     allows: dict[str, list[Any]] = {}
     for method in methods or [plan.method]:
         for key, values in _method_terms(study, review, method).items():
@@ -192,9 +190,7 @@ def _plan_terms(
     }
 
 
-def explain_text_rejection(
-    approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int
-) -> str:
+def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
     """Return in one line how a plan's own text exceeds a standing approval today, in UTC; "" if it does not.
 
     Nothing else is read, built or fetched, so the line may be disclosed.
@@ -219,9 +215,7 @@ def explain_text_rejection(
 def _explain_order(approval: StandingApproval, plan: FederationPlan) -> str:
     """Return in one line that a plan's sites are ordered otherwise than approved (the first sees most), or ""."""
     agreed = [
-        name
-        for name in (partner.split(" ")[0] for partner in approval["allows"]["partners"])
-        if name in plan.sites
+        name for name in (partner.split(" ")[0] for partner in approval["allows"]["partners"]) if name in plan.sites
     ]
     return (
         ""
@@ -268,9 +262,7 @@ def _explain_excess(
         document, plan, approval["site"], document["method"], data, document["leaves"]
     ).items():
         known_values = [
-            value
-            for value in values
-            if not (unknown and value is None and key in DataDescription.__annotations__)
+            value for value in values if not (unknown and value is None and key in DataDescription.__annotations__)
         ]
         if excess := [
             value
@@ -358,8 +350,6 @@ def preapproval_lines(terms: StandingApproval) -> Lines:
         f"at {limit}, of plans with"
     )
     for key, values in terms["allows"].items():
-        yield TextLine(
-            f"  {key}: {'; '.join('nothing' if value is None else str(value) for value in values)}"
-        )
+        yield TextLine(f"  {key}: {'; '.join('nothing' if value is None else str(value) for value in values)}")
     varies = ", ".join(f"{key} {also}" for key, (also, _) in _VARIABLE_SETTINGS.items())
     yield TextLine(f"  all other settings as in this plan, but for {varies}")

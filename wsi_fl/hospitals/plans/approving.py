@@ -135,9 +135,7 @@ class PlanReview:
     learned: DataDescription | None = None
 
 
-def review_plan(
-    study: Study, plan: FederationPlan, site: str, approval: StandingApproval | None = None
-) -> PlanReview:
+def review_plan(study: Study, plan: FederationPlan, site: str, approval: StandingApproval | None = None) -> PlanReview:
     """Check a plan against its own settings, this installation, the hospital's site file and its store.
 
     Nothing is written except the hospital's holdout secret, if it has none and the plan draws held-out patients. No
@@ -177,9 +175,7 @@ def review_plan(
     return PlanReview(plan, document, site, cost, tuple(notes), training_data)
 
 
-def sign_plan(
-    study: Study, review: PlanReview, identity: Identity, approval: StandingApproval | None = None
-) -> Path:
+def sign_plan(study: Study, review: PlanReview, identity: Identity, approval: StandingApproval | None = None) -> Path:
     """Sign a plan in the name of the reviewing hospital, or by its standing approval.
 
     For the plan's other sites a missing file in `sites/` is written with their terms in the plan. Returns the path of
@@ -233,14 +229,10 @@ def _require_matching_store(store_data: DataDescription, document: PlanDocument,
 
 def is_alike(key: str, planned: object, actual: object) -> bool:
     """Return whether two values of a term mean the same; of an encoder a plan without a store has the name alone."""
-    return (
-        not any(encoder_differences([str(planned), str(actual)])) if key == "encoder" else planned == actual
-    )
+    return not any(encoder_differences([str(planned), str(actual)])) if key == "encoder" else planned == actual
 
 
-def _compute_cost(
-    context: RunContext, plan: FederationPlan, site: SiteFile, approval_id: str
-) -> PlanCost | None:
+def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, approval_id: str) -> PlanCost | None:
     """Return the plan's cost, beside the runs of a standing approval; UsageError if no round is affordable."""
     from wsi_fl.stages.training.workshop import load_training  # and with it PyTorch
 
@@ -257,9 +249,7 @@ def _compute_cost(
     approval_entries = preapproval_entries(ledger.entries, site.name, approval_id) if approval_id else []
     runs = len({entry.run_id for entry in approval_entries})
     if not costs_epsilon(pipeline) or site.is_receiver:
-        return PlanCost(
-            n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs
-        )
+        return PlanCost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs)
     affordable = count_affordable(account, rounds)
     if not affordable:
         raise UsageError(
@@ -295,9 +285,7 @@ def _compute_cost(
         compute_patient_epsilon(terms, train.patient, plan_run),
         compute_patient_epsilon(terms, train.patient, lifetime_mechanisms),
         epsilon([*run_mechanisms, *max_mechanisms], terms.delta) if terms.guarantee == "shared" else None,
-        epsilon([*collect_mechanisms(approval_entries), *max_mechanisms], terms.delta)
-        if approval_id
-        else None,
+        epsilon([*collect_mechanisms(approval_entries), *max_mechanisms], terms.delta) if approval_id else None,
         runs,
     )
 
@@ -314,29 +302,21 @@ def _collect_notes(
             notes.append(f"compared with plan {earlier_plan.digest[:8]}, which lies here: {differences}")
     if cost is None:
         notes.append(
-            f"the store of {me} is not on this machine, so what the plan costs here was not computed; "
-            "sign where it is"
+            f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
         )
     elif cost.unit == "row" and cost.epsilon is not None and cost.group is None:
-        notes.append(
-            f"ε is per row, and the store of {me} names no patients, so its value for a patient is not known"
-        )
+        notes.append(f"ε is per row, and the store of {me} names no patients, so its value for a patient is not known")
     rounds = plan.document["rounds"]
     if cost is not None and cost.rounds < rounds:
         notes.append(
-            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; "
-            f"then {me} leaves and the others go on"
+            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; then {me} leaves and the others go on"
         )
     if len(plan.keys) < len(sites):
         notes.append(
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"
         )
-    if (
-        plan.method == STATISTICS_RUN
-        and not plan.pipeline().train.from_released
-        and _has_released_before(study, me)
-    ):
+    if plan.method == STATISTICS_RUN and not plan.pipeline().train.from_released and _has_released_before(study, me):
         notes.append(
             f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing ones "
             "there are sent for nothing by a plan of `federation plan --method oneshot --set train.from_released=true`"
@@ -355,9 +335,7 @@ def _collect_notes(
 
 def _has_released_before(study: Study, site: str) -> bool:
     """Return whether class statistics of a site have left it, by a file or in a run of `oneshot`, by its ledger."""
-    lines = [
-        entry for entry in LedgerFile(study.ledger_path(site)).entries if entry.site == site and entry.sending
-    ]
+    lines = [entry for entry in LedgerFile(study.ledger_path(site)).entries if entry.site == site and entry.sending]
     return any(STATISTICS_RUN in entry.run.split()[0].split("-")[:2] for entry in lines)
 
 
@@ -422,9 +400,7 @@ def _describe_permissions(site: PlannedSite) -> str:
 
 def describe_cost(cost: PlanCost) -> str:
     """Describe in one sentence what a plan costs a hospital."""
-    subject = (
-        f"{format_count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
-    )
+    subject = f"{format_count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
     if cost.epsilon is None or cost.lifetime_epsilon is None:
         reason = "there is no differential privacy" if cost.n_units else "nothing of its records leaves it"
         return f"{subject}: no ε is spent, for {reason}"
@@ -439,9 +415,7 @@ def describe_cost(cost: PlanCost) -> str:
         f"{cost.lifetime_epsilon:.2f} of {limit}"
     )
     if (max_total := cost.most_epsilon) is not None:
-        sentence += (
-            f"; a sum that a site spoils is tried again, {MAX_ATTEMPTS} times in all at ε = {max_total:.2f}"
-        )
+        sentence += f"; a sum that a site spoils is tried again, {MAX_ATTEMPTS} times in all at ε = {max_total:.2f}"
     return (
         sentence
         if cost.max_tpr_at_fpr_1pct is None

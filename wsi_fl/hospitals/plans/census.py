@@ -100,9 +100,7 @@ def run_query(
     require_budget(site)
     for column, values in columns.items():
         if len({*values, _OTHER_VALUE, ""}) != len(values) + 2:
-            raise UsageError(
-                f"--column {column}: name each value once, as in {column}=low,high; not {_OTHER_VALUE!r}"
-            )
+            raise UsageError(f"--column {column}: name each value once, as in {column}=low,high; not {_OTHER_VALUE!r}")
     delta, clip = site.delta or 1e-5, sqrt(len(columns))
     query = json.dumps([columns, only_enough, epsilon, delta], sort_keys=True)
     file = study.root / "federation" / "census" / f"{hashlib.sha256(query.encode()).hexdigest()[:16]}.json"
@@ -110,9 +108,7 @@ def run_query(
     with site_lock(file.parent, identity.name):
         ledger = open_ledger(study, site, _RUN_NAME, terms)
         if file.exists():
-            document = read_object(
-                file, "put its backup back", ("certificate", *_FeasibilityCounts.__annotations__)
-            )
+            document = read_object(file, "put its backup back", ("certificate", *_FeasibilityCounts.__annotations__))
             cells = [number for values in document["counts"].values() for number in values.values()]
             vector = np.array(cells, np.float32)
             round_ = require_release(ledger, _RUN_NAME, digest_values(vector), file.name)
@@ -193,16 +189,10 @@ def collect_responses(responses: Sequence[_FeasibilityCounts], epsilon: float = 
     if duplicates := [site for site in sites if sites.count(site) > 1]:
         raise UsageError(f"{duplicates[0]} answered twice; give the newer file alone")
     columns = {c: list(v) for c, v in responses[0]["counts"].items()} if responses else {}
-    common = [
-        c
-        for c, v in columns.items()
-        if all(list(response["counts"].get(c, ())) == v for response in responses)
-    ]
+    common = [c for c, v in columns.items() if all(list(response["counts"].get(c, ())) == v for response in responses)]
     return {
         "sites": {response["site"]: response["deviation"] for response in responses},
-        "questions": [
-            _summarize_column(column, columns[column][:-1], responses, epsilon) for column in common
-        ],
+        "questions": [_summarize_column(column, columns[column][:-1], responses, epsilon) for column in common],
     }
 
 
@@ -216,9 +206,7 @@ def _summarize_column(
     for response in responses:
         noisy_counts = [response["counts"][column][value] for value in values]
         threshold = 1 if response["only_enough"] else _MIN_PATIENTS + _QUANTILE_95 * response["deviation"]
-        lacks[response["site"]] = [
-            value for value, n in zip(values, noisy_counts, strict=True) if n < threshold
-        ]
+        lacks[response["site"]] = [value for value, n in zip(values, noisy_counts, strict=True) if n < threshold]
         if not response["only_enough"] and lacks[response["site"]] != values:
             clipped_counts = [max(0.0, n) for n in noisy_counts]
             rarest = min(clipped_counts) * len(clipped_counts) / max(1.0, sum(clipped_counts))
@@ -249,14 +237,10 @@ def feasibility_lines(document: Mapping[str, Any]) -> Lines:
             yield TextLine(f'  {none}: role = "receiver" in sites/{site}.toml')
         for site, lacks in question["lacks"].items():
             if lacks and site not in question["receivers"]:
-                yield TextLine(
-                    f"  {site} may have fewer than {_MIN_PATIENTS} of {', '.join(lacks)}", "yellow"
-                )
+                yield TextLine(f"  {site} may have fewer than {_MIN_PATIENTS} of {', '.join(lacks)}", "yellow")
         for site, gain in question["expected"].items():
             yield TextLine(f"  {site}: in our study joining brought {gain} (studies/ROUNDS.md)")
         able = "all hospitals" if question["all"] else "not all hospitals"
-        yield TextLine(
-            f"  {able} can answer it; in the pipeline: {', '.join(question['pipeline'].splitlines())}"
-        )
+        yield TextLine(f"  {able} can answer it; in the pipeline: {', '.join(question['pipeline'].splitlines())}")
     if not document["questions"]:
         yield TextLine("no column with the same values was asked of all hospitals", "yellow")

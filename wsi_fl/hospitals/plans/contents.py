@@ -27,9 +27,7 @@ from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 _FLOAT_BYTES = 4
 _SUM_BYTES = 8
 """Of a number in a masked sum."""
-PLAN_TEXTS: dict[str, dict[str, str]] = tomllib.loads(
-    Path(__file__).with_name("plan.toml").read_text("utf-8")
-)
+PLAN_TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
 _TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
 _TEMPLATES.filters["size"] = format_size
 
@@ -60,9 +58,7 @@ class PlannedDisclosure(TypedDict):
     protected_by: str
 
 
-def list_disclosures(
-    context: RunContext, shape: Shape | None, n_classes: int | None
-) -> list[PlannedDisclosure]:
+def list_disclosures(context: RunContext, shape: Shape | None, n_classes: int | None) -> list[PlannedDisclosure]:
     """Return a row for every kind of disclosure by a hospital.
 
     Args:
@@ -101,9 +97,7 @@ _SMALL_ROW = PlannedDisclosure(
 def _reword_row(row: PlannedDisclosure, name: str, **values: Any) -> PlannedDisclosure:
     """Return a row with the texts of a name, and other values of its keys; further values fill the texts."""
     texts = {key: text.format(**values) for key, text in PLAN_TEXTS[name].items()}
-    return cast(
-        "PlannedDisclosure", row | texts | {key: value for key, value in values.items() if key in row}
-    )
+    return cast("PlannedDisclosure", row | texts | {key: value for key, value in values.items() if key in row})
 
 
 def list_retained(context: RunContext) -> list[str]:
@@ -114,9 +108,7 @@ def list_retained(context: RunContext) -> list[str]:
     return fill_plan_text(PLAN_TEXTS["texts"]["stays"], private=keeps_private, lone=has_local_model)
 
 
-def _share_row(
-    context: RunContext, share: Disclosure, shape: Shape | None, n_classes: int | None
-) -> PlannedDisclosure:
+def _share_row(context: RunContext, share: Disclosure, shape: Shape | None, n_classes: int | None) -> PlannedDisclosure:
     """Return one share of the method, in words and bytes."""
     pipeline, kind = context.pipeline, _share_kind(context, share)
     is_released = kind == "letter"  # protected by its own release
@@ -124,21 +116,13 @@ def _share_row(
     is_mixed = share.timing == "rounds" and share == context.method.round_disclosure
     frequency = kind if is_released else "tried" if is_masked else "mixed" if is_mixed else share.timing
     protection = (
-        kind
-        if is_released or is_generator
-        else "leave"
-        if share.is_unprotected(costs_epsilon(pipeline))
-        else "dp"
+        kind if is_released or is_generator else "leave" if share.is_unprotected(costs_epsilon(pipeline)) else "dp"
     )
     model, part = _role_architecture(context, share.role), pipeline.model.train
     model += "" if part == "all" else f", model.train = {part}"
     return {
         "what": PLAN_TEXTS["what"][kind].format(model=model, n=read_setting(pipeline, "replay.buffer")),
-        "to": "all sites"
-        if is_masked
-        else PLAN_TEXTS["to"][HUB]
-        if is_generator
-        else _share_receivers(context, share),
+        "to": "all sites" if is_masked else PLAN_TEXTS["to"][HUB] if is_generator else _share_receivers(context, share),
         "often": PLAN_TEXTS["often"][frequency].format(rounds=rounds, attempts=MAX_ATTEMPTS),
         "times": MAX_ATTEMPTS if is_masked else rounds if share.timing == "rounds" else 1,
         "bytes": _share_bytes(context, share, shape, n_classes, _SUM_BYTES if is_masked else _FLOAT_BYTES),
@@ -189,9 +173,7 @@ def _share_bytes(
     return number_bytes * _measure_model(*_role_recipe(context, share.role), n_classes, shape)[0]
 
 
-def _role_recipe(
-    context: RunContext, role: str
-) -> tuple[str, Literal["all", "head", "last", "norm", "lora"] | None]:
+def _role_recipe(context: RunContext, role: str) -> tuple[str, Literal["all", "head", "last", "norm", "lora"] | None]:
     """Return the architecture of a role, and its trained part if it starts from pretrained weights."""
     model = context.pipeline.model
     return _role_architecture(context, role), model.train if model.weights else None
@@ -274,9 +256,7 @@ def describe_data(context: RunContext) -> DataDescription:
         return _build_description(context, list(CLASSES), shape, None, _FROM_SETTINGS)
     diagnoses = sorted({diagnosis for names in pipeline.subtypes.values() for diagnosis in names})
     outputs = list(name_outputs(pipeline.target)) if pipeline.target.is_set else diagnoses
-    return _build_description(
-        context, outputs or None, None, pipeline.encoder_settings.encoder, _WITHOUT_STORE
-    )
+    return _build_description(context, outputs or None, None, pipeline.encoder_settings.encoder, _WITHOUT_STORE)
 
 
 def describe_store(context: RunContext, site: str) -> DataDescription:

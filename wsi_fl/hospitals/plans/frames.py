@@ -145,9 +145,7 @@ def list_admitted_plans(study: Study, approval_id: str) -> list[str]:
         return []
     plans = read_object(path, "put its backup back").get("plans")
     if not isinstance(plans, list) or not all(isinstance(digest, str) for digest in plans):
-        raise WsiFlError(
-            f"{study.relative_path(path)}: damaged; put its backup back, or sign a new standing approval"
-        )
+        raise WsiFlError(f"{study.relative_path(path)}: damaged; put its backup back, or sign a new standing approval")
     return plans
 
 

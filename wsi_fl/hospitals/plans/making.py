@@ -162,9 +162,7 @@ def make_plan(
         check_run(context, "mpi", stores=False)
         document = describe_plan(context, name, describe_data(context), keys or {})
     plan = FederationPlan(render_plan_text(document, datetime.now(UTC).isoformat(timespec="seconds")))
-    archives = [
-        archive_other_plan(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))
-    ]
+    archives = [archive_other_plan(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))]
     if archived_paths := [path for path in archives if path]:
         print_message(f"  files of the previous plan are kept: {', '.join(archived_paths)}")
     write_text(out, plan.text)
@@ -217,9 +215,7 @@ def describe_plan(
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
         "waits": " ".join(
-            fill_plan_text(
-                PLAN_TEXTS["texts"]["waits"], n=len(context.names), patience=patience, train=pipeline.train
-            )
+            fill_plan_text(PLAN_TEXTS["texts"]["waits"], n=len(context.names), patience=patience, train=pipeline.train)
         ),
         "privacy": _plan_privacy(context),
         "leaves": rows,
@@ -237,17 +233,13 @@ def settings_text(pipeline: Pipeline) -> str:
 def parse_plan_document(plan: FederationPlan) -> PlanDocument:
     """Return a plan's content; UsageError if something is missing, wrong or hidden."""
     if hidden_text := next((text for text in _iterate_texts(plan.document) if not text.isprintable()), None):
-        raise UsageError(
-            f"this plan hides something: {ascii(hidden_text)[:60]} cannot be shown; do not sign it"
-        )
+        raise UsageError(f"this plan hides something: {ascii(hidden_text)[:60]} cannot be shown; do not sign it")
     try:
         document = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"])
-        raise UsageError(
-            f"this plan is damaged: {location}: {first['msg'].lower()}; ask for it again"
-        ) from None
+        raise UsageError(f"this plan is damaged: {location}: {first['msg'].lower()}; ask for it again") from None
     if "created" not in document:
         raise UsageError("this plan is damaged: it does not say when it was created; ask for it again")
     return document
@@ -276,9 +268,7 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 def parse_site_files(document: PlanDocument) -> tuple[SiteFile, ...]:
     """Return the site files that a plan's table of sites amounts to: terms alone, and no paths."""
     return tuple(
-        validate_model(
-            SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites"
-        )
+        validate_model(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
         for site in document["sites"]
     )
 

@@ -81,9 +81,7 @@ def dry_run_plan(
     if roles[site] == "receiver":
         raise UsageError(f"{site} receives, and sends nothing that could be rehearsed")
     if cost is not None and cost.letter is not None:
-        raise UsageError(
-            f"{site} sends the class statistics that it released, so there is nothing to rehearse"
-        )
+        raise UsageError(f"{site} sends the class statistics that it released, so there is nothing to rehearse")
     if cost is None:
         raise UsageError(f"the store of {site} is not on this machine; rehearse where it is")
     from wsi_fl.stages.training.train import train  # and with it PyTorch
@@ -119,9 +117,7 @@ def dry_run_plan(
 
 
 @contextmanager
-def _imitate_study(
-    study: Study, plan: FederationPlan, site: str, roles: Mapping[str, str]
-) -> Iterator[Study]:
+def _imitate_study(study: Study, plan: FederationPlan, site: str, roles: Mapping[str, str]) -> Iterator[Study]:
     """Yield a temporary study inside the hospital's: its sites are simulated, and have a ledger there.
 
     Leftovers of a killed dry run, private models included, are deleted first.
@@ -165,8 +161,7 @@ def _list_non_finite(run: RunFolder) -> list[str]:
         f"{file.parent.name}/{file.stem}"
         for file in sorted(run.path.glob("sites/*/*.safetensors"))
         if not all(
-            tensor.isfinite().all()
-            for tensor in run.site_folder(file.parent.name).load_model(file.stem).values()
+            tensor.isfinite().all() for tensor in run.site_folder(file.parent.name).load_model(file.stem).values()
         )
     ]
 

@@ -149,12 +149,7 @@ def describe_changes(earlier: FederationPlan, plan: FederationPlan) -> list[str]
 def settings_by_key(settings: str) -> dict[str, object]:
     """Return the settings of a TOML text by "section.key", without the list of sites."""
     sections = _parse_settings(settings).items()
-    return {
-        f"{name}.{key}": value
-        for name, keys in sections
-        if isinstance(keys, dict)
-        for key, value in keys.items()
-    }
+    return {f"{name}.{key}": value for name, keys in sections if isinstance(keys, dict) for key, value in keys.items()}
 
 
 def _collect_terms(plan: FederationPlan, sites: Collection[str]) -> dict[str, object]:
@@ -240,16 +235,12 @@ def load_approved_plan(study: Study, identity: Identity) -> FederationPlan:
             f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
         )
     plan = FederationPlan.load(path)
-    if (
-        plan.keys.get(identity.name) in parse_revocation_list(identity.root).keys
-    ):  # not of the identity, which holds
+    if plan.keys.get(identity.name) in parse_revocation_list(identity.root).keys:  # not of the identity, which holds
         raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
     _check_approval(read_object(approval, _SIGN_AGAIN), plan, identity.root, site=identity.name)
     approval_id = approval_time(study, identity.name).partition(" frame ")[2]
     if approval_id and (reason := find_end_reason(study, identity, approval_id)):
-        raise UsageError(
-            f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself"
-        )
+        raise UsageError(f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself")
     return plan
 
 
@@ -257,11 +248,7 @@ def approval_time(study: Study, site: str) -> str:
     """Return when a site approved its plan, valid for one run, and by which standing approval; "" if it did not."""
     path = approval_path(study, site)
     approval = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
-    return (
-        f"{approval['time']} frame {approval['preapproval']}"
-        if "preapproval" in approval
-        else str(approval["time"])
-    )
+    return f"{approval['time']} frame {approval['preapproval']}" if "preapproval" in approval else str(approval["time"])
 
 
 def _check_approval(document: Mapping[str, object], plan: FederationPlan, root: str, *, site: str) -> None:

@@ -139,9 +139,7 @@ def verify_certificate(certificate: str, root: str, *, moment: datetime | None =
     leaf, issuer = _parse_certificate(certificate), _parse_certificate(root)
     name, organization = _subject_names(leaf.subject)
     if (revoked_on := parse_revocation_list(root).keys.get(key_fingerprint(certificate))) is not None:
-        raise NotTrusted(
-            f"the certificate of {name} was withdrawn on {revoked_on:%Y-%m-%d}; {name} needs a new key"
-        )
+        raise NotTrusted(f"the certificate of {name} was withdrawn on {revoked_on:%Y-%m-%d}; {name} needs a new key")
     today = moment or datetime.now(UTC)
     for link, owner in ((leaf, name), (issuer, "the federation's root")):
         if not link.not_valid_before_utc <= today <= link.not_valid_after_utc:
@@ -150,10 +148,7 @@ def verify_certificate(certificate: str, root: str, *, moment: datetime | None =
                 f"{link.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
                 "clock, or request a new certificate"
             )
-    if any(
-        isinstance(extension.value, x509.BasicConstraints) and extension.value.ca
-        for extension in leaf.extensions
-    ):
+    if any(isinstance(extension.value, x509.BasicConstraints) and extension.value.ca for extension in leaf.extensions):
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _require_rsa_key(issuer.public_key(), "the federation's root")
     key = _require_rsa_key(leaf.public_key(), f"the certificate of {name}")
@@ -188,13 +183,10 @@ def parse_revocation_list(trusted: str) -> RevocationList:
             for entry in revocations
         )
         keys = {
-            _format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc
-            for entry, digest in digests
+            _format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc for entry, digest in digests
         }
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
-        raise NotTrusted(
-            "the list of withdrawn certificates was not signed by this federation's root"
-        ) from None
+        raise NotTrusted("the list of withdrawn certificates was not signed by this federation's root") from None
     return RevocationList(number, keys, revocations.public_bytes(Encoding.PEM).decode())
 
 
@@ -205,19 +197,13 @@ def extend_revocation_list(trusted: str, root_key: str, additions: Mapping[int, 
         _parse_certificate(trusted),
         datetime.now(UTC),
     )
-    builder = x509.CertificateRevocationListBuilder(
-        issuer.subject, issued_on - _CLOCK_SKEW, issuer.not_valid_after_utc
-    )
+    builder = x509.CertificateRevocationListBuilder(issuer.subject, issued_on - _CLOCK_SKEW, issuer.not_valid_after_utc)
     builder = builder.add_extension(x509.CRLNumber(previous.number + 1), critical=False)
     for entry in x509.load_pem_x509_crl(previous.text.encode()) if previous.text else ():
         builder = builder.add_revoked_certificate(entry)
     for number, key in additions.items():
-        digest = x509.UnrecognizedExtension(
-            _KEY_EXTENSION, _OCTETS_PREFIX + bytes.fromhex(key.replace(":", ""))
-        )
-        entry = (
-            x509.RevokedCertificateBuilder(number, issued_on).add_extension(digest, critical=False).build()
-        )
+        digest = x509.UnrecognizedExtension(_KEY_EXTENSION, _OCTETS_PREFIX + bytes.fromhex(key.replace(":", "")))
+        entry = x509.RevokedCertificateBuilder(number, issued_on).add_extension(digest, critical=False).build()
         builder = builder.add_revoked_certificate(entry)
     return builder.sign(_load_private_key(root_key), SHA256()).public_bytes(Encoding.PEM).decode()
 
@@ -246,9 +232,7 @@ def build_request(key: str, name: str, organization: str) -> str:
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
         ]
     )
-    request = (
-        x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
-    )
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
     return request.public_bytes(Encoding.PEM).decode()
 
 
@@ -316,14 +300,10 @@ def key_fingerprint(pem: str) -> str:
         95
     """
     try:
-        key = (
-            x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _parse_certificate(pem)
-        ).public_key()
+        key = (x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _parse_certificate(pem)).public_key()
     except ValueError:
         raise UsageError("this is neither a certificate nor a request") from None
-    return _format_digest(
-        hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
-    )
+    return _format_digest(hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest())
 
 
 def _format_digest(digest: bytes) -> str:
@@ -409,8 +389,6 @@ def _parse_request(pem: str) -> x509.CertificateSigningRequest:
 
 def _subject_names(subject: x509.Name) -> tuple[str, str]:
     """Return (name, organization), each empty if a certificate has none or several."""
-    attributes = (
-        subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME)
-    )
+    attributes = (subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
     name, organization = (str(values[0].value) if len(values) == 1 else "" for values in attributes)
     return name, organization

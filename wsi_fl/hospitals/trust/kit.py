@@ -78,9 +78,7 @@ class Kit:
             is_provisioned = (inner / "federation.json").is_file()
             hint = f"the coordinator's is {inner}" if is_provisioned else "`wsi-fl federation join` makes one"
             raise UsageError(f"{path}: this is no kit (a folder with federation.json); {hint}")
-        return Kit(
-            path.resolve(), cast(KitDocument, read_object(file, "put its backup back", ["name", "role"]))
-        )
+        return Kit(path.resolve(), cast(KitDocument, read_object(file, "put its backup back", ["name", "role"])))
 
     @property
     def name(self) -> str:
@@ -108,19 +106,13 @@ class Kit:
         """Return key and certificate; UsageError if they are incomplete, do not fit or are not valid now."""
         stem, startup = FILE_STEMS[self.role], self.path / "startup"
         try:
-            key, certificate = [
-                require_regular_file(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")
-            ]
+            key, certificate = [require_regular_file(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
             trusted = load_trusted_pem(startup)
         except OSError as error:
-            raise UsageError(
-                f"{self.path}: this kit is incomplete: {error.filename} cannot be read"
-            ) from None
+            raise UsageError(f"{self.path}: this kit is incomplete: {error.filename} cannot be read") from None
         identity = Identity.load(key, certificate, trusted)
         if identity.name != self.name:
-            raise UsageError(
-                f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}"
-            )
+            raise UsageError(f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}")
         return identity
 
     def load_revocation_list(self) -> RevocationList:
@@ -173,9 +165,7 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
         return
     until = verify_certificate(identity.certificate, identity.root).until
     note = kit.renewal_reminder()
-    yield CheckStep(
-        "certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}"
-    )
+    yield CheckStep("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
     if kit.folder is not None:
         return
     host, port = server_address(kit)
@@ -186,9 +176,7 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
             try:
                 address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
             except OSError as error:
-                unknown = (
-                    f"the name {host} is not known here ({single_line(error)}); ask your network's people"
-                )
+                unknown = f"the name {host} is not known here ({single_line(error)}); ask your network's people"
                 raise WsiFlError(unknown) from None
             yield CheckStep(subject, True, f"{host} is {address}")
             subject = "port"
@@ -233,16 +221,14 @@ def _check_handshake(kit: Kit, connection: socket.socket, host: str, port: int) 
             with suppress(TimeoutError):
                 if not secured.recv(1):
                     raise ConnectionResetError("it closed the connection")
-            return CheckStep(
-                subject, True, f"{secured.version()}, the server's certificate is of this federation"
-            )
+            return CheckStep(subject, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
         reason = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
-        return CheckStep(
-            subject, False, _describe_interceptor(kit, host, port) or f"{reason}right time on this clock?"
-        )
+        return CheckStep(subject, False, _describe_interceptor(kit, host, port) or f"{reason}right time on this clock?")
     except (OSError, ssl.SSLError) as error:
-        reason = f"the server refused this kit's certificate ({single_line(error)}): is it of the same federation and not "
+        reason = (
+            f"the server refused this kit's certificate ({single_line(error)}): is it of the same federation and not "
+        )
         return CheckStep(subject, False, f"{reason}withdrawn, and the server's clock right?")
 
 
@@ -257,9 +243,7 @@ def _describe_interceptor(kit: Kit, host: str, port: int) -> str:
         context.wrap_socket(plain) as secured,
     ):
         presented_pem = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
-        if names := describe_foreign_certificate(
-            presented_pem, (kit.path / "startup" / ROOT_FILE).read_text()
-        ):
+        if names := describe_foreign_certificate(presented_pem, (kit.path / "startup" / ROOT_FILE).read_text()):
             return (
                 f"{host} port {port} shows a certificate for {names[0]}, issued by {names[1]} and not by this "
                 "federation's root: a device on the way opens TLS, for which your network's people make an exception, "

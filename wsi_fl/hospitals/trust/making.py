@@ -66,9 +66,7 @@ def provision_federation(
         UsageError: when the folder is not empty, or neither or both of server and shared_folder are given.
     """
     if (server is None) == (shared_folder is None):
-        raise UsageError(
-            "how do the hospitals reach each other? give either --server HOST or --folder ADDRESS"
-        )
+        raise UsageError("how do the hospitals reach each other? give either --server HOST or --folder ADDRESS")
     for name in (federation, *sites):
         _check_name(name)
     if folder.exists() and any(folder.iterdir()):
@@ -104,9 +102,7 @@ class _CertificateRequest(TypedDict):
     fingerprint: str
 
 
-def create_request(
-    kit: Path, *, name: str, organization: str, role: Role = "hospital"
-) -> _CertificateRequest:
+def create_request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> _CertificateRequest:
     """Make a key in a new kit, and the request to the coordinator; UsageError if a key exists."""
     _check_name(name)
     key_file = _key_file(kit, role)
@@ -146,9 +142,7 @@ def _write_request(
     kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None
 ) -> _CertificateRequest:
     file = kit / f"request-{name}.json"
-    write_json(
-        file, {"format": _REQUEST_FORMAT, "version": 1, "role": role, "request": text, "renews": renews}
-    )
+    write_json(file, {"format": _REQUEST_FORMAT, "version": 1, "role": role, "request": text, "renews": renews})
     return {"name": name, "file": str(file), "fingerprint": key_fingerprint(text)}
 
 
@@ -255,9 +249,7 @@ def install_certificate(
         )
     certificate, key = str(document["certificate"]), _key_file(kit, role)
     if not key.exists():
-        raise UsageError(
-            f"{kit}: no key is here; make one with `wsi-fl federation request`, and send the request"
-        )
+        raise UsageError(f"{kit}: no key is here; make one with `wsi-fl federation request`, and send the request")
     if root_file.exists() and root_file.read_text() != root:
         raise UsageError(f"{file} is of another federation than {kit}, which was left as it is")
     next_key, revocations_pem = _next_key_file(key), str(document.get("withdrawn", ""))
@@ -268,9 +260,7 @@ def install_certificate(
     except UsageError as error:
         raise UsageError(f"{file} does not fit {kit}, which was left as it is: {error}") from None
     if holder != name:
-        raise UsageError(
-            f"{file} says {name}, but its certificate belongs to {holder}; {kit} was left as it is"
-        )
+        raise UsageError(f"{file} says {name}, but its certificate belongs to {holder}; {kit} was left as it is")
     write_text(startup / f"{FILE_STEMS[role]}.crt", certificate)
     used_key.replace(key)
     write_text(root_file, root)
@@ -317,9 +307,7 @@ def request_lines(document: _CertificateRequest) -> Lines:
 def approval_lines(document: dict[str, Any]) -> Lines:
     """Report an approval, and what to send back."""
     status = (
-        f"renewed until {document['until']}"
-        if document["renewed"]
-        else f"{document['role']} of the federation now"
+        f"renewed until {document['until']}" if document["renewed"] else f"{document['role']} of the federation now"
     )
     yield TextLine(f"{document['name']} ({document['organization']}) is {status}")
     yield fingerprint_line(document["name"], document["fingerprint"])
@@ -346,9 +334,7 @@ def _load_document(file: Path, expected_format: str) -> tuple[dict[str, Any], Ro
     except OSError:
         document = None
     if not isinstance(document, dict) or document.get("format") != expected_format:
-        raise UsageError(
-            f"{file}: this is no {expected_format.removeprefix('wsi-fl federation ')} of a federation"
-        )
+        raise UsageError(f"{file}: this is no {expected_format.removeprefix('wsi-fl federation ')} of a federation")
     if (role := document.get("role")) not in FILE_STEMS:
         raise UsageError(f"{role!r} is no role in a federation")
     return document, role
@@ -381,9 +367,7 @@ def _vouching_key(root: RootCA, document: dict[str, Any], name: str) -> str:
     endorsement, text = document.get("renews") or {}, str(document["request"])
     try:
         holder = verify_certificate(str(endorsement["certificate"]), root.trust_pem)
-        holder.verify_signature(
-            bytes.fromhex(str(endorsement["signature"])), _RENEWAL_PURPOSE + text.encode()
-        )
+        holder.verify_signature(bytes.fromhex(str(endorsement["signature"])), _RENEWAL_PURPOSE + text.encode())
     except (KeyError, TypeError, ValueError, NotTrusted):
         return ""
     return key_fingerprint(str(endorsement["certificate"])) if holder.name == name else ""
@@ -394,9 +378,7 @@ def _parse_server_address(text: str) -> tuple[str, int]:
         host, port = parse_address(text)
         if ":" in host or _HOST_NAME.fullmatch(host):
             return host, port
-    raise UsageError(
-        f"{text!r} is no address; write it as host:port, for example fl.example.org:{DEFAULT_PORT}"
-    )
+    raise UsageError(f"{text!r} is no address; write it as host:port, for example fl.example.org:{DEFAULT_PORT}")
 
 
 def _check_name(name: str) -> None:
@@ -409,9 +391,7 @@ def _is_other_fingerprint(expected: str | None, actual: str, hint: str, *, is_vo
 
     A missing one raises UsageError unless something else vouches for the key, an empty one always.
     """
-    expected_digits, actual_digits = (
-        re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", actual)
-    )
+    expected_digits, actual_digits = (re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", actual))
     if not expected_digits and (expected is not None or not is_vouched):
         raise UsageError(f"{hint} by telephone, and give it as --fingerprint; on a trial, say --unchecked")
     return expected_digits not in ("", actual_digits)

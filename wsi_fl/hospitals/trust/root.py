@@ -54,9 +54,7 @@ class RootCA:
         try:
             return (self.path / "root.key").read_text()
         except OSError:
-            raise UsageError(
-                f"{self.path / 'root.key'} cannot be read; put the root's key back for this"
-            ) from None
+            raise UsageError(f"{self.path / 'root.key'} cannot be read; put the root's key back for this") from None
 
     @property
     def trust_pem(self) -> str:
@@ -86,14 +84,10 @@ class RootCA:
         serials: dict[int, str] = {}
         for entry in self.list_issued():
             if entry["name"] == name and (key := entry["fingerprint"]) not in revoked_keys:
-                serial = (
-                    entry.get("serial") or key.replace(":", "")[:38]
-                )  # without one its key alone is refused
+                serial = entry.get("serial") or key.replace(":", "")[:38]  # without one its key alone is refused
                 serials[int(serial, 16)] = key
         if serials:
-            write_text(
-                self.path / REVOCATIONS_FILE, extend_revocation_list(self.trust_pem, self.key, serials)
-            )
+            write_text(self.path / REVOCATIONS_FILE, extend_revocation_list(self.trust_pem, self.key, serials))
         return bool(serials)
 
 
@@ -111,9 +105,7 @@ class RevocationResult(TypedDict):
 def revoke_site(site: str, folder: Path) -> RevocationResult:
     """Revoke all certificates of a name, by the root CA in a provisioned folder; UsageError if there are none."""
     if not RootCA.open(folder).revoke_certificates(site):
-        raise UsageError(
-            f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names"
-        )
+        raise UsageError(f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names")
     return {"site": site, **distribute_revocations(folder)}
 
 

@@ -45,9 +45,7 @@ def write_backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
     """
     files, lines = _collect_files("kit", kit.path, _KIT_PATTERNS), None
     if study is not None:
-        files |= _collect_files(
-            "study", study.root, [pattern.format(kit.name) for pattern in _STUDY_PATTERNS]
-        )
+        files |= _collect_files("study", study.root, [pattern.format(kit.name) for pattern in _STUDY_PATTERNS])
         if (holdout_file := secret_path(study, kit.name)).exists():
             files[_HOLDOUT] = holdout_file.read_bytes()
         ledger = _open_ledger(study, kit.name)
@@ -118,9 +116,7 @@ def restore_backup(file: Path, kit: Path, study: Study | None) -> _Restored:
             site = study.site_path(name)
             restored += _write_missing(site, targets[site]) if site in targets else []
             targets[secret_path(study, name)] = holdout
-        restored += [
-            written_path for path, data in targets.items() for written_path in _write_missing(path, data)
-        ]
+        restored += [written_path for path, data in targets.items() for written_path in _write_missing(path, data)]
         Kit.open(kit).load_identity()
     n_kept = len(targets) + (ledger is not None) - len(restored)
     ledger_summary = None if study is None or ledger is None else _summarize_ledger(study, name)
@@ -149,9 +145,7 @@ def _summarize_ledger(study: Study, site: str) -> _LedgerSummary:
     entries = [entry for entry in ledger.entries if entry.site == site]
     lines = [line for line in read_lines(ledger.path, {"site": str}) if line["site"] == site]
     unit = next((entry.unit for entry in reversed(entries) if entry.unit), "row")
-    delta = study.load_site(site).delta or next(
-        (entry.delta for entry in reversed(entries) if entry.delta), 1e-5
-    )
+    delta = study.load_site(site).delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
     return {
         "runs": len({entry.run_id for entry in entries}),
         "last": lines[-1].get("time") if lines else None,
@@ -178,11 +172,7 @@ def _read_backup(file: Path) -> _Files:
     except (OSError, KeyError, ValueError, tarfile.TarError):
         contents = {}
     folders = {parent for name in contents for parent in name.parents}
-    if (
-        _DOCUMENT not in contents
-        or folders & contents.keys()
-        or not all(_is_inside(name) for name in contents)
-    ):
+    if _DOCUMENT not in contents or folders & contents.keys() or not all(_is_inside(name) for name in contents):
         raise UsageError(f"{file}: this is no backup; `wsi-fl federation backup` makes one")
     return contents
 
@@ -198,11 +188,7 @@ def _holder_name(file: Path, files: _Files) -> str:
     try:
         document = json.loads(files[_DOCUMENT])
         name = document["name"]
-        is_valid = (
-            isinstance(name, str)
-            and document["role"] in FILE_STEMS
-            and PurePosixPath(name).name == name != ".."
-        )
+        is_valid = isinstance(name, str) and document["role"] in FILE_STEMS and PurePosixPath(name).name == name != ".."
     except (ValueError, TypeError, LookupError, RecursionError):
         is_valid = False
     if not is_valid:
@@ -214,9 +200,7 @@ def _require_site_file(file: Path, files: _Files, study: Study, name: str) -> No
     """Refuse a ledger whose site has no file, in the backup or here: that file holds the ledger's path."""
     site_file = PurePosixPath("study", "sites", f"{name}.toml")
     if site_file not in files and not study.site_path(name).is_file():
-        raise UsageError(
-            f"{file}: it holds a ledger without sites/{name}.toml; put that file into the study first"
-        )
+        raise UsageError(f"{file}: it holds a ledger without sites/{name}.toml; put that file into the study first")
 
 
 def _write_missing(path: Path, data: bytes) -> list[str]:
@@ -231,13 +215,9 @@ def _write_missing(path: Path, data: bytes) -> list[str]:
 
 def restore_lines(document: _Restored) -> Lines:
     """Report the restored files, and the next step."""
-    yield TextLine(
-        f"{len(document['restored'])} files of {document['name']} are back; {document['kept']} were there"
-    )
+    yield TextLine(f"{len(document['restored'])} files of {document['name']} are back; {document['kept']} were there")
     if ledger := document["ledger"]:
-        spent = (
-            "no ε" if ledger["epsilon"] is None else f"ε = {ledger['epsilon']:.2f} at δ = {ledger['delta']:g}"
-        )
+        spent = "no ε" if ledger["epsilon"] is None else f"ε = {ledger['epsilon']:.2f} at δ = {ledger['delta']:g}"
         last = f", the last of {ledger['last'][:10]}" if ledger["last"] else ""
         yield TextLine(f"  runs in its ledger: {ledger['runs']}{last}; {spent}; it knows of none since")
     yield TextLine(f"next: wsi-fl federation check {document['kit']}")

@@ -77,9 +77,7 @@ def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[
         job_kind: the kind of job.
     """
     if not isinstance(replies, Mapping) or not set(replies) <= set(sites):
-        raise ProtocolError(
-            "the server handed on what was not agreed on: answers of sites that are not in this job"
-        )
+        raise ProtocolError("the server handed on what was not agreed on: answers of sites that are not in this job")
     texts = {site: json.dumps(reply) for site, reply in replies.items() if reply != {}}
     failures = [site for site in texts if isinstance(replies[site], Mapping) and "error" in replies[site]]
     if failures:

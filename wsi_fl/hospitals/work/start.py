@@ -136,9 +136,7 @@ def _report_permissions(kit: Kit, study: Study, report: Callable[[str], None]) -
     report(f"  may leave: {disclosures}; {budget}; reads and writes {study.root} alone")
 
 
-def _follow_process(
-    process: subprocess.Popen[bytes], kit: Kit, log: Path | None, report: Callable[[str], None]
-) -> int:
+def _follow_process(process: subprocess.Popen[bytes], kit: Kit, log: Path | None, report: Callable[[str], None]) -> int:
     """Wait for the end of a process, remove old jobs, and report a log's lines on plans; return its exit code."""
     log_size = log.stat().st_size if log and log.exists() else 0
     tidied_at = -_TIDY_S
@@ -253,9 +251,7 @@ class _NoPeerWaits(Interrupted):
     """A finished run that no peer waits for."""
 
 
-def take_part_by_folder(
-    study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()
-) -> Summary:
+def take_part_by_folder(study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()) -> Summary:
     """Do a hospital's part of its signed plan, over a folder, and return the run's summary.
 
     A `plan.json` in the folder is approved first if the hospital's standing approval covers it; see `plans.admitting`.
@@ -286,9 +282,7 @@ def take_part_by_folder(
     _admit_shared_plan(study, identity, address)
     plan = load_approved_plan(study, identity)
     beat_s = min(15.0, plan.pipeline().comm.timeout_s / 4)
-    transport = FolderTransport(
-        address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s
-    )
+    transport = FolderTransport(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with file_lock(study.root / "federation" / f".{identity.name}.lock", busy), kit.lock_kit():
         _rotate_log(study.runs_path / f"{identity.name}.log")
@@ -326,9 +320,7 @@ def _take_part_until_done(
 
     def handle_wait() -> None:
         if train.deadline and date.today().isoformat() > train.deadline:
-            raise ReportableError(
-                f"this plan was good until {train.deadline} (train.deadline); nothing more is sent"
-            )
+            raise ReportableError(f"this plan was good until {train.deadline} (train.deadline); nothing more is sent")
         if (trouble := transport.trouble) not in reported:
             reported.add(trouble)
             print_message(f"  {trouble}; it is tried again", "yellow")
@@ -360,9 +352,7 @@ def _take_part_until_done(
         except SitesDroppedOut as news:
             presence.mark_dropped_out(news.sites, str(news))
             missing = ", ".join(presence.missing_sites())
-            print_message(
-                f"  {news}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow"
-            )
+            print_message(f"  {news}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow")
         except ReportableError as refusal:
             if finished is None:
                 raise

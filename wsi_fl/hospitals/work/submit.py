@@ -130,13 +130,9 @@ class _SiteAvailability:
 
     def update_connected(self, connected: Sequence[str], now_s: float) -> None:
         """Record the connected hospitals; forgive failures of one that was away, or left out for the patience."""
-        self.missing_since = {
-            name: self.missing_since.get(name, now_s) for name in self.names if name not in connected
-        }
+        self.missing_since = {name: self.missing_since.get(name, now_s) for name in self.names if name not in connected}
         for name, failed in list(self.failures.items()):
-            if len(failed) >= _MAX_FAILURES and (
-                name in self.missing_since or now_s - failed[-1] >= self.patience_s
-            ):
+            if len(failed) >= _MAX_FAILURES and (name in self.missing_since or now_s - failed[-1] >= self.patience_s):
                 del self.failures[name]
 
     def record_failures(self, names: Sequence[str], now_s: float) -> None:
@@ -153,9 +149,7 @@ class _SiteAvailability:
         """Return, by hospital left out, how long it must be back before a job ends so that it can take part."""
         available = self.available_sites()
         return {
-            name: 0.0 if name in self.missing_since else self.patience_s
-            for name in self.names
-            if name not in available
+            name: 0.0 if name in self.missing_since else self.patience_s for name in self.names if name not in available
         }
 
     def is_waiting(self, now_s: float) -> bool:
@@ -189,9 +183,7 @@ def _run_until_done(
 
     while True:
         if deadline and date.today().isoformat() > deadline:
-            raise WsiFlError(
-                f"the plan was good until {deadline} (train.deadline); what was finished is kept"
-            )
+            raise WsiFlError(f"the plan was good until {deadline} (train.deadline); what was finished is kept")
         try:
             connected, trusted = jobs.list_connected(kit), kit.load_identity().root
         except WsiFlError as error:
@@ -209,18 +201,12 @@ def _run_until_done(
         left_out = [name for name in plan.sites if name not in available]
         awaited = availability.return_delays()
         if availability.is_waiting(now_s) or len(available) < min_sites:
-            report_change(
-                f"waiting for {', '.join(awaited)}; {len(available)} of {len(plan.sites)} are there"
-            )
+            report_change(f"waiting for {', '.join(awaited)}; {len(available)} of {len(plan.sites)} are there")
             time.sleep(_LOOK_S)
             continue
-        report_change(
-            f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(available)} are there"
-        )
+        report_change(f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(available)} are there")
         try:
-            return _run_job(
-                kit, plan, available, _work_request(plan, resume, left_out), watcher, awaited=awaited
-            )
+            return _run_job(kit, plan, available, _work_request(plan, resume, left_out), watcher, awaited=awaited)
         except jobs.SiteReconnected as reconnection:
             report_change(str(reconnection))
             n_failed_jobs = 0
@@ -229,9 +215,7 @@ def _run_until_done(
             if not failure.can_retry or n_failed_jobs >= _MAX_FAILED_JOBS:
                 raise
             report_change(str(failure))
-            availability.record_failures(
-                [name for name in failure.blamed if name in available], time.monotonic()
-            )
+            availability.record_failures([name for name in failure.blamed if name in available], time.monotonic())
             if " withdrew " in str(failure):  # such a hospital is not asked again
                 sites = [name for name in sites if name not in failure.blamed]
                 if len(sites) < min_sites:
@@ -269,9 +253,7 @@ def check_kit(kit: Kit, plan: FederationPlan | None = None, *, folder: str | Non
     try:
         job: JobRequest = {"what": "check", "plan": plan.digest}
         replies = _run_job(kit, plan, plan.sites, job, SilentProgress())
-        document["peers"] = {
-            name: {key: reply[key] for key in ("peers", "seconds")} for name, reply in replies.items()
-        }
+        document["peers"] = {name: {key: reply[key] for key in ("peers", "seconds")} for name, reply in replies.items()}
         outcome = f"all {len(replies)} hospitals have this plan, version, code and time, and reach each other"
     except WsiFlError as error:
         outcome, document["ok"] = str(error), False
@@ -342,9 +324,7 @@ def _run_job(
             f"(connected: {', '.join(connected) or 'nobody'})"
         )
         raise (
-            UsageError(reason)
-            if settings.train.min_sites is None
-            else jobs.JobFailed(reason, missing, can_retry=True)
+            UsageError(reason) if settings.train.min_sites is None else jobs.JobFailed(reason, missing, can_retry=True)
         )
     numbers = []
 
@@ -362,9 +342,7 @@ def _run_job(
             on_wait=lambda seconds: watcher.update("job", 0, 1, f"{seconds:.0f} s"),
             patience_s=settings.comm.timeout_s + HEARTBEAT_S,  # others wait so long for a letter
             awaited=awaited,
-            list_revoked=lambda: [
-                site for site in sites if plan.keys.get(site, "") in kit.load_revocation_list().keys
-            ],
+            list_revoked=lambda: [site for site in sites if plan.keys.get(site, "") in kit.load_revocation_list().keys],
         )
     except WsiFlError as error:
         for number in numbers:

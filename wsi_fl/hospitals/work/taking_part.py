@@ -121,9 +121,7 @@ def take_part(
         left_out = without if is_last or min_sites else ()
         running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
     if min_sites is not None and len(running) < min_sites:
-        raise ReportableError(
-            f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}"
-        )
+        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     presence = presence or SitePresence(identity, signed_plan.sites)
@@ -230,10 +228,7 @@ def _open_comm(
     """Return the communication of a plan's sites, once all handshakes have arrived."""
     sites, revoked_keys = [signed_plan.sites[k] for k in running], listed(identity.root).keys
     min_sites = presence.min_sites if presence is not None else None
-    if (
-        min_sites is None
-        or sum(signed_plan.keys.get(name, "") not in revoked_keys for name in sites) < min_sites
-    ):
+    if min_sites is None or sum(signed_plan.keys.get(name, "") not in revoked_keys for name in sites) < min_sites:
         with _disclose_errors():
             check_revoked(signed_plan, identity.root, sites)
     site, approval_id = identity.name, approved.partition(" frame ")[2]

@@ -35,9 +35,7 @@ def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
     annotations = _find_first(
         archive, ("annotations", "lesion_annotations", "training/lesion_annotations"), Path.is_dir
     )
-    stages = _find_first(
-        archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file
-    )
+    stages = _find_first(archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file)
     pairs = []
     for path in list_tiffs(archive):
         match = C17_SLIDE.match(path.name)
@@ -104,15 +102,11 @@ def _build_record(sources: Sources, path: Path, patient: str, label: str) -> Sli
     negative, partial = parse_label(label, f"{table}: {path.name}")
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
-    outline_path = (
-        None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
-    )
+    outline_path = None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
     if not negative and outline_path is not None:
         annotation = outline_path
         if not annotation.is_file():
-            return ExcludedSlide(
-                slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})"
-            )
+            return ExcludedSlide(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
         supervision = "partial" if partial else "annotated"
     elif outline_path is not None and outline_path.is_file():
         annotation = outline_path  # of tumour, it contradicts the label

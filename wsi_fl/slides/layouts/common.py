@@ -101,9 +101,7 @@ def read_rows(path: Path, needed: Iterable[str]) -> list[TableRow]:
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
         advice = "; its columns must be separated by commas, semicolons or tabs" if len(names) == 1 else ""
-        raise UsageError(
-            f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}{advice}"
-        )
+        raise UsageError(f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}{advice}")
     nonempty = (record for record in records if any(value.strip() for value in record[1]))
     return [_build_row(names, fields, f"{path.name} line {line}") for line, fields in nonempty]
 
@@ -246,9 +244,7 @@ def parse_label(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool
     )
     class_names = classes if 1 < len(classes) <= _MAX_HINT_CLASSES else [text.strip(), "OTHER"]
     names_text = ", ".join(json.dumps(name, ensure_ascii=False) for name in class_names)
-    hint = (
-        f"; classes of your own go into [subtypes] of the pipeline: any = [{names_text}]" if classes else ""
-    )
+    hint = f"; classes of your own go into [subtypes] of the pipeline: any = [{names_text}]" if classes else ""
     raise UsageError(f"{where}: unknown label {text!r}; known: {', '.join(sorted(known_labels))}{hint}")
 
 
@@ -283,12 +279,7 @@ def suggest_decimal_point(text: str) -> str:
 
 def list_files(sources: Sources) -> list[Path]:
     files = sorted(
-        {
-            path
-            for pattern in sources.slides
-            for path in glob_paths(pattern)
-            if path.is_file() or is_slide_folder(path)
-        }
+        {path for pattern in sources.slides for path in glob_paths(pattern) if path.is_file() or is_slide_folder(path)}
     )
     if not files:
         raise UsageError(f"{sources.label}: slides matched no file ({', '.join(sources.slides)})")
@@ -311,27 +302,19 @@ def apply_splits(
         if not key or row["split"] not in SPLITS:
             raise UsageError(f"{row.where}: needs patient or slide, and split ({', '.join(SPLITS)})")
         if split_of.setdefault(key, row["split"]) != row["split"]:
-            raise UsageError(
-                f"{sources.split.name}: {key} is in two splits ({split_of[key]} and {row['split']})"
-            )
+            raise UsageError(f"{sources.split.name}: {key} is in two splits ({split_of[key]} and {row['split']})")
     name_sets = [(r.slide, compose_text(r.path.name), r.patient) for r in records]
-    split_of |= {
-        name: split for key, split in split_of.items() if (name := file_name_of(key)) not in split_of
-    }
+    split_of |= {name: split for key, split in split_of.items() if (name := file_name_of(key)) not in split_of}
     splits = [next((split_of[name] for name in names if name in split_of), None) for names in name_sets]
     site_names = {name for names in name_sets for name in names}
     sources.report_rows(sources.split, rows, sum(bool({key, file_name_of(key)} & site_names) for key in keys))
     if records and not any(splits):
         why = describe_mismatch(split_of, site_names)
-        raise UsageError(
-            f"{sources.label}: split: {sources.split.name} names none of its slides or patients: {why}"
-        )
+        raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients: {why}")
     return [replace(r, split=name or r.split) for r, name in zip(records, splits, strict=True)], excluded
 
 
-def group_sites(
-    pairs: Iterable[tuple[str, str]], annotations: str | None, labels: str | None
-) -> list[ArchiveSite]:
+def group_sites(pairs: Iterable[tuple[str, str]], annotations: str | None, labels: str | None) -> list[ArchiveSite]:
     """Return the sites of an archive in order, from (site, glob pattern) of each slide."""
     patterns: dict[str, list[str]] = {}
     for site, pattern in pairs:

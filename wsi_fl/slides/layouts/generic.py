@@ -54,9 +54,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
         if len(matches) == 1:
             return _generic_record(sources, row, matches[0], labels)
         several = f"several files are called so ({', '.join(path.name for path in matches)}); add the suffix"
-        return ExcludedSlide(
-            row["slide"], f"{several if matches else _describe_missing(name, files)} ({row.where})"
-        )
+        return ExcludedSlide(row["slide"], f"{several if matches else _describe_missing(name, files)} ({row.where})")
 
     if not site_rows:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
@@ -70,9 +68,7 @@ def _is_same_suffix(path: Path, name: str) -> bool:
 
 def _describe_missing(name: str, files: Sequence[Path]) -> str:
     """Return a line on a row's missing file, with the most similar name."""
-    _, separator, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition(
-        "; "
-    )
+    _, separator, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
     return f"no such slide file; {why}" if separator else "no such slide file"
 
 

@@ -110,9 +110,7 @@ def normalize_columns(header: Sequence[str], needed: Collection[str]) -> list[st
     known_names = NAMING | _OPTIONAL
     spelling = {_normalize_name(name): name for name in (*(known_names - {"site"}), *needed)}
     names = [name if name in needed else spelling.get(_normalize_name(name), name) for name in header]
-    return [
-        old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)
-    ]
+    return [old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)]
 
 
 def _normalize_name(name: str) -> str:

@@ -156,9 +156,7 @@ def describe_tcga(
 
     The tables of source sites and diagnoses are by default the archive's own.
     """
-    institutions = {
-        code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()
-    }
+    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
     if table := codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"):
         rows = read_rows(table, ("TSS Code", "Source Site"))
         institutions |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
@@ -174,9 +172,7 @@ def describe_tcga(
             unknown.setdefault(name, set()).add(barcode.tss)
     table = clinical or (_find_only(archive, "clinical*.tsv", "--clinical") if pairs else None)
     if pairs and table is None:
-        raise UsageError(
-            f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE"
-        )
+        raise UsageError(f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE")
     manifests = tuple(
         glob.escape(str(path))
         for path in sorted(archive.glob("*.txt"))
@@ -184,8 +180,7 @@ def describe_tcga(
     )
     sites = group_sites(pairs, None, str(table.resolve()) if table else None)
     return [
-        replace(site, manifests=manifests, unknown_codes=tuple(sorted(unknown.get(site.name, ()))))
-        for site in sites
+        replace(site, manifests=manifests, unknown_codes=tuple(sorted(unknown.get(site.name, ())))) for site in sites
     ]
 
 
@@ -208,9 +203,7 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]
     expected = _read_manifests(sources)
     files = sorted(list_files(sources), key=lambda path: path.name)
     patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
-    sources.report_rows(
-        sources.labels, clinical.rows, sum(patient in patients for patient in clinical.patients)
-    )
+    sources.report_rows(sources.labels, clinical.rows, sum(patient in patients for patient in clinical.patients))
     results: list[SlideRecord | ExcludedSlide] = []
     for path in files:
         barcode = parse_barcode(path.name)
@@ -284,9 +277,7 @@ class _ClinicalTable:
             patient = value["patient"].upper()[:_PATIENT_CHARS]
             self.patients.append(patient)
             case_values = value["diagnosis"], value["tumor_type"] or value["project"]
-            for values, case_value in zip(
-                self._cases.setdefault(patient, ([], [])), case_values, strict=True
-            ):
+            for values, case_value in zip(self._cases.setdefault(patient, ([], [])), case_values, strict=True):
                 if case_value and case_value not in values:
                     values.append(case_value)
 

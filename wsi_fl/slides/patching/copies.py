@@ -82,9 +82,7 @@ def drop_leaks(
     leaks: dict[str, str] = {}
     for group in find_copies(list_scans(records, marks)):
         source = next((scan for scan in group if scan.split == "train"), group[0])
-        reason = (
-            f"it is the same scan as {source.slide} of patient {source.patient}, which is in {source.split}"
-        )
+        reason = f"it is the same scan as {source.slide} of patient {source.patient}, which is in {source.split}"
         leaks |= {scan.slide: reason for scan in group if scan.split != source.split}
     excluded = [ExcludedSlide(slide, reason) for slide, reason in leaks.items()]
     return [record for record in records if record.slide not in leaks], excluded
@@ -119,9 +117,7 @@ def _describe_group(group: Sequence[Scan]) -> str:
     sites = sorted({scan.site for scan in group}, key=natural_key)
     patients = {(scan.site, scan.patient) for scan in group}
     is_shared = len(sites) > 1
-    names = [
-        f"{scan.slide} ({f'site {scan.site}, ' if is_shared else ''}patient {scan.patient})" for scan in group
-    ]
+    names = [f"{scan.slide} ({f'site {scan.site}, ' if is_shared else ''}patient {scan.patient})" for scan in group]
     more = [f"{len(names) - _MAX_NAMED_SLIDES} more"] if len(names) > _MAX_NAMED_SLIDES else []
     *first_names, last_name = [*names[:_MAX_NAMED_SLIDES], *more]
     text = f"{', '.join(first_names)} and {last_name} are one scan"

@@ -178,9 +178,7 @@ def _parse_asap(data: bytes, path: Path) -> Outlines:
     for annotation in root.iter("Annotation"):
         points = annotation.findall("Coordinates/Coordinate")
         points.sort(key=lambda point: _parse_number(point, "Order", "0"))
-        ring = np.array(
-            [(_parse_number(point, "X"), _parse_number(point, "Y")) for point in points], np.float64
-        )
+        ring = np.array([(_parse_number(point, "X"), _parse_number(point, "Y")) for point in points], np.float64)
         kind = annotation.get("Type", "")
         if kind.casefold() in _ASAP_AREAS:
             if kind.casefold() == "rectangle" and len(ring) == 2:  # two corners
@@ -285,13 +283,10 @@ def _add_geometry(value: Any, group: str, outlines: Outlines) -> None:
     coordinates = _require_kind(list, _require_key(geometry, "coordinates", "a geometry"), "coordinates")
     if kind in ("Polygon", "MultiPolygon"):
         parts = [
-            _require_kind(list, rings, "a polygon")
-            for rings in ([coordinates] if kind == "Polygon" else coordinates)
+            _require_kind(list, rings, "a polygon") for rings in ([coordinates] if kind == "Polygon" else coordinates)
         ]
         polygons = [[_parse_ring(ring) for ring in rings] for rings in parts]
-        outlines.add(
-            group, [area for rings in polygons if rings for area in _repair_ring(rings[0], rings[1:])]
-        )
+        outlines.add(group, [area for rings in polygons if rings for area in _repair_ring(rings[0], rings[1:])])
     elif kind in ("Point", "MultiPoint"):
         outlines.omissions["point"] += 1 if kind == "Point" else len(coordinates)
     else:
@@ -327,6 +322,4 @@ def _require_key(value: Mapping[str, Any], key: str, subject: str) -> Any:
 
 def _kind_name(value: Any) -> str:
     """Return the kind of a JSON value, in words."""
-    return (
-        _JSON_KINDS.get(type(value), "a number") if not isinstance(value, list) or value else "an empty list"
-    )
+    return _JSON_KINDS.get(type(value), "a number") if not isinstance(value, list) or value else "an empty list"

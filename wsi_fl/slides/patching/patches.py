@@ -131,9 +131,7 @@ def plan_slide(
         AllSetAside: when all patches have artifacts.
     """
     params = params or PlanParams()
-    survey = survey_slide(
-        record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader
-    )
+    survey = survey_slide(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
     tissue = survey.tissue
     annotations = _read_slide_annotations(survey, params)
     notes = [*survey.notes, *(annotations.notes if annotations is not None else ())]
@@ -154,9 +152,7 @@ def plan_slide(
     excluded, artifacts = excluded[artifacts != ""], artifacts[artifacts != ""]
     keep[excluded] = False
     if not keep.any():
-        raise AllPatchesExcluded(
-            record.path.name, artifacts, survey.segmentation.method, survey.segmentation.gain
-        )
+        raise AllPatchesExcluded(record.path.name, artifacts, survey.segmentation.method, survey.segmentation.gain)
     if annotations is not None and record.positive and not (label[keep] == _TUMOR).any():
         notes.append(_explain_no_tumor(keep.sum(), tumor, artifacts[label[excluded] == _TUMOR], params))
     picture, mask = survey.thumbnail, survey.segmentation.mask
@@ -187,33 +183,24 @@ def _read_slide_annotations(survey: SlideSurvey, params: PlanParams) -> Annotati
     """Return the slide's outlines, checked against its label; None if labels are weak or there are no outlines."""
     record = survey.record
     if record.annotation is None and record.supervision in {"annotated", "partial"}:
-        raise WsiFlError(
-            f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
-        )
+        raise WsiFlError(f"{record.path.name}: its supervision is {record.supervision} but it has no annotation")
     if record.annotation is None or record.supervision == "weak":
         return None
     annotations = read_annotations(record.annotation, params.groups, survey.slide_geometry, params.origin)
     is_on_slide = shapely.intersects(annotations.tumor, shapely.box(0, 0, *survey.size_l0))
     if record.positive and not is_on_slide:
-        problem = (
-            "none of its tumour outlines is on" if annotations.tumor.area else "no tumour is outlined on"
-        )
+        problem = "none of its tumour outlines is on" if annotations.tumor.area else "no tumour is outlined on"
         reason = f"{record.annotation}: {problem} the slide {record.slide}, which is labelled tumour"
         raise WsiFlError("; ".join([reason, *annotations.notes]))
     if record.supervision == "negative" and is_on_slide:
-        raise WsiFlError(
-            f"{record.annotation}: outlines tumour on {record.slide}, which is labelled negative"
-        )
+        raise WsiFlError(f"{record.annotation}: outlines tumour on {record.slide}, which is labelled negative")
     return annotations
 
 
-def _explain_no_tumor(
-    n: int, tumor: NDArray[np.float32], artifacts: NDArray[np.str_], params: PlanParams
-) -> str:
+def _explain_no_tumor(n: int, tumor: NDArray[np.float32], artifacts: NDArray[np.str_], params: PlanParams) -> str:
     """Explain why none of the n patches of a slide with outlined tumour is tumour."""
     reason = (
-        f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, "
-        f"and {params.min_tumor:.0%} is needed"
+        f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, and {params.min_tumor:.0%} is needed"
     )
     if len(artifacts):
         reason = f"{len(artifacts)} that are tumour were excluded ({describe_reasons(artifacts)})"

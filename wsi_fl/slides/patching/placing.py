@@ -99,9 +99,7 @@ def rasterize_area(area: _Geometry, shape: tuple[int, int], downsample: float) -
     return np.array(canvas, bool)
 
 
-def transform_area(
-    area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None
-) -> _Geometry:
+def transform_area(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
     """Return an area, or an array of areas, with each point x moved to x @ matrix + offset."""
     linear_map = np.eye(2) if matrix is None else matrix
     return shapely.transform(area, lambda xy: xy @ linear_map + offset)
@@ -125,9 +123,7 @@ def place_outlines(
         target = shapely.union_all(polygons)
     _require_pixels(outlines, polygons, target, slide_geometry)
     corner, notes = _find_corner(outlines, target, slide_geometry, origin)
-    return corner, notes + _describe_misfit(
-        outlines, target, slide_geometry, corner, is_settled=origin is not None
-    )
+    return corner, notes + _describe_misfit(outlines, target, slide_geometry, corner, is_settled=origin is not None)
 
 
 def choose_corner(
@@ -142,9 +138,7 @@ def choose_corner(
     """
     corner: Corner = origin or default
     other_corner = _OTHER_CORNER[corner]
-    comparison = (
-        f"{shares[other_corner]:.0%} of {subject} would lie on tissue, and {shares[corner]:.0%} otherwise"
-    )
+    comparison = f"{shares[other_corner]:.0%} of {subject} would lie on tissue, and {shares[corner]:.0%} otherwise"
     if shares[other_corner] >= _GOOD_FIT and shares[corner] <= shares[other_corner] / 2:
         if origin is None:
             line = f"is taken to count from the corner of the {_CORNERS[other_corner]}, where {comparison}"

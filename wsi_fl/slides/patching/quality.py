@@ -149,9 +149,7 @@ def _find_area(
     """
     least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
     if kind == "fold":
-        return drop_small_objects(
-            _find_folds(survey.thumbnail, um_per_px, survey.segmentation.mask), least_px
-        )
+        return drop_small_objects(_find_folds(survey.thumbnail, um_per_px, survey.segmentation.mask), least_px)
     if kind == "bubble":
         return drop_small_objects(_find_bubbles(survey.thumbnail, um_per_px), least_px)
     if kind == "black":
@@ -214,9 +212,7 @@ def _block_means(gray: NDArray[np.float32], side: int) -> NDArray[np.float32]:
     return np.asarray(out / side**2, np.float32)
 
 
-def _find_folds(
-    thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
+def _find_folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return where tissue absorbs much more than the slide's median, as where it lies double."""
     from scipy.ndimage import gaussian_filter
 

@@ -70,8 +70,6 @@ def area_mean(
 
     x_min, y_min = corner[:, 0], corner[:, 1]
     x_max, y_max = x_min + side, y_min + side
-    sums = (
-        sum_below(x_max, y_max) - sum_below(x_min, y_max) - sum_below(x_max, y_min) + sum_below(x_min, y_min)
-    )
+    sums = sum_below(x_max, y_max) - sum_below(x_min, y_max) - sum_below(x_max, y_min) + sum_below(x_min, y_min)
     mean: NDArray[np.float64] = sums / side**2
     return mean

@@ -44,9 +44,7 @@ def assign_splits(
     if prescribed:
         for record in records:
             if record.patient not in prescribed:
-                raise UsageError(
-                    f"site {record.site}: patient {record.patient} has no split, others have one"
-                )
+                raise UsageError(f"site {record.site}: patient {record.patient} has no split, others have one")
         return [replace(record, split=prescribed[record.patient]) for record in records]
     person = find_persons(records, marks or {})
     is_positive = {person[r.patient]: False for r in records}
@@ -55,9 +53,7 @@ def assign_splits(
     return [replace(r, split="test" if person[r.patient] in test_patients else "train") for r in records]
 
 
-def _choose_test_patients(
-    is_positive: dict[str, bool], fraction: float, rng: np.random.Generator
-) -> set[str]:
+def _choose_test_patients(is_positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
     """Choose the patients of the test split: each stratum's share, with rounding carried on to the next."""
     n_test = min(max(round(fraction * len(is_positive)), 1), len(is_positive) - 1) if fraction > 0 else 0
     chosen: set[str] = set()

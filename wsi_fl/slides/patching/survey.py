@@ -107,12 +107,8 @@ def survey_slide(
     try:
         if tissue.masks:
             if slide_geometry.is_cropped:
-                slide_geometry = replace(
-                    slide_geometry, tissue=_find_tissue_or_none(thumbnail, slide_geometry)
-                )
-            mask, remarks = _read_mask(
-                _find_mask_file(Path(tissue.masks), record.slide), slide_geometry, tissue.origin
-            )
+                slide_geometry = replace(slide_geometry, tissue=_find_tissue_or_none(thumbnail, slide_geometry))
+            mask, remarks = _read_mask(_find_mask_file(Path(tissue.masks), record.slide), slide_geometry, tissue.origin)
             notes += remarks
             segmentation = TissueSegmentation(mask, "masks", nan)
         else:
@@ -143,9 +139,7 @@ def _note_turn(path: Path) -> list[str]:
     orientation = read_orientation(path)
     if orientation == 1:
         return []
-    return [
-        f"has TIFF orientation {orientation}, which is ignored; it is read unrotated, as OpenSlide shows it"
-    ]
+    return [f"has TIFF orientation {orientation}, which is ignored; it is read unrotated, as OpenSlide shows it"]
 
 
 def _find_tissue_or_none(
@@ -166,14 +160,10 @@ def _find_mask_file(folder: Path, slide: str) -> Path:
     for suffix in (".geojson", ".json", ".png"):
         if (path := find_file(folder / f"{slide}{suffix}")).is_file():
             return path
-    raise WsiFlError(
-        f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.method names the folder"
-    )
+    raise WsiFlError(f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.method names the folder")
 
 
-def _read_mask(
-    path: Path, slide_geometry: SlideGeometry, origin: Origin = None
-) -> tuple[NDArray[np.bool_], list[str]]:
+def _read_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin = None) -> tuple[NDArray[np.bool_], list[str]]:
     """Return a mask bool[h, w] over a slide's thumbnail, from QuPath, TRIDENT or by hand, and notes on it.
 
     Outlines of a GeoJSON file, of any class, are in level-0 pixels; a PNG covers the whole slide or its scanned
@@ -195,9 +185,7 @@ def _read_mask(
     return mask, [f"{path.name}: {note}" for note in notes]
 
 
-def _read_png_mask(
-    path: Path, slide_geometry: SlideGeometry, origin: Origin
-) -> tuple[NDArray[np.bool_], list[str]]:
+def _read_png_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin) -> tuple[NDArray[np.bool_], list[str]]:
     gray = _open_mask_picture(path)
     windows: dict[Corner, tuple[slice, slice]] = {
         "slide": (slice(0, slide_geometry.shape[0]), slice(0, slide_geometry.shape[1]))

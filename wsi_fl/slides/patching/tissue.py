@@ -166,9 +166,7 @@ def _filter_both_axes(filter_rows: Callable[[_Plane], _Plane], planes: _Plane) -
     return planes
 
 
-def tissue_mask(
-    thumbnail: _Picture, downsample_mpp: float | None, params: TissueParams | None = None
-) -> _Mask:
+def tissue_mask(thumbnail: _Picture, downsample_mpp: float | None, params: TissueParams | None = None) -> _Mask:
     """Return the mask bool[h, w] of the tissue in a thumbnail uint8[h, w, 3]; see `find_tissue`."""
     return find_tissue(thumbnail, downsample_mpp, params).mask
 
@@ -194,9 +192,7 @@ def find_tissue(
     if method != "saturation":
         factor = ceil(max(thumbnail.shape[:2]) / _TRIAL_PX)
         small_copy = np.asarray(Image.fromarray(thumbnail).reduce(factor))
-        mask, saturated_mask = (
-            _try_method(name, small_copy, um_per_px * factor) for name in (method, "saturation")
-        )
+        mask, saturated_mask = (_try_method(name, small_copy, um_per_px * factor) for name in (method, "saturation"))
         if params.method == "auto" and (mask & ~saturated_mask).sum() <= _MAX_MISSED_SHARE * mask.sum():
             method = "saturation"
         else:

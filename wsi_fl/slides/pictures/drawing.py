@@ -88,9 +88,7 @@ def _round_length(max_length: float) -> float:
     return next(k * power for k in (5, 2, 1) if k * power <= max_length)
 
 
-def draw_scale_bar(
-    draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, max_px: float
-) -> float:
+def draw_scale_bar(draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, max_px: float) -> float:
     """Draw a bar of a round length of at most `max_px` up to `end`, with its length above it; return its pixels."""
     length_um = _round_length(um_per_px * max_px)
     length_px = length_um / um_per_px

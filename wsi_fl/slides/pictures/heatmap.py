@@ -138,11 +138,7 @@ def find_leading_class(predictions: PatchPredictions) -> int:
     """Return the class for a slide's score: the second of two, else that of most patches."""
     if len(predictions.classes) == 2:
         return 1
-    return int(
-        np.bincount(
-            predictions.class_index[predictions.is_above], minlength=len(predictions.classes)
-        ).argmax()
-    )
+    return int(np.bincount(predictions.class_index[predictions.is_above], minlength=len(predictions.classes)).argmax())
 
 
 def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Region]:
@@ -249,9 +245,7 @@ def _tint_patches(picture: Image.Image, predictions: PatchPredictions, picture_s
     total, count = np.zeros((2, *pixels.shape[:2]), np.float32)
     boxes = np.round(predictions.boxes_l0 * picture_scale).astype(np.int64)
     boxes[:, 2:] = np.maximum(boxes[:, 2:], boxes[:, :2] + 1)
-    for (x_min, y_min, x_max, y_max), p in zip(
-        boxes.tolist(), predictions.class_probability.tolist(), strict=True
-    ):
+    for (x_min, y_min, x_max, y_max), p in zip(boxes.tolist(), predictions.class_probability.tolist(), strict=True):
         total[y_min:y_max, x_min:x_max] += p
         count[y_min:y_max, x_min:x_max] += 1
     is_covered = count > 0
@@ -302,9 +296,7 @@ def _place_outlines(predictions: PatchPredictions, width: int) -> list[tuple[int
     return [(row, x_min + x, name) for (row, x), name in zip(places, names, strict=True)]
 
 
-def _draw_legend(
-    page: Image.Image, top: int, predictions: PatchPredictions, legend: str, *, um_per_px: float
-) -> None:
+def _draw_legend(page: Image.Image, top: int, predictions: PatchPredictions, legend: str, *, um_per_px: float) -> None:
     """Draw a colour bar with numbers, and a scale bar."""
     draw = ImageDraw.Draw(page)
     is_binary = len(predictions.classes) == 2
@@ -393,9 +385,7 @@ def _iterate_features(
     is_binary = len(titles) == 2
     class_indices = predictions.is_above.astype(np.int64) if is_binary else predictions.class_index
     columns = predictions.boxes_l0 - np.tile(corner, 2), predictions.probabilities, class_indices
-    for (x_min, y_min, x_max, y_max), p, class_index in zip(
-        *(column.tolist() for column in columns), strict=True
-    ):
+    for (x_min, y_min, x_max, y_max), p, class_index in zip(*(column.tolist() for column in columns), strict=True):
         ring = [[x_min, y_min], [x_max, y_min], [x_max, y_max], [x_min, y_max], [x_min, y_min]]
         yield {
             "type": "Feature",
@@ -403,9 +393,7 @@ def _iterate_features(
             "properties": {
                 "objectType": "tile",
                 "classification": {"name": titles[class_index], "color": list(colors[class_index])},
-                "measurements": {
-                    f"{titles[k]} probability": round(p[k], 6) for k in predictions.region_classes
-                },
+                "measurements": {f"{titles[k]} probability": round(p[k], 6) for k in predictions.region_classes},
             },
         }
 

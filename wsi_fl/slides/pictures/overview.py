@@ -158,9 +158,7 @@ def draw_mosaic(plan: MosaicPlan, patches: _Patches) -> bytes:
     sheet = _draw_sheet(plan, sheet_patches, slide.height)
     width = max(slide.width + _MARGIN_PX + sheet.width, _MOSAIC_MIN_WIDTH_PX)
     legend = _draw_mosaic_legend(plan, width)
-    page = Image.new(
-        "RGB", (width, _BAND_PX + max(slide.height, sheet.height) + _BAND_PX + legend.height), PAPER
-    )
+    page = Image.new("RGB", (width, _BAND_PX + max(slide.height, sheet.height) + _BAND_PX + legend.height), PAPER)
     page.paste(slide, (0, _BAND_PX))
     page.paste(sheet, (slide.width + _MARGIN_PX, _BAND_PX))
     page.paste(legend, (0, page.height - legend.height))
@@ -256,7 +254,5 @@ def _draw_mosaic_legend(plan: MosaicPlan, width: int) -> Image.Image:
         draw.text((x_min + 28, middle), text, INK, load_font(), anchor="lm")
     if plan.note:
         note = shorten_to_fit(draw, plan.note, width - 2 * _MARGIN_PX, load_font())
-        draw.text(
-            (_MARGIN_PX, n_lines * _LEGEND_ROW_PX - _LEGEND_ROW_PX // 2), note, INK, load_font(), anchor="lm"
-        )
+        draw.text((_MARGIN_PX, n_lines * _LEGEND_ROW_PX - _LEGEND_ROW_PX // 2), note, INK, load_font(), anchor="lm")
     return legend

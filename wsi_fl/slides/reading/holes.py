@@ -90,9 +90,7 @@ def has_lost_pixels(holes: _Mask, region: LevelRegion, read: _ReadRegion) -> boo
         inner_holes = _erode_holes(holes, 2 / (ratio * step))
         if int((inner_holes & _find_foreground(samples, region.background)).sum()) >= _MIN_SAMPLES:
             return True
-        blank = (samples[..., 3] == 0) | (
-            region.is_filled & (samples[..., :3] == region.background).all(axis=-1)
-        )
+        blank = (samples[..., 3] == 0) | (region.is_filled & (samples[..., :3] == region.background).all(axis=-1))
         holes = holes & blank
         if not holes.any():
             return False
@@ -107,10 +105,7 @@ def _has_finer_pixels(holes: _Mask, step: int, region: LevelRegion, read: _ReadR
     n_samples, downsample = 0, region.downsamples[region.level]
     for k in np.unique(np.linspace(0, len(rows) - 1, _MAX_PROBES).astype(int)).tolist():
         sample = (int(columns[k]), int(rows[k]))
-        x, y = (
-            round(v + (pixel * step + 0.5) * downsample)
-            for v, pixel in zip(region.corner_l0, sample, strict=True)
-        )
+        x, y = (round(v + (pixel * step + 0.5) * downsample) for v, pixel in zip(region.corner_l0, sample, strict=True))
         try:
             pixels = np.asarray(read((x, y), region.level - 1, (_PROBE_PX, _PROBE_PX)))
         except WsiFlError:

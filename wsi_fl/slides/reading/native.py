@@ -168,9 +168,7 @@ class NativeLevel:
                 elif target.shape == self.tile_shape and target.flags.c_contiguous:
                     self._decode_tile(number, target)
                 else:
-                    target[:] = self._decode_tile(number, self.scratch_tile())[
-                        row.tile_slice, column.tile_slice
-                    ]
+                    target[:] = self._decode_tile(number, self.scratch_tile())[row.tile_slice, column.tile_slice]
 
     def _is_within(self, box: Box) -> bool:
         x, y, width, height = box
@@ -294,9 +292,7 @@ def split_at_tiles(start: int, length: int, tile_side: int, extent: int) -> list
         number, offset = divmod(position, tile_side)
         n = min(tile_side - offset, end - position)
         is_whole = offset == 0 and (n == tile_side or position + n == extent)
-        parts.append(
-            _Piece(number, slice(offset, offset + n), slice(position - start, position - start + n), is_whole)
-        )
+        parts.append(_Piece(number, slice(offset, offset + n), slice(position - start, position - start + n), is_whole))
         position += n
     return parts
 
@@ -318,9 +314,7 @@ class _DecodedTileCache:
         self._lock = threading.Lock()
         self._results: OrderedDict[int, Future[NDArray[np.uint8]]] = OrderedDict()
 
-    def get_or_make(
-        self, key: int, make: Callable[[int], NDArray[np.uint8]], max_results: int
-    ) -> NDArray[np.uint8]:
+    def get_or_make(self, key: int, make: Callable[[int], NDArray[np.uint8]], max_results: int) -> NDArray[np.uint8]:
         """Return the cached result of a key, or make it; errors are cached too, and `max_results` results are kept."""
         with self._lock:
             pending = self._results.get(key)

@@ -175,9 +175,7 @@ def _probe_slide(path: Path, mpp_override: float | None, reader: Reader) -> str:
             slide.disable_native_tiles()
             x, y = (extent / 2 for extent in slide.size_l0)
             for downsample in slide.level_downsamples:
-                slide.read_area(
-                    (x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False
-                )
+                slide.read_area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
     except MemoryError:
         return f"opening it needs more than {_MAX_BYTES / 1e9:.0f} GB"
     except Exception:  # raised again where the slide is used

@@ -78,9 +78,7 @@ class Slide:
     def __init__(self, path: str | Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
         path = Path(path)
         if mpp_override is not None and not (isfinite(mpp_override) and mpp_override > 0):
-            raise UsageError(
-                f"{path.name}: mpp_override = {mpp_override:g} must be a positive number of µm per pixel"
-            )
+            raise UsageError(f"{path.name}: mpp_override = {mpp_override:g} must be a positive number of µm per pixel")
         if reader not in get_args(Reader):
             raise UsageError(f"reader = {reader!r} must be one of {', '.join(get_args(Reader))}")
         self.path = path
@@ -100,9 +98,7 @@ class Slide:
         is_foreign = not isinstance(self._handle.source, openslide.OpenSlide)
         if is_foreign and reader == "native":
             self._handle.close()
-            raise WsiFlError(
-                f"{path.name}: {self.vendor} has no tiles that are read natively; set reader = auto"
-            )
+            raise WsiFlError(f"{path.name}: {self.vendor} has no tiles that are read natively; set reader = auto")
         self._native: TrustedLevels | None = None
         if not is_foreign and reader != "openslide":
             self._native = TrustedLevels(
@@ -128,9 +124,7 @@ class Slide:
     @property
     def reader(self) -> Literal["native", "openslide"]:
         """The reader of level 0; beside "native", OpenSlide reads areas that tiles do not give."""
-        return (
-            "native" if self._native is not None and self._native.find_level(0) is not None else "openslide"
-        )
+        return "native" if self._native is not None and self._native.find_level(0) is not None else "openslide"
 
     def disable_native_tiles(self) -> None:
         """Read everything by OpenSlide, or its substitute in `formats`, from now on."""
@@ -145,9 +139,7 @@ class Slide:
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
-        return (
-            _read_mpp(self._properties, self.path.name) if self._mpp_override is None else self._mpp_override
-        )
+        return _read_mpp(self._properties, self.path.name) if self._mpp_override is None else self._mpp_override
 
     @property
     def bounds_l0(self) -> tuple[int, int, int, int]:
@@ -228,16 +220,10 @@ class Slide:
         number, native = native_level
         corner, inverse = np.unique(xy_l0, return_inverse=True)  # both axes have the same scale
         positions = [self._level_position(number, self._snap_corner(number, (v, v))) for v in corner.tolist()]
-        corners = np.array([(-1 if xy is None else xy[0]) for xy in positions], np.int64)[inverse].reshape(
-            -1, 2
-        )
-        is_tiled = np.asarray(
-            np.array([xy is not None for xy in positions])[inverse].reshape(-1, 2).all(axis=1), bool
-        )
+        corners = np.array([(-1 if xy is None else xy[0]) for xy in positions], np.int64)[inverse].reshape(-1, 2)
+        is_tiled = np.asarray(np.array([xy is not None for xy in positions])[inverse].reshape(-1, 2).all(axis=1), bool)
         if not native.complete:
-            is_tiled &= np.array(
-                [native.has_tiles((x, y, size_px, size_px)) for x, y in corners.tolist()], bool
-            )
+            is_tiled &= np.array([native.has_tiles((x, y, size_px, size_px)) for x, y in corners.tolist()], bool)
         return native, corners, is_tiled
 
     def read_native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:
@@ -264,15 +250,9 @@ class Slide:
         """Return whether patches of a grid are whole native tiles, except those over the edge."""
         native_level = self._native_level(spec.size_px, spec.mpp)
         on_tiles = spec.stride_px % spec.size_px == 0
-        return (
-            on_tiles
-            and native_level is not None
-            and native_level[1].image.tile_px == (spec.size_px, spec.size_px)
-        )
+        return on_tiles and native_level is not None and native_level[1].image.tile_px == (spec.size_px, spec.size_px)
 
-    def read_area(
-        self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool
-    ) -> None:
+    def read_area(self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool) -> None:
         """Fill out [height, width, 3] with the area at xy_l0, with `scale` level-0 pixels per output pixel.
 
         Averaged by area, without need of µm; `overlapping` and errors as in `read`. Damaged areas of a level are made
@@ -310,9 +290,7 @@ class Slide:
         longer_axis, middle = int(np.argmax(size)), max(size) // 2
         if size[0] * size[1] * reduction**2 > _MAX_AREA_PX and middle:
             halves = (out[:, :middle], out[:, middle:]) if longer_axis == 0 else (out[:middle], out[middle:])
-            second_start = tuple(
-                v + (k == longer_axis) * middle * downsample * reduction for k, v in enumerate(xy_l0)
-            )
+            second_start = tuple(v + (k == longer_axis) * middle * downsample * reduction for k, v in enumerate(xy_l0))
             for start, half in zip((xy_l0, (second_start[0], second_start[1])), halves, strict=True):
                 self._read_area(level, start, scale, half, overlapping=overlapping)
             return
@@ -366,9 +344,7 @@ class Slide:
         native = self._native.find_level(number)
         return None if native is None else (number, native)
 
-    def _read_pixels(
-        self, corner: tuple[int, int], level: int, out: NDArray[np.uint8], *, overlapping: bool
-    ) -> None:
+    def _read_pixels(self, corner: tuple[int, int], level: int, out: NDArray[np.uint8], *, overlapping: bool) -> None:
         """Fill out [height, width, 3] with the level's pixels at a level-0 corner, natively or by OpenSlide."""
         native = None if self._native is None else self._native.find_level(level)
         position = self._level_position(level, corner)
@@ -386,15 +362,9 @@ class Slide:
         """Return OpenSlide's pixels of a box of a level; None where the box does not lie on its pixels."""
         downsample = self.level_downsamples[level]
         corner = (round(box[0] * downsample), round(box[1] * downsample))
-        return (
-            self._compose_pixels(corner, level, box[2:])
-            if self._level_position(level, corner) == box[:2]
-            else None
-        )
+        return self._compose_pixels(corner, level, box[2:]) if self._level_position(level, corner) == box[:2] else None
 
-    def _compose_pixels(
-        self, corner: tuple[int, int], level: int, size: tuple[int, int]
-    ) -> NDArray[np.uint8]:
+    def _compose_pixels(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
         """Return OpenSlide's pixels [height, width, 3] at a level-0 corner, over the background.
 
         Pixels that are not in the file have its colour; where other levels show something, they are damage.

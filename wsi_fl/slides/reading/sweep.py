@@ -38,17 +38,13 @@ class _CutPlan(NamedTuple):
         return _CutPlan(jobs, self.parts[first:last])
 
 
-def _plan_cuts(
-    image: TiledImage, corners: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int
-) -> _CutPlan:
+def _plan_cuts(image: TiledImage, corners: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _CutPlan:
     """Return the plan for patches at [n, 2] in the image's pixels, ascending numbers [n]; number // step is a strip.
 
     A tile is decoded in the first strip that needs it, for all strips up to `reach` further on; the first of later
     strips decodes it again.
     """
-    column_parts, first_column, n_columns = _split_axis(
-        corners[:, 0], size_px, image.tile_px[0], image.size_px[0]
-    )
+    column_parts, first_column, n_columns = _split_axis(corners[:, 0], size_px, image.tile_px[0], image.size_px[0])
     row_parts, first_row, n_rows = _split_axis(corners[:, 1], size_px, image.tile_px[1], image.size_px[1])
     n_parts = n_columns * n_rows
     patch_index = np.repeat(np.arange(len(corners)), n_parts)
@@ -80,13 +76,8 @@ def _split_axis(start: _Rows, size_px: int, tile_px: int, extent_px: int) -> tup
     each patch [n]; number of its pieces [n])."""
     unique_starts, inverse = np.unique(start, return_inverse=True)
     axis_parts = [
-        [
-            (piece.number, piece.tile_slice.start, piece.tile_slice.stop, piece.box_slice.start)
-            for piece in start_parts
-        ]
-        for start_parts in (
-            split_at_tiles(first, size_px, tile_px, extent_px) for first in unique_starts.tolist()
-        )
+        [(piece.number, piece.tile_slice.start, piece.tile_slice.stop, piece.box_slice.start) for piece in start_parts]
+        for start_parts in (split_at_tiles(first, size_px, tile_px, extent_px) for first in unique_starts.tolist())
     ]
     table = np.array([piece for start_parts in axis_parts for piece in start_parts], np.int64).reshape(-1, 4)
     bounds = np.cumsum([0, *map(len, axis_parts)])
@@ -119,9 +110,7 @@ class _Sweep:
     ones have returned. `first_row` is the row of the first patch among all patches of the slide.
     """
 
-    def __init__(
-        self, slide: Slide, xy_l0: NDArray[np.int64], spec: GridSpec, step: int, first_row: int = 0
-    ) -> None:
+    def __init__(self, slide: Slide, xy_l0: NDArray[np.int64], spec: GridSpec, step: int, first_row: int = 0) -> None:
         self._slide, self._spec, self._step, self._first_row = slide, spec, step, first_row
         native = slide.find_native_positions(xy_l0, spec.size_px, spec.mpp)
         self._level: NativeLevel | None = None
@@ -130,15 +119,11 @@ class _Sweep:
             self._level, corners, is_tiled = native
             rows = np.flatnonzero(is_tiled)
             reach = max(1, _REACH_BYTES // (step * spec.size_px**2 * 3))
-            self._cuts = _plan_cuts(
-                self._level.image, corners[rows], rows, spec.size_px, step=step, reach=reach
-            )
+            self._cuts = _plan_cuts(self._level.image, corners[rows], rows, spec.size_px, step=step, reach=reach)
             ends = corners + spec.size_px > self._level.image.size_px
             is_over_edge = is_tiled & ((corners < 0) | ends).any(axis=1)
         strips = (slice(start, start + step) for start in range(0, len(xy_l0), step))
-        self._strips = {
-            k: _Strip(xy_l0[span], is_tiled[span], is_over_edge[span]) for k, span in enumerate(strips)
-        }
+        self._strips = {k: _Strip(xy_l0[span], is_tiled[span], is_over_edge[span]) for k, span in enumerate(strips)}
         self._n_strips = len(self._strips)
         self._allocation_lock = threading.Lock()
 
@@ -188,9 +173,7 @@ class _Sweep:
         pixels = {strip: self._strip_pixels(self._strips[strip]) for strip in sorted(set(strip_numbers))}
         patches = [pixels[strip][k] for strip, k in zip(strip_numbers, positions, strict=True)]
         scratch, size = level.scratch_tile(), self._spec.size_px
-        is_whole = np.all(parts[:, 1:5] == (0, size, 0, size), axis=1) & (
-            level.tile_shape[:2] == (size, size)
-        )
+        is_whole = np.all(parts[:, 1:5] == (0, size, 0, size), axis=1) & (level.tile_shape[:2] == (size, size))
         is_single = (end - first == 1) & is_whole[first]
         spans = zip(first.tolist(), end.tolist(), is_single.tolist(), strict=True)
         placements = parts[:, 1:].tolist()

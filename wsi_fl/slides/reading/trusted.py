@@ -77,8 +77,7 @@ class TrustedLevels:
                 return level
         if self._required:
             raise WsiFlError(
-                f"{self._path.name}: reader = native cannot read level {number}: {reason}; "
-                "use auto or openslide"
+                f"{self._path.name}: reader = native cannot read level {number}: {reason}; use auto or openslide"
             )
         return None
 
@@ -88,11 +87,7 @@ def _find_image(
 ) -> TiledImage | None:
     """Return the only directory with OpenSlide's size and tiling of a level, or None."""
     tile_sides = [properties.get(f"openslide.level[{level}].tile-{side}") for side in ("width", "height")]
-    matches = [
-        image
-        for image in images
-        if image.size_px == size_px and [str(n) for n in image.tile_px] == tile_sides
-    ]
+    matches = [image for image in images if image.size_px == size_px and [str(n) for n in image.tile_px] == tile_sides]
     return matches[0] if len(matches) == 1 else None
 
 

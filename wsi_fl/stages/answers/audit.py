@@ -115,16 +115,12 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
 
 def _can_plant_canaries(context: RunContext) -> bool:
     """Return whether the settings of the run permit canaries."""
-    return not find_clash(
-        context.pipeline.replace_keys(audit={"canaries": _N_CANARIES}), list_traits(context.method)
-    )
+    return not find_clash(context.pipeline.replace_keys(audit={"canaries": _N_CANARIES}), list_traits(context.method))
 
 
 def _list_models(method: Method) -> list[tuple[str, str]]:
     """Return (name, role) of the final model of each site, and of its released model if any."""
-    local_name = (
-        "central" if method.learns_from == "everybody" or method.mixing_role == "private" else "private"
-    )
+    local_name = "central" if method.learns_from == "everybody" or method.mixing_role == "private" else "private"
     if method.mixing_role is None:
         return [(local_name, "private")]
     return [
@@ -152,9 +148,7 @@ def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) 
         others["merged"] = context.join_tests()
     account = folder.read_account()
     if pipeline.audit.canaries and folder.read_document("canaries") is None:
-        raise WsiFlError(
-            f"{folder.path}/canaries.json is missing, the only record of the canaries; restore it"
-        )
+        raise WsiFlError(f"{folder.path}/canaries.json is missing, the only record of the canaries; restore it")
     planted = load_canaries(context, name)
     rows = []
     for model in _load_audited_models(context, index):
@@ -189,9 +183,7 @@ def _load_audited_models(context: RunContext, index: int) -> list[_AuditedModel]
         network = build_model(context, index, role, common=common, state=tensors)
         if isinstance(network, SharedHead) and sent:
             network.clear_local_statistics()  # only the noisy statistics were released
-        models.append(
-            _AuditedModel(model_name, is_trained_with_dp(context, role), network.to(select_device()).eval())
-        )
+        models.append(_AuditedModel(model_name, is_trained_with_dp(context, role), network.to(select_device()).eval()))
     return models
 
 
@@ -203,9 +195,7 @@ def _attack_membership(
     results: dict[str, dict[str, object]] = {}
     for name, examples in others.items():
         non_member_scores = -example_losses(model.network, examples, select_device())
-        interval = attacks.auroc_interval(
-            scores, non_member_scores, members.patient, examples.patient, repeats=repeats
-        )
+        interval = attacks.auroc_interval(scores, non_member_scores, members.patient, examples.patient, repeats=repeats)
         results[name] = {
             "members": len(scores),
             "non_members": len(non_member_scores),
@@ -213,8 +203,7 @@ def _attack_membership(
             "interval": interval,
             "alarm": attacks.is_alarming(interval),
             "tpr_at_fpr": {
-                f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate)
-                for rate in _FALSE_POSITIVE_RATES
+                f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate) for rate in _FALSE_POSITIVE_RATES
             },
             "roc": [list(point) for point in attacks.roc_points(scores, non_member_scores)],
         }
@@ -254,9 +243,7 @@ def render_audit_lines(document: AuditDocument) -> Lines:
         for model in site["models"]:
             local_test, planted = model["membership"]["own"], model["canaries"] or {}
             interval = (
-                "–"
-                if local_test["interval"] is None
-                else "–".join(f"{end:.3f}" for end in local_test["interval"])
+                "–" if local_test["interval"] is None else "–".join(f"{end:.3f}" for end in local_test["interval"])
             )
             rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
             bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
@@ -337,9 +324,7 @@ def _unit_statistics(
     )
 
 
-def _group_units(
-    classes: Sequence[str], train: Examples, units: PrivacyUnits
-) -> dict[str, NDArray[np.bool_]]:
+def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
     """Return masks of units by class, and by number of slides where some have several."""
     label = train.label[np.unique(units.of_row, return_index=True)[1]]
     slide_of = np.unique(train.slide, return_inverse=True)[1]
@@ -366,8 +351,7 @@ def _write_exposure(
         yield "patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"
         for k in np.lexsort((-unknown_mu, -known_mu)):
             numbers = (
-                f"{value:.6g}"
-                for value in (known_mu[k], attacks.best_test_tpr(known_mu[k], 0.01), unknown_mu[k])
+                f"{value:.6g}" for value in (known_mu[k], attacks.best_test_tpr(known_mu[k], 0.01), unknown_mu[k])
             )
             yield train.patient[row[k]], slide[k], n_rows[k], *numbers
 
@@ -390,9 +374,7 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     n_units = {row["site"]: row["n_units"] for row in (context.run.read_summary() or {})["sites"]}
     if context.uses_files:
         n_units = {name: release.header.n for name, release in context.statistics.items()}
-        statistics = {
-            name: torch.from_numpy(release.vector).double() for name, release in context.statistics.items()
-        }
+        statistics = {name: torch.from_numpy(release.vector).double() for name, release in context.statistics.items()}
     head.clear_local_statistics()
     tests = [examples for name in site_names if len(examples := context.open_data(name).test_examples)]
     weights, classes = head.solve_head()[0], _predict_classes(head, tests)
@@ -406,9 +388,7 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
             float((remaining_head.solve_head()[0] - weights).norm()) / length if length else None
         )  # noise may leave no weight
         is_comparable = len(classes) and head.kind == "classes"
-        changed_share = (
-            float((_predict_classes(remaining_head, tests) != classes).mean()) if is_comparable else None
-        )
+        changed_share = float((_predict_classes(remaining_head, tests) != classes).mean()) if is_comparable else None
         row = {"site": name, "n": n_units[name], "length": float(vector[: -head.shape[0]].norm())}
         return row | {"refused": refusal, "moved": shift, "answers_changed": changed_share}
 
@@ -418,7 +398,6 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
 def _predict_classes(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
     """Return the predicted class of every example."""
     predictions = [
-        choose_classes(predict_examples(head.solve_released_head(), examples, select_device()))
-        for examples in tests
+        choose_classes(predict_examples(head.solve_released_head(), examples, select_device())) for examples in tests
     ]
     return np.concatenate(predictions) if predictions else np.zeros(0, np.int64)

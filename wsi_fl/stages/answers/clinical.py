@@ -159,9 +159,7 @@ def _load_patient_predictions(context: RunContext, site: SiteFile, by: str | Non
     point = None  # of more than two classes the most probable one is predicted
     if len(table.outputs) == 2:
         threshold = choice.get("slide_threshold") if choice.get("model") == table.model else None
-        point = (
-            float(threshold) if threshold and patients.any_counts else 0.5
-        )  # an earlier version rounded to 0
+        point = float(threshold) if threshold and patients.any_counts else 0.5  # an earlier version rounded to 0
     predicted = (
         (patients.probabilities[:, 1] >= point).astype(np.int64)
         if point is not None
@@ -187,22 +185,16 @@ def _describe_site(
     predicted = np.concatenate([run.predicted for run in predictions])
     groups = [run.groups for run in predictions if run.groups is not None]
     local_patients = [run.local_patients for run in predictions if run.local_patients is not None]
-    local_pooled = (
-        measures.concatenate_patients(local_patients) if len(local_patients) == len(predictions) else None
-    )
+    local_pooled = measures.concatenate_patients(local_patients) if len(local_patients) == len(predictions) else None
     table, points = predictions[0].table, {run.point for run in predictions}
     class_rows = {}
     for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
         score, positive, case = patients.probabilities[:, k], predicted == k, patients.truth == k
         difference = (
-            None
-            if local_pooled is None
-            else measures.auroc_difference(score, local_pooled.probabilities[:, k], case)
+            None if local_pooled is None else measures.auroc_difference(score, local_pooled.probabilities[:, k], case)
         )
         group_rows = (
-            measures.describe_subgroups(np.concatenate(groups), positive, case, score, least)
-            if groups
-            else None
+            measures.describe_subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
         )
         class_rows[table.outputs[k]] = measures.describe_class(score, positive, case, prevalence) | {
             "net_benefit": measures.net_benefit(score, case, _DECISION_THRESHOLDS, prevalence),
@@ -248,9 +240,7 @@ def _group_of_patients(
     if not any(column.tolist()):
         raise UsageError(f"--by {by}: no table of the sites has a slide or patient of this test set")
     if len(set(column.tolist())) > _MAX_GROUPS:
-        raise UsageError(
-            f"--by {by}: has more than {_MAX_GROUPS} values; group them in a column of their own"
-        )
+        raise UsageError(f"--by {by}: has more than {_MAX_GROUPS} values; group them in a column of their own")
     patient_names = table.qualify_names(table.patient)
     first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
@@ -278,11 +268,7 @@ def plan_size(
     Raises:
         UsageError: for numbers out of range.
     """
-    widths = (
-        IntervalWidths()
-        if width is None
-        else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
-    )
+    widths = IntervalWidths() if width is None else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
     options = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
     for name, value in (*options.items(), ("width", widths.auroc)):
         if value is not None and not _MIN_SHARE <= value <= 1 - _MIN_SHARE:
@@ -303,12 +289,8 @@ def plan_size(
 
 def render_size_lines(document: dict[str, Any]) -> Lines:
     """Yield a row for each interval, then the largest sample size."""
-    rows = [
-        [_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()
-    ]
-    title = (
-        f"patients for intervals so wide (prevalence {document['prevalence']:g}, AUROC {document['auroc']:g})"
-    )
+    rows = [[_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()]
+    title = f"patients for intervals so wide (prevalence {document['prevalence']:g}, AUROC {document['auroc']:g})"
     yield TextTable(title, ["of", "width", "patients"], rows)
     deciding = max(document["needed"], key=document["needed"].get)
     yield TextLine(
@@ -326,9 +308,7 @@ def render_clinical_lines(document: dict[str, Any]) -> Lines:
         for block in (columns[k : k + _SITES_PER_TABLE] for k in range(0, len(columns), _SITES_PER_TABLE)):
             kinds = [kind for kind in block[0] if kind not in ("site", "class")]
             rows = [[kind, *(column[kind] for column in block)] for kind in kinds]
-            yield TextTable(
-                f"{class_name}, by patient, on the {on}", ["", *(column["site"] for column in block)], rows
-            )
+            yield TextTable(f"{class_name}, by patient, on the {on}", ["", *(column["site"] for column in block)], rows)
     for site in document["sites"]:
         for name, class_measures in site["classes"].items():
             for group, group_row in (class_measures["subgroups"] or {}).items():

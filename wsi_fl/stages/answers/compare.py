@@ -79,9 +79,7 @@ def compare_methods(
     reference = next(row.label for row in rows if first in row.runs)
     table = [row.build_document(scores) for row in rows]
     measured = (*scores, f"own_{scores[0]}")
-    tests = _test_pairs(
-        rows, reference, baseline_label, measured if test_set == "merged" else scores, test_set
-    )
+    tests = _test_pairs(rows, reference, baseline_label, measured if test_set == "merged" else scores, test_set)
     example_word = find_example_kind(first.pipeline).plural
     findings = comparison.list_comparison_findings(table, tests, baseline_label, example_word, metric, gains)
     names = " ".join(sorted(run.folder.name for run in selected))  # the same runs make the same folder
@@ -275,18 +273,14 @@ def _group_runs(
     """Return runs grouped into rows, with an empty row for a missing baseline."""
     keys = find_differing_settings(runs)
     rows: dict[str, _MethodRow] = {}
-    for run, evaluation in sorted(
-        zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key
-    ):
+    for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key):
         row = _MethodRow(run.method, run.dp, {key: run.settings[key] for key in keys if key in run.settings})
         row = rows.setdefault(row.label, row)
         row.runs.append(run)
         row.values.append(_site_values(evaluation, on))
     if not any(row.is_local_baseline(first) for row in rows.values()):
         local_settings = first.baseline_settings
-        empty = _MethodRow(
-            LOCAL_METHOD, False, {key: local_settings[key] for key in keys if key in local_settings}
-        )
+        empty = _MethodRow(LOCAL_METHOD, False, {key: local_settings[key] for key in keys if key in local_settings})
         if other_row := rows.get(empty.label):  # local models with other settings
             other_settings = other_row.runs[0].settings
             empty.settings.update(
@@ -295,9 +289,7 @@ def _group_runs(
         rows[empty.label] = empty
     if first.pipeline.train.folds:
         for row in rows.values():
-            row.patient_scores.update(
-                {test_set: _score_by_patient(row, test_set) for test_set in ("merged", "own")}
-            )
+            row.patient_scores.update({test_set: _score_by_patient(row, test_set) for test_set in ("merged", "own")})
     return list(rows.values())
 
 
@@ -306,9 +298,7 @@ def _score_by_patient(row: _MethodRow, test_set: str) -> dict[Any, float]:
     values: dict[Any, list[float]] = {}
     for run in row.runs:
         for site in run.summary["sites"]:
-            for key, (value, _) in (
-                read_example_scores(run.folder.site_folder(site["site"]), test_set) or {}
-            ).items():
+            for key, (value, _) in (read_example_scores(run.folder.site_folder(site["site"]), test_set) or {}).items():
                 values.setdefault(key[:2], []).append(value)
     return {patient: fmean(patient_values) for patient, patient_values in values.items()}
 
@@ -323,8 +313,7 @@ def _site_values(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, 
         return {left_out["site"]: means | {local_key: means[scores[0]]}}
     scored_rows = {site["site"]: site if on == "merged" else site["own"] for site in evaluation["sites"]}
     return {
-        site["site"]: {name: scored_rows[site["site"]][name] for name in scores}
-        | {local_key: site["own"][scores[0]]}
+        site["site"]: {name: scored_rows[site["site"]][name] for name in scores} | {local_key: site["own"][scores[0]]}
         for site in evaluation["sites"]
     }
 
@@ -348,16 +337,12 @@ def _test_pairs(
     """Test every row against the baseline and the reference, with Holm's correction by metric."""
     by_label = {row.label: row for row in rows}
     pairs = [(a, b) for b in dict.fromkeys((baseline_label, reference)) for a in by_label if a != b]
-    pairs = [
-        (a, b) for a, b in pairs if (a, b) != (baseline_label, reference)
-    ]  # the reverse pair is included
+    pairs = [(a, b) for a, b in pairs if (a, b) != (baseline_label, reference)]  # the reverse pair is included
     tests: list[_CorrectedTest] = []
     for metric in metrics:
         family = [_test_pair(by_label[a], by_label[b], metric, on) for a, b in pairs]
         found_tests = [test for test in family if test is not None]
-        for test, corrected in zip(
-            found_tests, holm_adjust([test["p"] for test in found_tests]), strict=True
-        ):
+        for test, corrected in zip(found_tests, holm_adjust([test["p"] for test in found_tests]), strict=True):
             tests.append({**test, "p_holm": corrected})
     return tests
 
@@ -425,8 +410,7 @@ def _measure_benefit(
         "on": on,
         "measure": measure,
         "sites": [
-            {"site": name, **site_gain, **_largest_epsilon(federated_row, name)}
-            for name, site_gain in by_site.items()
+            {"site": name, **site_gain, **_largest_epsilon(federated_row, name)} for name, site_gain in by_site.items()
         ],
         "all": gains[federated_row.label],
     }, gains
@@ -466,9 +450,7 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
         numbers = (words.format_spread(row[metric], 2) for metric in document["scores"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
-        rows.append(
-            [row["label"], repeats, *numbers, epsilon_text, words.format_size(row["communication"]["bytes"])]
-        )
+        rows.append([row["label"], repeats, *numbers, epsilon_text, words.format_size(row["communication"]["bytes"])])
     repeats_text = f"mean ± sd over {comparison.repetition_words(document['rows'])}"
     title = f"models {comparison.TEST_SET_WORDS[document['on']]}, {repeats_text}"
     yield TextTable(title, ["method", "seeds", *names, "ε", "sent"], rows)

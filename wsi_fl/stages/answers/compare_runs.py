@@ -103,9 +103,7 @@ def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         ignored += ["privacy.sigma", "train.batch_size"]
     if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
         ignored += ["train.beta"]
-    return {
-        key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))
-    }
+    return {key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
 
 
 def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
@@ -123,9 +121,7 @@ def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
             distinct = values.setdefault(key, [])
             if value not in distinct:
                 distinct.append(value)
-    return [
-        k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])
-    ]
+    return [k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])]
 
 
 def _flatten_settings(pipeline: Pipeline) -> dict[str, Any]:
@@ -155,21 +151,15 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
     paths = dict.fromkeys(path for selection in selections for path in _resolve_paths(study, selection))
     runs = [FinishedRun.load(path) for path in paths]
     if not runs:
-        raise UsageError(
-            "compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')"
-        )
+        raise UsageError("compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')")
     if receiver_run := next((run for run in runs if not run.summary["sites"]), None):
         raise UsageError(
             f"{study.relative_path(receiver_run.folder.path)}: only a site without labels is here, with nothing to compare"
         )
     first = runs[0]
     for run in runs[1:]:
-        run_path, first_path = (
-            study.relative_path(compared_run.folder.path) for compared_run in (run, first)
-        )
-        run_question, first_question = (
-            describe_target(compared_run.pipeline.target) for compared_run in (run, first)
-        )
+        run_path, first_path = (study.relative_path(compared_run.folder.path) for compared_run in (run, first))
+        run_question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
         if run_question != first_question:
             raise UsageError(
                 f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); compare runs of one target"
@@ -230,14 +220,10 @@ def _is_repetition(run: FinishedRun, method: str, pipeline: Pipeline, inputs: Ma
     )
 
 
-def find_finished_run(
-    study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]
-) -> FinishedRun | None:
+def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> FinishedRun | None:
     """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
     for run in find_finished_runs(study, method):
-        same = (
-            run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
-        )
+        same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
         if same and _is_repetition(run, method, pipeline, inputs):
             return run
     return None
@@ -261,9 +247,7 @@ def add_baseline(
     missing = []
     for reference in references.values():
         if (
-            run := find_finished_run(
-                study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs
-            )
+            run := find_finished_run(study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs)
         ) is not None:
             runs.append(run)
         else:
@@ -273,9 +257,7 @@ def add_baseline(
     member_text = _format_members(missing)
     problem = "not asked for"
     if train_missing:
-        problem = next(
-            filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), ""
-        )
+        problem = next(filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), "")
     if problem:
         others = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
         return runs, [
@@ -309,9 +291,7 @@ def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> F
     context = RunContext.create(study, reference.pipeline, LOCAL_METHOD)
     backend = "local" if context.may_merge or len(context.sites) == 1 else "mpi"
     options: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "told": True}
-    return FinishedRun.load(
-        study.find_run(train(study, method=LOCAL_METHOD, pipeline_name=name, **options)["run"])
-    )
+    return FinishedRun.load(study.find_run(train(study, method=LOCAL_METHOD, pipeline_name=name, **options)["run"]))
 
 
 def _format_members(runs: Sequence[FinishedRun]) -> str:
@@ -332,9 +312,7 @@ def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     model = pipeline.model
     shared = model.proxy.startswith(SHARED_HEAD)  # a head of all sites, which a local baseline does not have
     proxy = model.private if shared else model.proxy
-    local_pipeline = pipeline.replace_keys(
-        model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True}
-    )
+    local_pipeline = pipeline.replace_keys(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
     return local_pipeline.model_copy(update={"audit": AuditSettings()})
 
 

@@ -95,25 +95,18 @@ def _collect_site_scores(
         task = build_task(run.pipeline.target)
         rows = {row["site"]: row for row in (run.folder.read_evaluation() or {"sites": []})["sites"]}
         for name, by_seed in values.items():
-            if (
-                example_scores := read_example_scores(run.folder.site_folder(name), test_set, task)
-            ) is not None:
+            if (example_scores := read_example_scores(run.folder.site_folder(name), test_set, task)) is not None:
                 by_seed.setdefault(run.seed, {}).update(example_scores)
                 row = rows.get(name, {})
                 noise = (row.get("own", {}) if test_set == "own" else row).get("noise")
                 noises.setdefault((name, run.seed), []).append(noise or {})
     return {
-        name: {
-            seed: _score_folds(example_scores, task, noises[name, seed])
-            for seed, example_scores in by_seed.items()
-        }
+        name: {seed: _score_folds(example_scores, task, noises[name, seed]) for seed, example_scores in by_seed.items()}
         for name, by_seed in values.items()
     }
 
 
-def _score_folds(
-    example_scores: ExampleScores, task: Task, noises: Sequence[Mapping[str, float]]
-) -> SeedScores:
+def _score_folds(example_scores: ExampleScores, task: Task, noises: Sequence[Mapping[str, float]]) -> SeedScores:
     """Return the pooled scores of the folds of one seed, with independent noise.
 
     Where one class is much rarer than others, examples are weighted so that all classes count equally, and the weighted
@@ -139,13 +132,9 @@ def _is_skewed(counts: Mapping[str, int]) -> bool:
 
 
 def _pool_sites(site_scores: Sequence[SeedScores]) -> SeedScores:
-    values = {
-        (*key, str(k)): value for k, scores in enumerate(site_scores) for key, value in scores.values.items()
-    }
+    values = {(*key, str(k)): value for k, scores in enumerate(site_scores) for key, value in scores.values.items()}
     known_noises = [scores.noise for scores in site_scores if scores.noise is not None]
-    return SeedScores(
-        values, site_scores[0].score, sum(known_noises) / len(site_scores) if known_noises else None
-    )
+    return SeedScores(values, site_scores[0].score, sum(known_noises) / len(site_scores) if known_noises else None)
 
 
 def _measure_words(scores_by_seed: _BySeed) -> str:
@@ -177,14 +166,10 @@ def _subtract_scores(scores: _BySeed, other_scores: _BySeed) -> dict[int, SeedSc
     for seed in sorted(scores.keys() & other_scores.keys()):
         a, b = scores[seed].values, other_scores[seed].values
         known_noises = [
-            seed_scores.noise
-            for seed_scores in (scores[seed], other_scores[seed])
-            if seed_scores.noise is not None
+            seed_scores.noise for seed_scores in (scores[seed], other_scores[seed]) if seed_scores.noise is not None
         ]
         values = {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
-        differences[seed] = SeedScores(
-            values, scores[seed].score, hypot(*known_noises) if known_noises else None
-        )
+        differences[seed] = SeedScores(values, scores[seed].score, hypot(*known_noises) if known_noises else None)
     return differences
 
 
@@ -201,9 +186,7 @@ def _estimate_gap_closed(gains: _BySeed, pooled_gains: _BySeed, pooled_gain: Est
     gain_values, weights, patients, noise = _stack_arrays(gains, keys)
     pooled_values, pooled_weights, *_ = _stack_arrays(pooled_gains, keys)
     relative = None if noise is None else noise / pooled_gain.mean
-    return estimate_ratio(
-        gain_values * weights, pooled_values * pooled_weights, patients, relative, weights[0]
-    )
+    return estimate_ratio(gain_values * weights, pooled_values * pooled_weights, patients, relative, weights[0])
 
 
 def _common_keys(all_scores: Iterable[SeedScores]) -> list[Key]:
@@ -221,9 +204,5 @@ def _stack_arrays(
     seeds = sorted(runs)
     pairs = np.array([[runs[seed].values[key] for key in keys] for seed in seeds])
     known_noises = [runs[seed].noise for seed in seeds]
-    noise = (
-        None
-        if all(value is None for value in known_noises)
-        else np.array([value or 0.0 for value in known_noises])
-    )
+    noise = None if all(value is None for value in known_noises) else np.array([value or 0.0 for value in known_noises])
     return pairs[:, :, 0], pairs[:, :, 1], np.array(["\n".join(key[:2]) for key in keys]), noise

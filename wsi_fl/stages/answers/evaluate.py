@@ -135,9 +135,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     predicts = receivers and receivers["sites"]
     if not any(len(part) for part, _ in parts.values()) and not predicts:
         command = context.kind.tiling_command
-        raise WsiFlError(
-            f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0"
-        )
+        raise WsiFlError(f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0")
     rows, tables = [], []
     finishers = [site for site in sites if site.name not in lost]
     for index, site in enumerate(finishers):
@@ -152,9 +150,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     several, task = merged and len(rows) > 1, context.task
     aggregated: _AggregatedScores | None = None
     if several and task.kind == "classes":  # a site weighs its training rows
-        rules = score_voting_rules(
-            [site_table.model_predictions for site_table in tables], tables[0].truth, weights
-        )
+        rules = score_voting_rules([site_table.model_predictions for site_table in tables], tables[0].truth, weights)
         aggregated = {"rule": read_setting(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
     part_scores = None
     if merged:
@@ -167,8 +163,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "scores": list(task.scores),
         "examples": context.example_plural,
         "model": pipeline.predict.model,
-        "shared": several
-        and all(row["model"] == available_models(context.method).get("shared") for row in rows),
+        "shared": several and all(row["model"] == available_models(context.method).get("shared") for row in rows),
         "merged": _summarize_sites(rows, task) if merged else None,
         "internal": _summarize_sites([row["own"] for row in rows], task),
         "external": _summarize_sites([row["external"] for row in rows], task) if several else None,
@@ -236,13 +231,10 @@ def _evaluate_site(
         "predictions": compute_seal(folder),
         **(measure_scores(table) | {"noise": noise_sds and noise_sds[0]} if merged else local_scores),
         "own": local_scores,
-        "external": other_table.compute_scores() | {"tumor_types": score_tumor_types(other_table)}
-        if merged
-        else None,
+        "external": other_table.compute_scores() | {"tumor_types": score_tumor_types(other_table)} if merged else None,
         "parts": {name: part.compute_scores() for name, part in table.group_by("part").items()},
         "models": {
-            model: _score_model(table, model) | {"own": _score_model(local_table, model)}
-            for model in table.predictions
+            model: _score_model(table, model) | {"own": _score_model(local_table, model)} for model in table.predictions
         },
     }
     return row, table
@@ -257,9 +249,7 @@ def _score_released_heads(context: RunContext, parts: Mapping[str, _TestExamples
             head = models.models["shared"]
             assert isinstance(head, SharedHead)
             predictions = predict_examples(head.solve_released_head(), part, models.device)
-            rows.append(
-                {"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)}
-            )
+            rows.append({"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)})
     return rows
 
 
@@ -277,10 +267,7 @@ def _evaluate_receivers(context: RunContext, released: Sequence[Mapping[str, Any
             has_truth=False,
         )
         rows.append({"site": name, "n": len(table), "model": table.model})
-    values = {
-        score: [value for row in released if (value := row[score]) is not None]
-        for score in context.task.scores
-    }
+    values = {score: [value for row in released if (value := row[score]) is not None] for score in context.task.scores}
     expected = {
         score: {"mean": float(np.mean(sites_scores)), "low": min(sites_scores), "high": max(sites_scores)}
         for score, sites_scores in values.items()
@@ -317,8 +304,7 @@ def _noise_effect(
         [predict_with_models(heads, part, models.device) for part, _ in parts.values() if len(part)], axis=1
     )
     ensembles = (
-        combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack)
-        for proxy in predictions
+        combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack) for proxy in predictions
     )
     tables = [replace(table, predictions={table.model: values}) for values in ensembles]
     return _score_deviations([redrawn.compute_scores() for redrawn in tables]), _score_deviations(
@@ -374,9 +360,7 @@ def _predict_site(
         model=models.ensemble,
         predictions={answer: combine_predictions(by_role, answer, models.stack) for answer in available},
         outputs=data.classes,
-        extra_columns={
-            name: np.concatenate([about[name] for _, about in parts.values()]) for name in columns
-        },
+        extra_columns={name: np.concatenate([about[name] for _, about in parts.values()]) for name in columns},
     )
     write_predictions(folder, table, has_truth=has_truth)
     return models, table
@@ -440,9 +424,7 @@ def _load_external_patches(context: RunContext, name: str, classes: tuple[str, .
     if name in context.names:
         raise UsageError(f"evaluate.external: site {name} took part in the run")
     if not site.allows("patches"):
-        raise UsageError(
-            f'sites/{name}.toml: evaluate.external reads its patches; add allow = ["patches"] if it may'
-        )
+        raise UsageError(f'sites/{name}.toml: evaluate.external reads its patches; add allow = ["patches"] if it may')
     data = context.open_data(name)
     if (other_classes := data.classes) != classes:
         raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(other_classes)}")
@@ -507,9 +489,7 @@ def _render_table(document: Evaluation) -> TextTable:
             None,
             format_cells("all", sites[0]),
         ]
-        return TextTable(
-            f"the shared model on each site's part and the merged test set ({examples})", headings, rows
-        )
+        return TextTable(f"the shared model on each site's part and the merged test set ({examples})", headings, rows)
     test_set = "merged test set" if document["merged"] is not None else "local test set"
     several = any(row["model"] != "private" for row in sites)
     rows = [

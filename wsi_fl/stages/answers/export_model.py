@@ -67,9 +67,7 @@ class ExportRequest:
     def accounts(self) -> dict[str, dict[str, Any]]:
         """The final privacy accounts of the sites of its training patients whose part of the run is here."""
         folders = {name: self.context.run.site_folder(name) for name in self.site_names}
-        return {
-            name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()
-        }
+        return {name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()}
 
     @property
     def has_guarantee(self) -> bool:
@@ -141,9 +139,7 @@ def export_model(
         _require_allowed(request, private=private)
         folder = out or run.path / "exports" / form / f"{request.site.name}-{model_name}"
         build_arguments = (request.facts["classes"], request.shape, torch.device("cpu"))
-        models = load_prediction_models(
-            run, context.pipeline, request.site, *build_arguments, all_roles=True
-        ).models
+        models = load_prediction_models(run, context.pipeline, request.site, *build_arguments, all_roles=True).models
         network = strip_local_statistics(models[request.role]).eval().requires_grad_(False)
         for card_file in _CARD_FILES:  # no card of another model
             (folder / card_file).unlink(missing_ok=True)
@@ -151,9 +147,7 @@ def export_model(
         card = build_card(request, result, folder)
     write_json(folder / "model_card.json", card)
     write_text(folder / "MODEL_CARD.md", _render_card(card))
-    run.site_folder(request.site.name).log(
-        f"export: the {model_name} model as {form}, {', '.join(card['files'])}"
-    )
+    run.site_folder(request.site.name).log(f"export: the {model_name} model as {form}, {', '.join(card['files'])}")
     return {
         "run": study.relative_path(run.path),
         "site": request.site.name,
@@ -187,12 +181,8 @@ def find_model(context: RunContext, model_name: str, site_name: str | None) -> E
     role = models[model_name]
     if site_name is None and model_name == "private":
         raise UsageError("--model private: every site has one; add --site NAME")
-    sites_with_model = [
-        name for name in context.names if (run.site_folder(name).path / f"{role}.safetensors").exists()
-    ]
-    candidates = [
-        name for name in sites_with_model if name not in context.sites_lost and site_name in (None, name)
-    ]
+    sites_with_model = [name for name in context.names if (run.site_folder(name).path / f"{role}.safetensors").exists()]
+    candidates = [name for name in sites_with_model if name not in context.sites_lost and site_name in (None, name)]
     if not candidates:
         raise UsageError(
             f"{run.name}: no {model_name} model of {site_name or 'any site'} here; "
@@ -212,9 +202,7 @@ def _require_allowed(request: ExportRequest, *, private: bool) -> None:
     site = request.site
     if request.model_name == "private":
         if not private:
-            raise UsageError(
-                "--model private: it may have memorised patients; add --private if it may leave the site"
-            )
+            raise UsageError("--model private: it may have memorised patients; add --private if it may leave the site")
         if not site.allows("private_model"):
             raise UsageError(
                 f"sites/{site.name}.toml: a real hospital's private model may leave only if this file allowed it when "
@@ -373,28 +361,19 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
         fields["benefit"] = next((baseline["gain"] for baseline in rows if baseline.get("gain")), None)
     if is_head_only:
         released_rows = [
-            row
-            for row in evaluation.get("global_head") or []
-            if context.find_site(row["site"]).allows("scores")
+            row for row in evaluation.get("global_head") or [] if context.find_site(row["site"]).allows("scores")
         ]
         parts = [{"on": f"the test part of {row['site']}", "intervals": None} | row for row in released_rows]
         fields["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
         return fields
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
-    if (
-        row
-        and request.site.allows("scores")
-        and not is_head_only
-        and (model := row["models"].get(request.role))
-    ):
+    if row and request.site.allows("scores") and not is_head_only and (model := row["models"].get(request.role)):
         is_ensemble, scores = row["model"] == request.role, evaluation["scores"]
         test_sets = {"the test parts of all sites": (model, row)} if merged else {}
         test_sets["the test part of its site"] = (model["own"], row["own"])
         parts = []
         for on, (model_scores, site_scores) in test_sets.items():
-            ensemble_values = {
-                name: site_scores.get(name) if is_ensemble else None for name in ("n", "intervals")
-            }
+            ensemble_values = {name: site_scores.get(name) if is_ensemble else None for name in ("n", "intervals")}
             model_values = {name: model_scores.get(name) for name in scores} | (
                 {} if model_scores.get("n") is None else {"n": model_scores["n"]}
             )
@@ -453,9 +432,7 @@ def _render_card(card: Mapping[str, Any]) -> str:
     if gain:
         ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
         score_text = f"In the run federation{ensemble_note} reached {format_number(gain['federated']['mean'], 2)} in {gain['measure']}"
-        benefit_text = worth.build_benefit_finding(
-            gain, score_text, "local models without differential privacy"
-        ).text
+        benefit_text = worth.build_benefit_finding(gain, score_text, "local models without differential privacy").text
     context = {
         "card": card,
         "warning": _warning_text(card),

@@ -67,9 +67,7 @@ def predict(
     take_threads(job.threads)
     names = [slide_name(path) for path in slides]  # as in a store
     if duplicates := [name for name, n in Counter(names).items() if n > 1]:
-        raise UsageError(
-            f"two slides have the name {duplicates[0]}; predict them one after the other with --out"
-        )
+        raise UsageError(f"two slides have the name {duplicates[0]}; predict them one after the other with --out")
     predictor = job.run_on_ranks(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
     scale = mpp or predictor.site.mpp_override
@@ -80,9 +78,7 @@ def predict(
 
     def predict_share(local_records: list[SlideRecord]) -> Iterator[dict[str, Any]]:
         for k, record in enumerate(local_records):
-            yield _predict_or_report(
-                predictor, record, folder, NestedProgress(progress, k, len(local_records))
-            )
+            yield _predict_or_report(predictor, record, folder, NestedProgress(progress, k, len(local_records)))
 
     outcomes = job.share_items(records, predict_share)
     if not job.is_first:
@@ -99,9 +95,7 @@ def predict(
     }
 
 
-def _predict_or_report(
-    predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
-) -> dict[str, Any]:
+def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
     """Predict a slide; return its row, or the reason of the failure."""
     try:
         return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
@@ -113,9 +107,7 @@ def _predict_or_report(
     return {"failed": {"slide": record.slide, "reason": reason}}
 
 
-def _predict_slide(
-    predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
-) -> dict[str, Any]:
+def _predict_slide(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
     """Write all files of one slide and return its row; without a slide or coordinates there is no heatmap."""
     watcher.update(record.site, 0, 1, record.slide)
     study, patches = predictor.study, predictor.load_patches(record, watcher)

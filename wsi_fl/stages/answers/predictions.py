@@ -90,9 +90,7 @@ def compute_seal(folder: SiteFolder) -> TableSeal:
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def read_predictions(
-    folder: SiteFolder, task: Task = CLASSES, model: str | None = None
-) -> PredictionTable | None:
+def read_predictions(folder: SiteFolder, task: Task = CLASSES, model: str | None = None) -> PredictionTable | None:
     """Return the predictions of a site's model for its test examples; None without any of this task or model.
 
     Args:
@@ -117,9 +115,7 @@ def read_predictions(
     model_name = rows[0][_MODEL_COLUMN] if rows else "private"
     try:
         truth_values = _parse_truth(np.stack([columns[name] for name in truth], axis=1), outputs, task)
-        values = np.stack([columns[output_column.format(name)] for name in outputs], axis=1).astype(
-            np.float64
-        )
+        values = np.stack([columns[output_column.format(name)] for name in outputs], axis=1).astype(np.float64)
     except (KeyError, ValueError) as error:
         raise _table_error(folder, f"holds an invalid prediction ({error})") from None
     table = PredictionTable(
@@ -201,9 +197,7 @@ def _table_error(folder: SiteFolder, problem: str) -> WsiFlError:
 def _load_evaluation_row(folder: SiteFolder) -> dict[str, Any]:
     """Return the row of a site in the run's evaluation; {} without one."""
     run = RunFolder(folder.path.parent.parent)
-    return _load_evaluation_rows(run.path, _modification_time(run.path / "evaluation.json")).get(
-        folder.path.name, {}
-    )
+    return _load_evaluation_rows(run.path, _modification_time(run.path / "evaluation.json")).get(folder.path.name, {})
 
 
 def _modification_time(path: Path) -> int | None:
@@ -235,9 +229,7 @@ def read_example_scores(folder: SiteFolder, on: str, task: Task = CLASSES) -> Ex
     values = task.example_scores(table.model_predictions, table.truth)
     if values is None:
         return None
-    name_rows = zip(
-        table.part, table.patient, table.slide, table.patient, *table.extra_columns.values(), strict=True
-    )
+    name_rows = zip(table.part, table.patient, table.slide, table.patient, *table.extra_columns.values(), strict=True)
     keys, occurrences = [], Counter[Key]()  # folds of another seed have the same examples on other rows
     for names in name_rows:
         name = tuple(map(str, names))

@@ -161,20 +161,14 @@ class SlidePrediction:
             return self.attention / max(float(self.attention.max()), np.finfo(np.float64).tiny)
         if isinstance(self.task, NumberTask):
             return (self.patch_values[:, 0] - self.task.low) / (self.task.high - self.task.low)
-        return (
-            1 - self.patch_values[:, -1]
-            if self.task.kind == "survival"
-            else self.patch_values[:, self._best_class]
-        )
+        return 1 - self.patch_values[:, -1] if self.task.kind == "survival" else self.patch_values[:, self._best_class]
 
     @property
     def columns(self) -> dict[str, _Floats]:
         """The columns of a table of patches: heading → float64[m]."""
         attention = {} if self.attention is None else {"attention": self.attention}
         heading = COLUMNS[self.task.kind][1]
-        return attention | {
-            heading.format(name): self.patch_values[:, k] for k, name in enumerate(self.names)
-        }
+        return attention | {heading.format(name): self.patch_values[:, k] for k, name in enumerate(self.names)}
 
 
 @dataclass(frozen=True)
@@ -235,9 +229,7 @@ class Predictor:
 
     def load_patches(self, record: SlideRecord, watcher: Watcher) -> SlidePatches:
         """Return the patches of a slide or of its mosaic."""
-        return (
-            self._load_mosaic(record) if self.kind.data == "mosaics" else self._cut_patches(record, watcher)
-        )
+        return self._load_mosaic(record) if self.kind.data == "mosaics" else self._cut_patches(record, watcher)
 
     def _load_mosaic(self, record: SlideRecord) -> SlidePatches:
         """Return a mosaic from the site's store, else computed with the run's parameters and encoder."""
@@ -246,14 +238,10 @@ class Predictor:
             bag = self.store.read_bag(row)
             path = None if self._has_imported_features and path and path.suffix in _FEATURE_SUFFIXES else path
         elif path is None:
-            raise WsiFlError(
-                f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics"
-            )
+            raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
         else:
             self._require_encoder(record)
-            bag_maker = MosaicBuilder(
-                self.study, self.pipeline, self.site.name, self.encoder, threads_per_rank()
-            )
+            bag_maker = MosaicBuilder(self.study, self.pipeline, self.site.name, self.encoder, threads_per_rank())
             bag_maker.spec, bag_maker.params = self.meta.spec, replace(bag_maker.params, **self.meta.recipe)
             bag = bag_maker.build_bag(replace(record, path=path))
         image = self._load_image(record, path) if path and bag.has_places else None
@@ -332,9 +320,7 @@ class Predictor:
     def predict_slide(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:
         """Return the prediction of a bag by models of slides or patients, among the classes of its tumour type."""
         task, features = build_task(self.pipeline.target), bag.features
-        allowed = find_allowed_classes(
-            np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types
-        )[0]
+        allowed = find_allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
         slide = self.kind.example == "slide"
         slide_features = features if slide else features.mean(axis=0, dtype=np.float64)[None]
 
@@ -359,8 +345,7 @@ class Predictor:
         """Return the attention float64[m], the mean over models; None if a model of the ensemble has none."""
         x = torch.from_numpy(pack_bags([bag.features])).to(self.models.device)
         weights = [
-            model.patch_attention(x) if isinstance(model, BagModel) else None
-            for model in self.models.ensemble_models
+            model.patch_attention(x) if isinstance(model, BagModel) else None for model in self.models.ensemble_models
         ]
         attentions = [weight[0].double().cpu().numpy() for weight in weights if weight is not None]
         return np.mean(attentions, axis=0) if len(attentions) == len(weights) else None
@@ -408,9 +393,7 @@ def load_predictor(
     kind, facts = find_example_kind(pipeline), run.site_folder(site.name).store_facts()
     meta = _bag_meta_of_run(site.name, facts)
     if kind.data != "mosaics" and (meta.spec.mpp <= 0 or facts.get("channels", 3) != 3):
-        raise UsageError(
-            f"site {site.name}: {run.name} learned from images, not slides; predict reads slides"
-        )
+        raise UsageError(f"site {site.name}: {run.name} learned from images, not slides; predict reads slides")
     if tumor_type is not None and kind.data != "mosaics":
         raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
     if tumor_type is not None and tumor_type not in meta.tumor_types:
@@ -452,7 +435,5 @@ def _find_slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path 
     if record.path.exists():
         return record.path
     name = compose_text(record.path.name)
-    matches = (
-        path for path in list_slides(study, site) if name in (compose_text(path.name), slide_name(path))
-    )
+    matches = (path for path in list_slides(study, site) if name in (compose_text(path.name), slide_name(path)))
     return next(matches, None)

@@ -75,18 +75,12 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
         else [site for site in sites_with_store if site.allows("patches")]
     )
     site_data = {site.name: context.open_data(site.name) for site in (pictured or sites_with_store[:1])}
-    with_pixels = {
-        site.name: store for site in pictured if isinstance(store := site_data[site.name].store, PatchStore)
-    }
+    with_pixels = {site.name: store for site in pictured if isinstance(store := site_data[site.name].store, PatchStore)}
     own_run = FinishedRun.load(run.path)
-    site_folders = [
-        run.site_folder(path.parent.name) for path in sorted(run.path.glob("sites/*/ledger.json"))
-    ]
+    site_folders = [run.site_folder(path.parent.name) for path in sorted(run.path.glob("sites/*/ledger.json"))]
     ledgers = {place.path.name: place.read_account() for place in site_folders}
     clinical_options = {  # as in the last `clinical`
-        name: value
-        for name, value in (run.read_clinical() or {}).items()
-        if name in ("prevalence", "by", "least")
+        name: value for name, value in (run.read_clinical() or {}).items() if name in ("prevalence", "by", "least")
     }
     return Page(
         run=run.name,
@@ -113,9 +107,7 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
     )
 
 
-def _collect_pictures(
-    context: RunContext, stores: dict[str, PatchStore], *, of_patients: bool
-) -> dict[str, Any]:
+def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
     """Return the page's pictures and values of single patients, the omitted ones, and the sites of shown patients.
 
     Images of a denoiser that was trained on patients count as pictures of them.
@@ -135,9 +127,7 @@ def _collect_pictures(
         folder = study.store_path(name).parent / "overview"
         if overviews := {slide: path for slide in store.slides if (path := folder / f"{slide}.png").exists()}:
             makers_by_kind["overviews"][name] = partial(_read_pictures, overviews)
-    real = {
-        kind: [name for name in makers if name not in simulated] for kind, makers in makers_by_kind.items()
-    }
+    real = {kind: [name for name in makers if name not in simulated] for kind, makers in makers_by_kind.items()}
     hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
     pictures = {
         kind: {name: make() for name, make in makers.items() if name not in hidden.get(kind, ())}
@@ -157,10 +147,7 @@ def _collect_values(context: RunContext) -> dict[str, tuple[NDArray[np.float64],
     """
     if context.task.kind == "classes":
         return {}
-    tables = {
-        site.name: read_predictions(context.run.site_folder(site.name), context.task)
-        for site in context.members
-    }
+    tables = {site.name: read_predictions(context.run.site_folder(site.name), context.task) for site in context.members}
     local_tables = {name: table.local_rows for name, table in tables.items() if table is not None}
     return {
         name: (table.truth.reshape(len(table), -1), table.model_predictions)
@@ -179,14 +166,10 @@ def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[dict
         evaluation = other.folder.read_evaluation()
         if other.folder.name == context.run.name or not evaluation or evaluation["merged"] is None:
             continue
-        if tuple(evaluation["scores"]) != context.task.scores or _test_set_key(other) != _test_set_key(
-            reference
-        ):
+        if tuple(evaluation["scores"]) != context.task.scores or _test_set_key(other) != _test_set_key(reference):
             continue
         key = "mpcpa.per_class"
-        if other.method == "mpcpa" and read_setting(other.pipeline, key) != read_setting(
-            context.pipeline, key
-        ):
+        if other.method == "mpcpa" and read_setting(other.pipeline, key) != read_setting(context.pipeline, key):
             continue  # a point of the curve over generated images
         sites = other.summary["sites"]
         epsilons, guarantee = [row["epsilon"] for row in sites], sites[0]["guarantee"]

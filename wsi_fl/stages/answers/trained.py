@@ -28,9 +28,7 @@ _CHANGEABLE_SETTINGS = ("predict.", "features.weights=", "mosaic.weights=")
 
 def load_run_settings(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
     """Return the configuration of a run with `predict.KEY=VALUE` and paths of encoder weights overridden."""
-    if refused := [
-        override for override in overrides if not override.strip().startswith(_CHANGEABLE_SETTINGS)
-    ]:
+    if refused := [override for override in overrides if not override.strip().startswith(_CHANGEABLE_SETTINGS)]:
         raise UsageError(
             f"--set {refused[0]}: the configuration of a run is fixed; only predict.*, features.weights and "
             "mosaic.weights can be changed"
@@ -76,18 +74,12 @@ def available_models(method: Method) -> dict[str, str]:
         return {"private": "private", "shared": "shared"}
     if "proxy" in method.learners:
         return {"private": "private", "proxy": "proxy"}
-    return {
-        "shared"
-        if method.learns_from == "everybody" or method.mixing_role == "private"
-        else "private": "private"
-    }
+    return {"shared" if method.learns_from == "everybody" or method.mixing_role == "private" else "private": "private"}
 
 
 def is_trained_with_dp(context: RunContext, role: str) -> bool:
     """Return whether the models of a role are trained with differential privacy."""
-    return context.pipeline.privacy.enabled and (
-        role in COMMON or not {*COMMON} & context.method.learners.keys()
-    )
+    return context.pipeline.privacy.enabled and (role in COMMON or not {*COMMON} & context.method.learners.keys())
 
 
 def _find_roles(run: RunFolder, site: str) -> Set[str]:
@@ -109,19 +101,13 @@ def choose_ensemble(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     if choice == "auto":
         return run.site_folder(site).choice() or "private"
     if choice == LOCAL not in available and not METHODS[run.manifest["method"]].is_oneshot:
-        raise UsageError(
-            f"{run.name}: trained with train.local_baseline = false, so it has no local model of {site}"
-        )
+        raise UsageError(f"{run.name}: trained with train.local_baseline = false, so it has no local model of {site}")
     if choice == ENSEMBLE and _load_stack(run, site) is None:
         raise UsageError(
             f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no "
             "ensemble weights; train with one of them, or use private, proxy or mean"
         )
-    return (
-        choice
-        if choice == ENSEMBLE or set(roles_of_choice(choice, there=available)) <= available
-        else "private"
-    )
+    return choice if choice == ENSEMBLE or set(roles_of_choice(choice, there=available)) <= available else "private"
 
 
 def _load_stack(run: RunFolder, site: str) -> Ensemble | None:
@@ -143,9 +129,7 @@ def load_prediction_models(
     """Load the models of a site's ensemble; with `all_roles`, all its models."""
     ensemble, stack = choose_ensemble(run, pipeline, site.name), _load_stack(run, site.name)
     loaded_roles = (
-        _find_roles(run, site.name)
-        if all_roles
-        else roles_of_choice(ensemble, stack, _find_roles(run, site.name))
+        _find_roles(run, site.name) if all_roles else roles_of_choice(ensemble, stack, _find_roles(run, site.name))
     )
     models, travels = {}, find_method(run.manifest["method"], pipeline).mixing_role
     for role in loaded_roles:

@@ -178,9 +178,7 @@ class BagBuilder(Generic[_Item]):
                 )
             to_read = ((plan, () if isinstance(plan, Outcome) else plan[1].read_pixels()) for plan in plans)
             encoded = stack.enter_context(closing(encode_items(to_read, self.encoder)))
-            yield from stack.enter_context(
-                closing(map_in_order(self._write_shard, encoded, threads=1, ahead=1))
-            )
+            yield from stack.enter_context(closing(map_in_order(self._write_shard, encoded, threads=1, ahead=1)))
 
     def _plan_slide(self, item: _Item) -> tuple[str, _SelectedPatches] | Outcome:
         """Select the patches of a slide, unless its shard is current."""
@@ -208,9 +206,7 @@ class BagBuilder(Generic[_Item]):
         def write_selected() -> Outcome:
             if encoded.error is not None:
                 raise encoded.error
-            unread = tuple(
-                (*selected.xy_l0[row].tolist(), selected.unread[row]) for row in sorted(selected.unread)
-            )
+            unread = tuple((*selected.xy_l0[row].tolist(), selected.unread[row]) for row in sorted(selected.unread))
             bag = selected.build_bag(encoded.features)
             note = "; ".join(filter(None, (selected.note, *sorted(selected.damage))))
             shard = BagShard(
@@ -238,9 +234,7 @@ class BagBuilder(Generic[_Item]):
 
 def _shard_outcome(shard: BagShard, encoded: int = 0, spent: dict[str, float] | None = None) -> Outcome:
     n = len(shard.bag.features)
-    return Outcome(
-        shard.slide, n, unread_note(shard.unread, n + len(shard.unread)), shard.note, encoded, spent or {}
-    )
+    return Outcome(shard.slide, n, unread_note(shard.unread, n + len(shard.unread)), shard.note, encoded, spent or {})
 
 
 class MosaicBuilder(BagBuilder[SlideRecord]):
@@ -275,11 +269,7 @@ class MosaicBuilder(BagBuilder[SlideRecord]):
             quickhash, mpp = slide.quickhash, slide.mpp
         size = item.path.stat().st_size if item.path.is_file() else 0
         params, masks = self.params, self.params.tissue.masks
-        tissue = (
-            digest_mask(Path(masks), item.slide) + (params.tissue.origin or "")
-            if masks
-            else params.tissue.method
-        )
+        tissue = digest_mask(Path(masks), item.slide) + (params.tissue.origin or "") if masks else params.tissue.method
         choice = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
         patches = (self.reader, self.spec.size_px, self.spec.mpp)
         return stored.bag_fingerprint(
@@ -341,9 +331,7 @@ class _SiteMosaicBuilder(MosaicBuilder):
     ) -> None:
         super().__init__(listed.study, listed.pipeline, listed.site.name, encoder, threads)
         self.listed, self.excluded = listed, [*listed.excluded, *excluded]
-        self.marks = {
-            record.slide: frozenset({files[record.path]}) for record in records if record.path in files
-        }
+        self.marks = {record.slide: frozenset({files[record.path]}) for record in records if record.path in files}
         fraction = listed.pipeline.slides.test_fraction
         with_split = assign_splits(records, test_fraction=fraction, marks=self.marks)
         self.items, leaks = drop_leaks(with_split, self.marks)
@@ -359,9 +347,7 @@ class _SiteMosaicBuilder(MosaicBuilder):
         table = sources.build_bag_table(records, pipeline.subtypes, listed.site)
         subtypes = {tumor_type: tuple(names) for tumor_type, names in pipeline.subtypes.items()}
         classes = sources.store_classes(listed.site, subtypes)
-        meta = BagMeta(
-            self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _mosaic_recipe(pipeline)
-        )
+        meta = BagMeta(self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _mosaic_recipe(pipeline))
         mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
         stored.write_bags(self.path, meta, table, [shard.bag for shard in shards], mpp_l0)
         return sources.build_mosaic_row(
@@ -400,9 +386,7 @@ class _FeatureBuilder(BagBuilder[str]):
 
     def compute_fingerprint(self, item: str) -> str:
         patches = str(self.store.open_shard(item).attrs["fingerprint"])
-        return stored.bag_fingerprint(
-            item, patches, len(self._slide_rows(item)), short_label(self.encoder.label)
-        )
+        return stored.bag_fingerprint(item, patches, len(self._slide_rows(item)), short_label(self.encoder.label))
 
     def select_patches(self, item: str) -> _SelectedPatches:
         rows = self._slide_rows(item)
@@ -421,9 +405,7 @@ class _FeatureBuilder(BagBuilder[str]):
         """Write the store from all shards, one slide in memory at a time."""
         store, patches = self.store.meta, self.store.table
         recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
-        meta = BagMeta(
-            self.site, store.classes, self.encoder.label, self.spec, "features", {}, recipe, store.generator
-        )
+        meta = BagMeta(self.site, store.classes, self.encoder.label, self.spec, "features", {}, recipe, store.generator)
         table, sizes = stored.group_bags(patches)
         bags = (stored.read_bag_shard(self.shard_path(str(slide))).bag for slide in table.slide)
         stored.write_bags(self.path, meta, table, bags, sizes=sizes, patches=patches)
@@ -449,8 +431,7 @@ def make_mosaics(study: Study, *, watcher: Watcher | None = None, **scope: Unpac
     def list_builders(job: RankJob) -> Iterator[BagBuilder[SlideRecord]]:
         listed = sources.list_slides(study, job, **scope)
         records_by_site = [
-            sources.select_labelled(slides.records, slides.pipeline.subtypes, slides.site)
-            for slides in listed
+            sources.select_labelled(slides.records, slides.pipeline.subtypes, slides.site) for slides in listed
         ]
         pipeline, settings = listed[0].pipeline, listed[0].pipeline.mosaic
         if unusual := resolution_warning(settings.encoder, settings.size_px, settings.mpp):
@@ -495,11 +476,7 @@ def _build_all_stores(
     for builder in builders:
         progress.update(builder.site, 0, len(builder.items))
     results = [result for builder in builders if (result := builder.build_store(job, progress))]
-    return (
-        {"sites": [row for row, _ in results], "speed": [speed for _, speed in results]}
-        if job.is_first
-        else {}
-    )
+    return {"sites": [row for row, _ in results], "speed": [speed for _, speed in results]} if job.is_first else {}
 
 
 def render_feature_lines(document: BagsDocument) -> Lines:

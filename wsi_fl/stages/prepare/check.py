@@ -69,9 +69,7 @@ def check_sites(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
             else "`wsi-fl import` for features, `wsi-fl partition` for images"
         )
         raise WsiFlError(f"nothing is stored yet; run {command}")
-    copies = list(
-        dict.fromkeys(line for site_scans in scans.values() for line in describe_shared(site_scans))
-    )
+    copies = list(dict.fromkeys(line for site_scans in scans.values() for line in describe_shared(site_scans)))
     return {
         "sites": rows,
         "copies": copies,
@@ -90,9 +88,7 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
         if (cause := explain_unavailable(error)) or isinstance(error, FileUnavailable):
             unavailable.append(f"{site}: {cause}" if cause else str(error))
         else:
-            damaged.append(
-                str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})"
-            )
+            damaged.append(str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})")
 
     step_lists: list[Iterator[list[_Step]]] = []
     store_scans: dict[str, list[Scan]] = {}
@@ -105,9 +101,7 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             step_lists.append(part(study, site, store_scans))
         elif drop_companions((path.parent / shards).glob("*.h5")):
             n_read += 1
-            damaged.append(
-                f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
-            )
+            damaged.append(f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again")
     step_lists += [
         plugin_steps(study, site) for plugin_steps in load_entries("wsi_fl.checks").values()
     ]  # of extensions
@@ -127,9 +121,7 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             record_damage(error)
     for kind, kind_scans in store_scans.items():
         scans.setdefault(kind, []).extend(kind_scans)
-    copies = list(
-        dict.fromkeys(line for kind_scans in store_scans.values() for line in describe_copies(kind_scans))
-    )
+    copies = list(dict.fromkeys(line for kind_scans in store_scans.values() for line in describe_copies(kind_scans)))
     seconds = time.perf_counter() - start
     return {
         "site": site,
@@ -161,9 +153,7 @@ def _read_slide(store: PatchStore, slide: str) -> None:
 def _bag_steps(data: str, study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[list[_Step]]:
     with open_bags(study, site, data) as store:
         scans[data] = list_scans(store)
-        steps: list[_Step] = [
-            (str(slide), partial(store.read_bag, k)) for k, slide in enumerate(store.table.slide)
-        ]
+        steps: list[_Step] = [(str(slide), partial(store.read_bag, k)) for k, slide in enumerate(store.table.slide)]
         shards = drop_companions((store.path.parent / data).glob("*.h5"))
         yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]
 

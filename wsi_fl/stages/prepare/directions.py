@@ -141,14 +141,10 @@ def build_projection(
 def _list_files(sources: Sequence[Path]) -> list[Path]:
     """Return the named files and slide folders, and those directly in named folders."""
     file_lists = (
-        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path]
-        for path in sources
+        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path] for path in sources
     )
     return [
-        file
-        for files in file_lists
-        for file in files
-        if file.is_file() or file in sources or is_slide_folder(file)
+        file for files in file_lists for file in files if file.is_file() or file in sources or is_slide_folder(file)
     ]
 
 

@@ -65,9 +65,7 @@ def _find_weights(study: Study, pipeline_name: str | None) -> dict[str, Path]:
             raise
         return {}
     sections = (pipeline.mosaic, pipeline.encoder_settings)
-    weight_files = {
-        section.encoder: study.resolve(section.weights) for section in sections if section.weights
-    }
+    weight_files = {section.encoder: study.resolve(section.weights) for section in sections if section.weights}
     return {name: path for name, path in weight_files.items() if path.is_file()}
 
 

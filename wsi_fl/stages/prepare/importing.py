@@ -127,9 +127,7 @@ def import_features(
         scales = [slide.mpp_l0 for slide in slides]
         mpp_l0 = None if None in scales else np.array(scales, np.float64)
         bags = _reread_bags(slides, layout, progress, site, len(records))
-        write_bags(
-            study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides]
-        )
+        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides])
     row = sources.build_mosaic_row(
         study,
         meta,
@@ -154,9 +152,7 @@ def _assign_splits(
     records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
     by_slide = {record.slide: record for record in records}
     split_slides = [
-        replace(slide, record=by_slide[slide.record.slide])
-        for slide in slides
-        if slide.record.slide in by_slide
+        replace(slide, record=by_slide[slide.record.slide]) for slide in slides if slide.record.slide in by_slide
     ]
     return split_slides, leaks, describe_copies(list_scans([slide.record for slide in split_slides], marks))
 
@@ -226,9 +222,7 @@ def _require_facts(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> None
         ("patch size", "--patch-px", "size_px", facts.patch_px),
         ("resolution", "--mpp", "mpp", facts.mpp),
     )
-    missing = {
-        fact: option for fact, option, name, value in needed if value is None and name not in fact_names
-    }
+    missing = {fact: option for fact, option, name, value in needed if value is None and name not in fact_names}
     if missing:
         complaint = f"{slides[0].path.name} and the others do not say their {', '.join(missing)}"
         raise UsageError(f"{complaint}; add {', '.join(missing.values())}")
@@ -273,18 +267,14 @@ def _resolve_mpp(slides: Sequence[_ImportedSlide], option_mpp: float | None) -> 
 def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[_ImportedSlide], option: str) -> Any:
     """Return the value of the files, or that of the option where they have none; UsageError where both differ."""
     if file_value is not None and option_value is not None and not _is_same(file_value, option_value):
-        advice = (
-            f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
-        )
+        advice = f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
         raise UsageError(
             f"{option} {option_value}: {slides[0].path.name} says {file_value}; leave {option} out{advice}"
         )
     return option_value if file_value is None else file_value
 
 
-def _require_equal(
-    slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]
-) -> Any:
+def _require_equal(slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]) -> Any:
     """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
     values = [(slide.record.slide, value) for slide in slides if (value := read_value(slide)) is not None]
     for slide, value in values:
@@ -352,6 +342,4 @@ def render_feature_export(document: dict[str, Any]) -> Lines:
     """Yield the places of the files, and a hint for CLAM."""
     yield TextLine(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:
-        yield TextLine(
-            "  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set"
-        )
+        yield TextLine("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

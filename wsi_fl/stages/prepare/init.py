@@ -97,8 +97,7 @@ def init_study(
     if "sites" in existing or (archive is None and existing):
         raise UsageError(f"{folder}: is a study already ({existing[0]}/ exists); choose another folder")
     pipelines = {
-        path.stem: path.read_text(encoding="utf-8")
-        for path in find_shipped_folder("pipelines").glob("*.toml")
+        path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")
     }
     contents = None
     if archive is not None:
@@ -113,10 +112,7 @@ def init_study(
         subtypes = "\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else ""
         pipelines = {pipeline: pipelines[pipeline] + subtypes}
     else:
-        sites = {
-            name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import")
-            for name in names
-        }
+        sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write_study(folder, pipelines, sites)
     slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
@@ -143,13 +139,9 @@ def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str,
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
 
 
-def _survey_archive(
-    archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool
-) -> _ArchiveContents:
+def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool) -> _ArchiveContents:
     """Return the sites of an archive; with labels of whole slides only the sites with diagnoses, and these."""
-    archive_sites = list_sites(
-        archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes
-    )
+    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
     notes = []
     if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
         notes.append(
@@ -212,9 +204,7 @@ def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, name = (part.strip() for part in pair.partition("="))
         if not (key and equals and name):
-            raise UsageError(
-                f"--column {pair!r}: write it as KEY=NAME, for example diagnosis=primary_diagnosis"
-            )
+            raise UsageError(f"--column {pair!r}: write it as KEY=NAME, for example diagnosis=primary_diagnosis")
         columns[key] = name
     checked = validate_model(SiteFile, {"name": "site", "columns": columns}, "--column").columns
     return {str(key): name for key, name in checked.items()}
@@ -257,9 +247,7 @@ def _next_command(subtypes: Mapping[str, Sequence[str]]) -> str:
 
 def render_init_lines(document: _InitDocument) -> Lines:
     for row in document["sites"]:
-        yield TextLine(
-            f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else "")
-        )
+        yield TextLine(f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else ""))
     for kind, diagnoses in document.get("subtypes", {}).items():
         yield TextLine(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
     for note in document.get("notes", []):

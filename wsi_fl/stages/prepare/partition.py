@@ -73,9 +73,7 @@ def partition_images(
     rows = []
     with _mark_unfinished(study, sites):
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
-            counts = _write_store(
-                study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)}
-            )
+            counts = _write_store(study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)})
             training = counts["train"].tolist()
             row: dict[str, Any] = {
                 "site": site.name,
@@ -116,9 +114,7 @@ def _list_unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
         )
         for path in (file, store):
             if path.exists() and not is_replaceable:
-                raise UsageError(
-                    f"{study.relative_path(path)} exists already; use another --prefix, or an empty study"
-                )
+                raise UsageError(f"{study.relative_path(path)} exists already; use another --prefix, or an empty study")
     return unfinished
 
 
@@ -146,26 +142,18 @@ def _split_test_set(data_set: ImageDataSet, fraction: float, rng: np.random.Gene
     if data_set.test is not None:
         return data_set
     if not 0 < fraction < 1:
-        raise UsageError(
-            f"--test-fraction {fraction}: the data bring no test set; hold out a share between 0 and 1"
-        )
+        raise UsageError(f"--test-fraction {fraction}: the data bring no test set; hold out a share between 0 and 1")
     order = rng.permutation(len(data_set.train))
     n_test = round(fraction * len(order))
     if not 0 < n_test < len(order):
-        raise UsageError(
-            f"--test-fraction {fraction} of {len(order)} images leaves no test or training images"
-        )
+        raise UsageError(f"--test-fraction {fraction} of {len(order)} images leaves no test or training images")
     x, y = data_set.train.x, data_set.train.y
     digests = _hash_images(data_set.train)
     test_rows = _exclude_copies(order[:n_test], order[n_test:], digests)
     train_rows = np.setdiff1d(order, test_rows)
     if not len(test_rows):
-        raise UsageError(
-            f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set"
-        )
-    return ImageDataSet(
-        ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes
-    )
+        raise UsageError(f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set")
+    return ImageDataSet(ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes)
 
 
 def _hash_images(images: ImageSet) -> NDArray[np.bytes_]:
@@ -189,9 +177,7 @@ def _describe_copies(data_set: ImageDataSet) -> list[str]:
     return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
 
 
-def _write_store(
-    study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]
-) -> Counts:
+def _write_store(study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
     """Write one shard per split; every image counts as a patient."""
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
     spec = GridSpec(size, 0.0, size)
@@ -219,9 +205,7 @@ def render_partition_lines(document: dict[str, Any]) -> Lines:
     title = f"training images ({document['skew']})"
     yield build_site_table(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
     yield from (TextLine(f"  {line}", "bold yellow") for line in document["copies"])
-    yield TextLine(
-        "stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too"
-    )
+    yield TextLine("stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too")
 
 
 _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list[NDArray[np.int64]]]
@@ -241,9 +225,7 @@ def parse_skew(text: str) -> _Skew:
         return partial(_divide_by_majority, share=value)
     if name == "dirichlet" and value is not None and value > 0 and isfinite(value):
         return partial(_divide_by_dirichlet, alpha=value)
-    raise UsageError(
-        f"--skew {text!r}: known are iid, major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)"
-    )
+    raise UsageError(f"--skew {text!r}: known are iid, major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)")
 
 
 def _count_per_site(per_site: int | None, n_sites: int, n_images: int) -> int:
@@ -289,9 +271,7 @@ def _divide_by_majority(
     for k, majority_rows in enumerate(sites):
         other_rows = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
         if len(other_rows) < per_site - n_major:
-            raise UsageError(
-                f"too few images for {per_site} at each of {n_sites} sites; use a smaller --per-site"
-            )
+            raise UsageError(f"too few images for {per_site} at each of {n_sites} sites; use a smaller --per-site")
         sites[k] = np.sort(np.concatenate([majority_rows, other_rows]))
         free = free[~np.isin(free, other_rows)]
     return sites

@@ -154,10 +154,7 @@ def share_slides(
     progress: Callable[[float, _T], None],
 ) -> list[Outcome]:
     """Distribute a site's slides over the ranks; return all outcomes in order (see `Job.share`)."""
-    return [
-        Outcome(**outcome)
-        for outcome in job.share_items(items, lambda share: map(asdict, work(share)), progress)
-    ]
+    return [Outcome(**outcome) for outcome in job.share_items(items, lambda share: map(asdict, work(share)), progress)]
 
 
 def finish_site(
@@ -194,17 +191,13 @@ def select_labelled(
     slide = next((record for record in records if record.diagnosis), None)
     if slide and not subtypes and not site.is_receiver:
         kind = slide.tumor_type or "tumor"
-        diagnoses = sorted(
-            {record.diagnosis for record in records if record.tumor_type == slide.tumor_type} - {""}
-        )
+        diagnoses = sorted({record.diagnosis for record in records if record.tumor_type == slide.tumor_type} - {""})
         quoted_names = ", ".join(json.dumps(name, ensure_ascii=False) for name in diagnoses)
         raise UsageError(
             f"site {slide.site}: its slides have diagnoses ({slide.slide}: {slide.diagnosis}); name in the pipeline "
             f"those that count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{quoted_names}] }}"
         )
-    reasons = [
-        "" if site.is_receiver or not subtypes else _explain_unfit(record, subtypes) for record in records
-    ]
+    reasons = ["" if site.is_receiver or not subtypes else _explain_unfit(record, subtypes) for record in records]
     pairs = list(zip(records, reasons, strict=True))
     return [record for record, reason in pairs if not reason], [
         ExcludedSlide(record.slide, reason) for record, reason in pairs if reason
@@ -214,9 +207,7 @@ def select_labelled(
 def build_bag_table(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile) -> BagTable:
     """Return the columns of a store of these slides, in order."""
     classes, has_types = list_classes(subtypes), subtypes or site.is_receiver
-    names = [
-        record.diagnosis if subtypes else "tumor" if record.positive else "healthy" for record in records
-    ]
+    names = [record.diagnosis if subtypes else "tumor" if record.positive else "healthy" for record in records]
     return BagTable(
         np.array([0 if site.is_receiver else classes.index(name) for name in names], np.int64),
         np.array(
@@ -276,9 +267,7 @@ class TableMatch:
     mismatch: str
 
 
-def match_table(
-    table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]
-) -> TableMatch:
+def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]) -> TableMatch:
     """Match the rows of a table with the files of slides, or of patients where the table names no slide.
 
     Where the table has a column `site`, rows of other sites are ignored.
@@ -298,9 +287,7 @@ def match_table(
         require_names(row, "slide", "patient")
         slide, where = match_slide_name(row["slide"], files), row.where
         if slide in row_places:
-            raise UsageError(
-                f"{where}: slide {slide} has a row already ({row_places[slide]}); keep one of them"
-            )
+            raise UsageError(f"{where}: slide {slide} has a row already ({row_places[slide]}); keep one of them")
         row_places[slide] = where
         if not site.is_receiver and not (row["label"] in diagnoses or row.read_value("label")):
             excluded.append(ExcludedSlide(slide, f"has no label ({where})"))
@@ -310,9 +297,7 @@ def match_table(
             records.append(record)
         else:
             excluded.append(ExcludedSlide(slide, f"has a label ({where}) and no features"))
-    excluded += [
-        ExcludedSlide(name, f"has no label in {table.name}") for name in files if name not in row_places
-    ]
+    excluded += [ExcludedSlide(name, f"has no label in {table.name}") for name in files if name not in row_places]
     return TableMatch(
         records,
         excluded,
@@ -345,9 +330,7 @@ def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list
     rows = read_rows(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
-    column_names = {
-        key: next((name for name in _COLUMN_NAMES[key] if name in rows[0]), None) for key in needed
-    }
+    column_names = {key: next((name for name in _COLUMN_NAMES[key] if name in rows[0]), None) for key in needed}
     if column_names["slide"] is None:  # features of whole patients are in files named by patient
         column_names["slide"] = column_names["patient"]
     if missing := next((key for key, name in column_names.items() if name is None), None):
@@ -363,9 +346,7 @@ def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list
     return site_rows, describe_account(table.name, rows, len(site_rows), site)
 
 
-def _build_record(
-    row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool
-) -> SlideRecord:
+def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool) -> SlideRecord:
     split, where = row.read_value("split") or None, row.where
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
@@ -498,14 +479,9 @@ def render_excluded_lines(rows: Sequence[Any], unit: str) -> Lines:
         ]
         notes = [f"{slide['slide']}: {slide['note']}" for slide in row.get("notes", ())]
         for lines, more in ((excluded, "excluded; --json names all"), (notes, "such notes; --json has all")):
-            remainder = (
-                [f"and {len(lines) - _MAX_NAMED_SLIDES} more {more}"]
-                if len(lines) > _MAX_NAMED_SLIDES
-                else []
-            )
+            remainder = [f"and {len(lines) - _MAX_NAMED_SLIDES} more {more}"] if len(lines) > _MAX_NAMED_SLIDES else []
             yield from (
-                TextLine(f"  {row['site']}: {line}", "yellow")
-                for line in [*lines[:_MAX_NAMED_SLIDES], *remainder]
+                TextLine(f"  {row['site']}: {line}", "yellow") for line in [*lines[:_MAX_NAMED_SLIDES], *remainder]
             )
         if not row["train"]:
             nothing = f"has no training {unit}, so nothing can be trained on it"

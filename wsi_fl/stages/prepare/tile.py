@@ -148,9 +148,7 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
             job,
             selected,
             shards.write_shards,
-            lambda n_done, item: watcher.update(
-                name, (n_planned + n_done) / 2, n_planned, plans.slide_name(item[0])
-            ),
+            lambda n_done, item: watcher.update(name, (n_planned + n_done) / 2, n_planned, plans.slide_name(item[0])),
         )
         failed += sources.list_excluded((*plan_outcomes, *shard_outcomes))
 
@@ -177,9 +175,7 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
             "theirs",
             style="yellow",
         )
-    quality = {
-        outcome.slide: outcome.quality for outcome in (*plan_outcomes, *shard_outcomes) if outcome.quality
-    }
+    quality = {outcome.slide: outcome.quality for outcome in (*plan_outcomes, *shard_outcomes) if outcome.quality}
     _write_quality(store.with_name("quality.csv"), quality)
     classes = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(classes, counts[split].tolist(), strict=True)) for split in SPLITS}
@@ -187,19 +183,13 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
         "site": name,
         "slides": n_slides + len(slides.excluded),
         "failed": [asdict(slide) for slide in failed],
-        "notes": [
-            {"slide": outcome.slide, "note": outcome.note} for outcome in shard_outcomes if outcome.note
-        ],
+        "notes": [{"slide": outcome.slide, "note": outcome.note} for outcome in shard_outcomes if outcome.note],
         "patches": sum(sum(counts_by_label.values()) for counts_by_label in table.values()),
-        **{
-            label: sum(counts_by_label.get(label, 0) for counts_by_label in table.values())
-            for label in CLASSES
-        },
+        **{label: sum(counts_by_label.get(label, 0) for counts_by_label in table.values()) for label in CLASSES},
         **{split: sum(table[split].values()) for split in ("train", "test")},
         **_summarize_quality(quality.values()),
         "patients": {
-            split: len({record.patient for record in records if record.split == split})
-            for split in ("train", "test")
+            split: len({record.patient for record in records if record.split == split}) for split in ("train", "test")
         },
         "copies": describe_copies(site_scans),
         "store": slides.study.relative_path(store),
@@ -217,9 +207,7 @@ def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -
     plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
     records, leaks = drop_leaks(plans.records, marks)
     reasons = {leak.slide: leak.reason for leak in leaks}
-    outcomes[:] = [
-        replace(outcome, reason=outcome.reason or reasons.get(outcome.slide)) for outcome in outcomes
-    ]
+    outcomes[:] = [replace(outcome, reason=outcome.reason or reasons.get(outcome.slide)) for outcome in outcomes]
     return list_scans(records, marks)
 
 
@@ -282,17 +270,13 @@ def render_tile_lines(document: dict[str, Any]) -> Lines:
                 "bold yellow",
             )
     if small_tests := [
-        f"{row['site']} {row['patients']['test']}"
-        for row in rows
-        if 0 < row["patients"]["test"] < _FEW_TEST_PATIENTS
+        f"{row['site']} {row['patients']['test']}" for row in rows if 0 < row["patients"]["test"] < _FEW_TEST_PATIENTS
     ]:
         yield TextLine(
             f"few patients are for the test ({', '.join(small_tests)}); `wsi-fl train --folds 5` tests each once"
         )
     if unready := [row["site"] for row in rows if not row["train"]]:
-        yield TextLine(
-            f"not ready ({', '.join(unready)}); see the excluded slides, then run `wsi-fl tile` again"
-        )
+        yield TextLine(f"not ready ({', '.join(unready)}); see the excluded slides, then run `wsi-fl tile` again")
         return
     stores = ", ".join(row["store"] for row in rows)
     yield TextLine(f"stores ready ({stores}); next: {' && '.join(document['next'])}")
@@ -304,17 +288,13 @@ def render_quality_lines(row: Mapping[str, Any]) -> Lines:
     if excluded := row["excluded"]:
         counts_text = ", ".join(f"{n} {kind}" for kind, n in excluded.items())
         n_excluded = sum(excluded.values())
-        yield TextLine(
-            f"  {row['site']}: {n_excluded} patches excluded ({counts_text}); by slide: {table}", "yellow"
-        )
+        yield TextLine(f"  {row['site']}: {n_excluded} patches excluded ({counts_text}); by slide: {table}", "yellow")
     for name, tissue in row["tissue"].items():
         if name != "saturation":
             gain = tissue["gain"]
             area_text = "where saturation finds none" if gain is None else f"{gain:.2g} × that by saturation"
             area = "" if name == "masks" else f", its area {area_text}"
-            yield TextLine(
-                f"  {row['site']}: tissue of {tissue['slides']} slides by {name}{area}; by slide: {table}"
-            )
+            yield TextLine(f"  {row['site']}: tissue of {tissue['slides']} slides by {name}{area}; by slide: {table}")
 
 
 def _write_quality(path: Path, qualities: Mapping[str, SlideQuality]) -> None:
@@ -341,16 +321,13 @@ def read_excluded(path: Path) -> dict[str, dict[str, int]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return {
-                line["slide"]: {kind: n for kind in KINDS if (n := int(line[kind]))}
-                for line in csv.DictReader(file)
+                line["slide"]: {kind: n for kind in KINDS if (n := int(line[kind]))} for line in csv.DictReader(file)
             }
     except (KeyError, TypeError, ValueError):
         raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
 
 
-def estimate_tiling(
-    study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]
-) -> dict[str, Any]:
+def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> dict[str, Any]:
     """Estimate patches, bytes and seconds of one site or every site; return the `--json` document.
 
     A few slides are planned and partly read; nothing is stored.
@@ -367,8 +344,7 @@ def estimate_tiling(
 def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> dict[str, Any]:
     name, pipeline, n_slides = slides.site.name, slides.pipeline, len(slides.records)
     records = [
-        slides.records[k]
-        for k in np.unique(np.linspace(0, n_slides - 1, min(n_slides, _SAMPLE_SLIDES)).astype(int))
+        slides.records[k] for k in np.unique(np.linspace(0, n_slides - 1, min(n_slides, _SAMPLE_SLIDES)).astype(int))
     ]
     n_sampled = len(records)
     with tempfile.TemporaryDirectory() as folder:
@@ -588,9 +564,7 @@ class _Shards:
         ) as streams:
             yield from streams
 
-    def _native_streams(
-        self, plan: SlidePlan, xy_l0: NDArray[np.int64], unreadable: dict[int, str]
-    ) -> Iterator[bytes]:
+    def _native_streams(self, plan: SlidePlan, xy_l0: NDArray[np.int64], unreadable: dict[int, str]) -> Iterator[bytes]:
         """Yield the slide's own JPEG streams, each decoded once to find damaged tiles."""
         with Slide(plan.record.path, plan.record.mpp_override, self._reader) as slide:
 
@@ -637,9 +611,7 @@ def _describe_lost_tumor(plan: SlidePlan, rows: NDArray[np.bool_]) -> list[str]:
     outlined = plan.record.positive and plan.record.supervision in {"annotated", "partial"}
     if not outlined or not tumor.any() or (tumor & rows).any():
         return []
-    return [
-        f"labelled tumour and outlined, but none of its {tumor.sum()} tumour patches is in the sample of the store"
-    ]
+    return [f"labelled tumour and outlined, but none of its {tumor.sum()} tumour patches is in the sample of the store"]
 
 
 def _require_readable(items: Iterable[_T], unreadable: dict[int, str]) -> Iterator[_T]:

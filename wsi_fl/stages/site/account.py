@@ -215,9 +215,7 @@ def open_account(
     run_name = planned_run or run.identity
     ledger = open_ledger(study, site, run_name, terms, includes, {} if planned_run else named)
     if released:
-        require_release(
-            ledger, STATISTICS_RUN, released.digest, study.relative_path(study.release_path(name))
-        )
+        require_release(ledger, STATISTICS_RUN, released.digest, study.relative_path(study.release_path(name)))
     if context.uses_files or site.is_receiver:
         return Account(ledger, units, None)
     folder = None if planned_run else run.site_folder(name)
@@ -301,11 +299,7 @@ def user_head_path(site: str) -> Path:
     """Return this user's anchor file of a real site's ledger; UsageError where it cannot be written."""
     try:
         state_home = Path(os.environ.get("XDG_STATE_HOME", ""))  # XDG ignores relative paths
-        state = (
-            (state_home if state_home.is_absolute() else Path.home() / ".local" / "state")
-            / "wsi-fl"
-            / "ledgers"
-        )
+        state = (state_home if state_home.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         writable = os.access(state, os.W_OK)
     except (OSError, RuntimeError):  # no such folder, or no home
@@ -327,9 +321,7 @@ def _list_paid_rounds(study: Study, site: str) -> list[tuple[str, str, int]]:
     for metrics in sorted(study.runs_path.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
         run = RunFolder(metrics.parents[2])
         paid = [
-            line["round"]
-            for line in run.site_folder(site).read_metrics()
-            if line["takes_part"] and line["epsilon"]
+            line["round"] for line in run.site_folder(site).read_metrics() if line["takes_part"] and line["epsilon"]
         ]
         if paid and not (run.site_folder(site).read_statistics_digests() and _uses_statistics(run)):
             paid_runs.append((study.relative_path(run.path), run.identity, max(paid)))
@@ -393,9 +385,7 @@ def _load_plan(
         elif recorded and "batch_size" in recorded:
             run_plan = round_of(batch_size=recorded["batch_size"], sigma=recorded["sigma"])
     except (UsageError, TypeError, KeyError, ValueError) as error:
-        raise WsiFlError(
-            f"{folder and folder.path}: the privacy plan of this run is damaged ({error})"
-        ) from None
+        raise WsiFlError(f"{folder and folder.path}: the privacy plan of this run is damaged ({error})") from None
     if run_plan is None:
         past = ledger.list_mechanisms(lifetime=True)
         return plan_round(site, pipeline, n, spent=ledger.list_mechanisms(), past=past, is_oneshot=is_oneshot)
@@ -455,9 +445,7 @@ def compute_group(site: Site, spent: Sequence[Mechanism] | None = None) -> Group
     )
 
 
-def compute_patient_epsilon(
-    terms: PrivacyTerms, patient: NDArray[np.str_], spent: Sequence[Mechanism]
-) -> Group | None:
+def compute_patient_epsilon(terms: PrivacyTerms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
     """Return ε of `spent` for the patient with the most rows; None where ε is per patient."""
     names = patient[patient != ""]
     if terms.unit != "row" or not spent or not len(names):

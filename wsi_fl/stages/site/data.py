@@ -122,8 +122,7 @@ def resolve_patterns(study: Study, patterns: str | list[str] | None) -> tuple[st
     """Return the glob patterns of a site file's key, resolved; a [ or * in the study's path is escaped."""
     escaped = Study(Path(glob.escape(str(study.root))))
     return tuple(
-        str(escaped.resolve(pattern))
-        for pattern in ([patterns] if isinstance(patterns, str) else patterns or [])
+        str(escaped.resolve(pattern)) for pattern in ([patterns] if isinstance(patterns, str) else patterns or [])
     )
 
 
@@ -275,9 +274,7 @@ class PatchData(SiteData):
 
     @property
     def shape(self) -> types.Images:
-        return types.Images(
-            self.store.n_channels, self.pipeline.train.input_px or self.store.meta.spec.size_px
-        )
+        return types.Images(self.store.n_channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
 
     def load_examples(self, split: str) -> Examples:
         examples = load_patches(self.store, split, self.shape.size_px, table=self.table)
@@ -311,19 +308,13 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
 def maker_command(study: Study, site: str, command: str) -> str:
     """Return the command that makes a site's store: without slides, `import` of features, `partition` of images."""
     named = study.site_path(site).is_file()
-    if (
-        not named
-        or study.load_site(site).slides is not None
-        or (study.mosaic_path(site).parent / "mosaics").is_dir()
-    ):
+    if not named or study.load_site(site).slides is not None or (study.mosaic_path(site).parent / "mosaics").is_dir():
         return f"{command} --site {site}"
     others = {"mosaic": f"import --site {site} …", "tile": "partition DATA …"}
     return others.get(command, f"{command} --site {site}")
 
 
-def _open_local(
-    study: Study, site: str, path: Path, command: str, open_file: Callable[[Path], _Opened]
-) -> _Opened:
+def _open_local(study: Study, site: str, path: Path, command: str, open_file: Callable[[Path], _Opened]) -> _Opened:
     """Open a store of the site itself: no other site's rows are used under its name and ledger."""
     if not path.exists():
         maker = maker_command(study, site, command)
@@ -480,9 +471,7 @@ class _BagData(SiteData):
             names = np.unique(slides.patient[may_train])
             return EligibleRows(names, np.searchsorted(names, table.patient[rows]))
         positions = np.cumsum(may_train) - 1
-        return EligibleRows(
-            slides.patient[may_train], positions[[self.target_labels.bags[row][0] for row in rows]]
-        )
+        return EligibleRows(slides.patient[may_train], positions[[self.target_labels.bags[row][0] for row in rows]])
 
     def _build_table(self) -> Table:
         if self.target_labels is not None:
@@ -508,16 +497,12 @@ class _BagData(SiteData):
             self._require_one_label(patient_index, names, "patient")
         label = np.zeros(len(first), np.int64)
         np.maximum.at(label, patient_index, patches.label)
-        kinds = [
-            bags.tumor_type[np.unique(self.store.bag_of_patch[patient_index == k])] for k in range(len(first))
-        ]
+        kinds = [bags.tumor_type[np.unique(self.store.bag_of_patch[patient_index == k])] for k in range(len(first))]
         kind = [str(bag_types[0]) if len(set(bag_types.tolist())) == 1 else "" for bag_types in kinds]
         table = BagTable(label, np.array(kind, np.str_), names, names, patches.split[first])
         return table.take(np.argsort(first))
 
-    def _require_one_label(
-        self, group_index: NDArray[np.int64], names: NDArray[np.str_], group_kind: str
-    ) -> None:
+    def _require_one_label(self, group_index: NDArray[np.int64], names: NDArray[np.str_], group_kind: str) -> None:
         """Refuse slides or patients whose patches have several labels without an order."""
         if self.receives:
             return
@@ -534,11 +519,7 @@ class _BagData(SiteData):
         """Means float32[n, d] of the features of each patient in `full_table`."""
         store, full_table = self.store, self.full_table
         number = {name: k for k, name in enumerate(full_table.patient.tolist())}
-        used = (
-            range(len(store))
-            if self.target_labels is None
-            else np.concatenate(self.target_labels.bags).tolist()
-        )
+        used = range(len(store)) if self.target_labels is None else np.concatenate(self.target_labels.bags).tolist()
         sums, n = np.zeros((len(full_table), store.n_features)), np.zeros(len(full_table))
         for bag in used:
             rows = store.bag_rows(bag)
@@ -636,8 +617,7 @@ class _BagData(SiteData):
             patch_meta, table = patch_store.meta, patch_store.table
         columns = ("slide", "xy_l0", "label", "patient", "split")
         if (patch_meta.spec, patch_meta.classes) != (meta.spec, meta.classes) or any(
-            not np.array_equal(getattr(table, name), getattr(self.store.patch_table, name))
-            for name in columns
+            not np.array_equal(getattr(table, name), getattr(self.store.patch_table, name)) for name in columns
         ):
             raise UsageError(
                 f"{study.relative_path(self.store.path)}: features of patches as they were before the site was tiled "
@@ -674,9 +654,9 @@ class ExampleKind:
 
     def store_path(self, study: Study, site: str) -> Path:
         """Return the path of a site's store, which may not exist."""
-        return {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}[
-            self.data
-        ](site)
+        return {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}[self.data](
+            site
+        )
 
 
 def counts_patients(pipeline: Pipeline) -> bool:
@@ -688,15 +668,11 @@ def find_example_kind(pipeline: Pipeline) -> ExampleKind:
     """Return the kind of a pipeline's examples; UsageError for settings that exclude each other."""
     data, example, target = pipeline.train.data, pipeline.example_level, pipeline.target
     if data == "patches" and example != "patch":
-        raise UsageError(
-            f"train.example = {example!r} is for features; set train.data = 'features' or 'mosaics'"
-        )
+        raise UsageError(f"train.example = {example!r} is for features; set train.data = 'features' or 'mosaics'")
     if not target.is_set:
         return ExampleKind(data, example, {"patch": "patches"}.get(example, f"{example}s"))
     if example == "patch":
-        raise UsageError(
-            "[target] is for slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'"
-        )
+        raise UsageError("[target] is for slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'")
     if example == "patient" and target.example_level != "patient":
         raise UsageError("[target] is for slides, and train.example = 'patient'; set target.per = 'patient'")
     return ExampleKind(data, example, f"{target.example_level}s")

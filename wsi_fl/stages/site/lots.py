@@ -40,9 +40,7 @@ def load_holdout_draw(study: Study, site: str) -> HoldoutDraw:
                 _make_secret(path)
     text = require_regular_file(path).read_text(encoding="ascii", errors="replace").strip()
     if not re.fullmatch(f"[0-9a-f]{{{2 * _SECRET_BYTES}}}", text):
-        raise WsiFlError(
-            f"{study.relative_path(path)}: damaged; put its backup back: it draws the held-out patients"
-        )
+        raise WsiFlError(f"{study.relative_path(path)}: damaged; put its backup back: it draws the held-out patients")
     return HoldoutDraw(bytes.fromhex(text))
 
 

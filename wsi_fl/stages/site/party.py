@@ -81,9 +81,7 @@ class RunContext:
         folder = run or RunFolder(study.runs_path / "dry-run")
         is_oneshot, all_sites = find_method(method, pipeline).is_oneshot, study.load_sites(pipeline)
         left_out = pipeline.train.left_out
-        sites = tuple(
-            site for site in all_sites if site.name != left_out and (is_oneshot or not site.is_receiver)
-        )
+        sites = tuple(site for site in all_sites if site.name != left_out and (is_oneshot or not site.is_receiver))
         pipeline = adapt_settings(method, study, pipeline)
         if is_oneshot:
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
@@ -152,9 +150,7 @@ class RunContext:
     def may_merge(self) -> bool:
         """Whether the test examples of all sites may be read here."""
         members = self.members
-        return bool(members) and all(
-            site.allows("patches") and site.name in self.local_names for site in members
-        )
+        return bool(members) and all(site.allows("patches") and site.name in self.local_names for site in members)
 
     @property
     def sites_lost(self) -> set[str]:
@@ -219,19 +215,12 @@ def restore_study(study: Study, run: RunFolder, *, is_resumed: bool = False) -> 
         initial_site, changed = restored.load_site_snapshot(name), restored.find_changed_settings(name)
         if changed and count_ranks() is None:
             words = "; ".join(changed)
-            print_message(
-                f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow"
-            )
+            print_message(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
         initial_delta, current_delta = (
             initial_site.delta if initial_site else None,
             study.load_site(name).delta if changed else None,
         )
-        if (
-            is_resumed
-            and initial_delta is not None
-            and current_delta is not None
-            and current_delta < initial_delta
-        ):
+        if is_resumed and initial_delta is not None and current_delta is not None and current_delta < initial_delta:
             raise UsageError(
                 f"sites/{name}.toml: delta = {current_delta:g} is smaller than the {initial_delta:g} of this run; start a new run"
             )

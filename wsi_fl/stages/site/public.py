@@ -16,9 +16,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
-_PUBLIC_HINT = (
-    "results from it leave without any ε: give public reference slides, or --public if it is public"
-)
+_PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
 def require_public(study: Study, source: Path) -> None:

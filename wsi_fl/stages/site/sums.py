@@ -123,9 +123,7 @@ def read_statistics(path: Path, label: str) -> ReleasedStatistics:
     except (ValidationError, KeyError, TypeError, OverflowError):
         is_valid = False
     if not is_valid:
-        raise WsiFlError(
-            f"{label}: no class statistics that a site released, or edited since; {DAMAGED_HINT}"
-        )
+        raise WsiFlError(f"{label}: no class statistics that a site released, or edited since; {DAMAGED_HINT}")
     return ReleasedStatistics(header, vector)
 
 
@@ -144,9 +142,7 @@ def refuse_another_site(header: StatisticsHeader, site: str, label: str) -> None
     """Refuse statistics of another site; WsiFlError names it."""
     if header.site != site:
         owner = _shorten(header.site)
-        raise WsiFlError(
-            f"{label}: these are the statistics of site {owner}; call the file {owner}.safetensors"
-        )
+        raise WsiFlError(f"{label}: these are the statistics of site {owner}; call the file {owner}.safetensors")
 
 
 def describe_missing(study: Study, site: str) -> str:

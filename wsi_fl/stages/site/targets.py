@@ -69,9 +69,7 @@ def build_task(target: TargetSettings) -> Task:
         return NumberTask(*target.range)
     assert target.classes is not None
     if len(set(target.classes)) < len(target.classes) or set(target.classes) & set(target.ignore):
-        raise UsageError(
-            f"target.classes = {target.classes}: a value is named twice, or stands in target.ignore too"
-        )
+        raise UsageError(f"target.classes = {target.classes}: a value is named twice, or stands in target.ignore too")
     return CLASSES
 
 
@@ -168,9 +166,7 @@ def look_up_labels(study: Study, site: SiteFile, target: TargetSettings, slides:
     truth = np.array([value for _, value in labelled_rows], np.int64 if target.classes else np.float64)
     labelled = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     table, bags = (
-        (labelled, tuple(rows[:, None]))
-        if target.example_level == "slide"
-        else _group_by_patient(labelled, rows, path)
+        (labelled, tuple(rows[:, None])) if target.example_level == "slide" else _group_by_patient(labelled, rows, path)
     )
     return _TargetLabels(table, bags, tuple(excluded), path.name, tuple(problems))
 
@@ -183,8 +179,7 @@ def _normalize_heading(heading: str) -> str:
 def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
     """Refuse identifying columns as targets: a match of a name would disclose that its bearer is there."""
     names = {
-        _normalize_heading(heading)
-        for heading in (*_SLIDE_COLUMNS, *PATIENT_NAMES, site.columns.get("patient", ""))
+        _normalize_heading(heading) for heading in (*_SLIDE_COLUMNS, *PATIENT_NAMES, site.columns.get("patient", ""))
     } - {""}
     if refused := [heading for heading in columns if _normalize_heading(heading) in names]:
         raise UsageError(
@@ -201,9 +196,7 @@ def _group_by_patient(
     _, first, patient_index = np.unique(slides.patient, return_index=True, return_inverse=True)
     unlike = (slides.label != slides.label[first][patient_index]).reshape(len(slides), -1).any(1)
     for name in slides.patient[unlike][:1]:
-        raise UsageError(
-            f"{path}: the slides of patient {name} have different labels, and [target] is per patient"
-        )
+        raise UsageError(f"{path}: the slides of patient {name} have different labels, and [target] is per patient")
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
     table = slides.take(order)

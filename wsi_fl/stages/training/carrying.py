@@ -75,14 +75,11 @@ def sync_statistics(context: RunContext, comm: Comm) -> RunContext:
         name: sha256(encode_file(statistics)).hexdigest() for name, statistics in context.statistics.items()
     }
     released_before = (
-        context.run.site_folder(local_names[0]).read_statistics_digests()
-        if context.run.agreement_digest
-        else None
+        context.run.site_folder(local_names[0]).read_statistics_digests() if context.run.agreement_digest else None
     )
     begun_names = None if released_before is None else sorted(released_before)
     local_offers = [
-        StatisticsOffer(own=file_digests.get(name, ""), held=file_digests, began=begun_names)
-        for name in local_names
+        StatisticsOffer(own=file_digests.get(name, ""), held=file_digests, began=begun_names) for name in local_names
     ]
     offers = dict(zip(names, comm.gather(local_offers, StatisticsOffer), strict=True))
     missing_names = [name for name in names if offers[name]["own"] and _is_missing(offers, name)]
@@ -111,13 +108,9 @@ def _is_missing(offers: Mapping[str, StatisticsOffer], name: str) -> bool:
 def _find_common(offers: Mapping[str, StatisticsOffer], names: Sequence[str]) -> list[str]:
     """Return the sites whose statistics all sites have after synchronisation, and had when the run began."""
     absent_digests = {
-        name: {offer["held"].get(name, "") for offer in offers.values()}
-        for name in names
-        if name not in offers
+        name: {offer["held"].get(name, "") for offer in offers.values()} for name in names if name not in offers
     }
-    available = [
-        name for name in names if (offers[name]["own"] if name in offers else absent_digests[name] - {""})
-    ]
+    available = [name for name in names if (offers[name]["own"] if name in offers else absent_digests[name] - {""})]
     begun = [offer["began"] for offer in offers.values() if offer["began"] is not None]
     return [
         name

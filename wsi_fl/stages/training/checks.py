@@ -138,9 +138,7 @@ def _check_disclosures(context: RunContext) -> None:
     ]
     for site in context.members:
         if forbidden := [disclosure for disclosure in bare if not site.allows(disclosure.content)]:
-            contents = ", ".join(
-                f'"{content}"' for content in dict.fromkeys(disclosure.content for disclosure in bare)
-            )
+            contents = ", ".join(f'"{content}"' for content in dict.fromkeys(disclosure.content for disclosure in bare))
             raise UsageError(
                 f"sites/{site.name}.toml: a {forbidden[0].content} without differential privacy may not leave this "
                 f"site; add allow = [{contents}] there{', or switch privacy on' if forbidden[0].protection == 'dp' else ''}"
@@ -209,9 +207,7 @@ def _check_statistics(context: RunContext, *, is_synced: bool) -> None:
         linear = context.kind.linear_head
         if linear is None or getattr(pipeline.model, role) != linear:
             head_name = repr(linear) if linear else "'linear_head', and train.data = 'features'"
-            raise UsageError(
-                f"train.init_from = 'oneshot' is for linear heads: set model.{role} = {head_name}"
-            )
+            raise UsageError(f"train.init_from = 'oneshot' is for linear heads: set model.{role} = {head_name}")
         if missing := [name for name in context.names if name not in context.statistics]:
             raise WsiFlError(describe_missing(context.study, missing[0]))
 
@@ -226,16 +222,13 @@ def require_statistics(context: RunContext) -> None:
     )
     needed = train.min_sites or (1 if is_late else max(1, n))
     if needed > n:
-        raise UsageError(
-            f"statistics of {needed} sites are needed (train.min_sites), but only {n} sites release any"
-        )
+        raise UsageError(f"statistics of {needed} sites are needed (train.min_sites), but only {n} sites release any")
     if n_available < needed:
         deadline_note = f" (awaited until {train.deadline})" if train.deadline and not is_late else ""
         first = describe_missing(context.study, missing[0])
         raise WsiFlError(
             f"statistics of {n_available} of {n} sites are here, and {needed} are needed; missing{deadline_note}: "
-            f"{', '.join(missing)}; {first}"
-            + (f", or set train.min_sites = {n_available}" if n_available else "")
+            f"{', '.join(missing)}; {first}" + (f", or set train.min_sites = {n_available}" if n_available else "")
         )
 
 
@@ -250,9 +243,7 @@ def report_doubts(context: RunContext, *, stores: bool = True) -> None:
             style="yellow",
         )
     keys, model_choice = context.pipeline.train, context.pipeline.predict.model
-    can_validate = (
-        context.task.kind == "classes" or not context.method.has_local_baseline or keys.val_fraction
-    )
+    can_validate = context.task.kind == "classes" or not context.method.has_local_baseline or keys.val_fraction
     if not can_validate and keys.local_baseline and model_choice == "auto":
         print_message(
             "  without validation rows, of train.val_fraction or of the stores, the local model predicts numbers and "
@@ -262,13 +253,9 @@ def report_doubts(context: RunContext, *, stores: bool = True) -> None:
     if context.uses_files and (
         missing := [site.name for site in context.members if site.name not in context.statistics]
     ):
-        print_message(
-            f"  not included, as there is no file in statistics/: {', '.join(missing)}", style="yellow"
-        )
+        print_message(f"  not included, as there is no file in statistics/: {', '.join(missing)}", style="yellow")
     if context.receivers:
-        print_message(
-            f"  without labels, receives the head and spends nothing: {', '.join(context.receivers)}"
-        )
+        print_message(f"  without labels, receives the head and spends nothing: {', '.join(context.receivers)}")
 
 
 def _report_other_patches(context: RunContext) -> None:
@@ -280,9 +267,7 @@ def _report_other_patches(context: RunContext) -> None:
         p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in known_sites
     )
     if unknown_sites and context.pipeline.sites is None:
-        print_message(
-            f"  stores/{unknown_sites[0]} has no site file, so this site takes no part", style="yellow"
-        )
+        print_message(f"  stores/{unknown_sites[0]} has no site file, so this site takes no part", style="yellow")
     if not context.find_site(first).allows("patches"):
         return
     with open_data(study, first, context.pipeline) as data:
@@ -299,9 +284,7 @@ def _report_other_patches(context: RunContext) -> None:
         )
 
 
-def check_budgets(
-    documents: Sequence[Mapping[str, Any]], limits: Mapping[str, float | None], rounds: int
-) -> str:
+def check_budgets(documents: Sequence[Mapping[str, Any]], limits: Mapping[str, float | None], rounds: int) -> str:
     """Return a warning about sites whose budget ends before the plan, with the limits known here; "" for none.
 
     NoCommonPlan where no site can afford a round; it names no limit that other processes do not know.

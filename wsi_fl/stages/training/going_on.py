@@ -99,11 +99,7 @@ def select_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
         note_participants(begun_context, request)
         lost = _find_lost(chosen, states_by_site)
         reached = max(
-            (
-                _count_rounds(chosen, run_states)
-                for site, run_states in states_by_site.items()
-                if site not in lost
-            ),
+            (_count_rounds(chosen, run_states) for site, run_states in states_by_site.items() if site not in lost),
             default=0,
         )
         if (
@@ -112,9 +108,7 @@ def select_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
             run.record_return(local_site)
         return begun_context.run
     if request.without and not request.may_begin_without:
-        raise ReportableError(
-            "a plan begins with all its sites; leave out --without, or sign a plan of fewer sites"
-        )
+        raise ReportableError("a plan begins with all its sites; leave out --without, or sign a plan of fewer sites")
     return _claim_run(context, request, comm)
 
 
@@ -132,9 +126,7 @@ def open_run(study: Study, request: RunRequest) -> tuple[RunContext, Summary | N
     finished = load_summary(run)
     if finished is not None:
         sites_done = {row["site"] for row in finished["sites"]} | set(finished.get("inference_sites", ()))
-        sites_awaited = set(
-            names if run.agreement_digest else context.local_names
-        )  # a hospital has its own store only
+        sites_awaited = set(names if run.agreement_digest else context.local_names)  # a hospital has its own store only
         return context, finished if sites_awaited - set(without) <= sites_done else None
     return context, None
 
@@ -235,16 +227,11 @@ def choose_run(states_by_site: Mapping[str, RunStates]) -> str:
         Traceback (most recent call last):
         wsi_fl.types.KnownToAll: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
     """
-    identities = {
-        site: [state["identity"] for state in states["runs"]] for site, states in states_by_site.items()
-    }
+    identities = {site: [state["identity"] for state in states["runs"]] for site, states in states_by_site.items()}
     common_runs = [
         identity
         for identity in max(identities.values(), key=len)
-        if all(
-            identity in ids or site in _find_lost(identity, states_by_site)
-            for site, ids in identities.items()
-        )
+        if all(identity in ids or site in _find_lost(identity, states_by_site) for site, ids in identities.items())
     ]
     if common_runs:
         begun_runs = (
@@ -286,8 +273,7 @@ def _make_local_folder(context: RunContext, request: RunRequest, identity: str) 
     runs, name = context.study.runs_path, f"{context.name}-{pipeline_stem(request.pipeline)}"
     describe = partial(describe_run, context, request, identity)
     tries = (
-        RunFolder.claim_folder(runs, number, name, identity, describe)
-        for number in count(RunFolder.next_number(runs))
+        RunFolder.claim_folder(runs, number, name, identity, describe) for number in count(RunFolder.next_number(runs))
     )
     return next(run for run in tries if run is not None)
 
@@ -325,9 +311,7 @@ def _claim_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
         identity = hashlib.sha256(identities.encode()).hexdigest()[:32]
         describe = partial(describe_run, context, request, identity)
         run = RunFolder.claim_folder(runs, number, proposals[0]["name"], identity, describe)
-        if all(
-            claim["claimed"] for claim in comm.gather([_FolderClaim(claimed=run is not None)], _FolderClaim)
-        ):
+        if all(claim["claimed"] for claim in comm.gather([_FolderClaim(claimed=run is not None)], _FolderClaim)):
             assert run is not None
             for name in request.without if request.may_begin_without else ():
                 run.record_dropout(name, request.reasons.get(name, "left out by --without"))

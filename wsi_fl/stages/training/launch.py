@@ -41,9 +41,7 @@ _STALE_S = 5.0
 _DEADLOCK_TIMEOUTS = 20
 LAUNCHER = "WSI_FL_LAUNCHER"
 """Environment variable with the launcher's process id, without which ranks would outlive it."""
-_SIGNAL_REPORT = re.compile(
-    rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
-)
+_SIGNAL_REPORT = re.compile(rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)")
 """Text of Open MPI's and MPICH's launchers about a rank that a signal ended."""
 
 
@@ -191,9 +189,7 @@ def run_ranks(
             "itself, and --backend local trains without it"
         )
     if code:
-        raise WsiFlError(
-            f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
-        )
+        raise WsiFlError(f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`")
 
 
 class _Ranks:
@@ -245,15 +241,12 @@ class _Ranks:
         return {
             site: f"no sign of life for {current - self._last_heard[site]:.0f} s"
             for site, (_, last) in sorted(self._late.copy().items())
-            if current - last < _STALE_S
-            and current - self._last_heard.get(site, current) > self._timeout_s / 2
+            if current - last < _STALE_S and current - self._last_heard.get(site, current) > self._timeout_s / 2
         }
 
     def is_deadlocked(self) -> bool:
         """Return whether others wait for a site, though alive, for many times the timeout."""
-        return any(
-            last - first > _DEADLOCK_TIMEOUTS * self._timeout_s for first, last in self._late.copy().values()
-        )
+        return any(last - first > _DEADLOCK_TIMEOUTS * self._timeout_s for first, last in self._late.copy().values())
 
     def find_killed(self, log: bytes) -> dict[str, str]:
         """Return the sites whose processes a signal ended, from the log of MPI's launcher."""

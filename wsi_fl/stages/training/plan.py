@@ -148,9 +148,7 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
     cost = list_mechanisms(site, pipeline.train.rounds) if pipeline.privacy.has_noise else []
     return {
         "site": site.name,
-        "n_train": len(
-            context.open_data(site.name).list_eligible().patient if terms.lifetime else site.train
-        ),
+        "n_train": len(context.open_data(site.name).list_eligible().patient if terms.lifetime else site.train),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
         "n_validation": None if terms.lifetime else len(site.validation) if site.validation else 0,
@@ -175,12 +173,7 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
 def _estimate_gain(site: Site, context: RunContext, cost: list[Mechanism]) -> str | None:
     """Return the expected gain of heads on features, for two classes with differential privacy, as in the study."""
     data = context.open_data(site.name)
-    if (
-        not cost
-        or isinstance(data.shape, Images)
-        or site.train.task.kind != "classes"
-        or len(data.classes) != 2
-    ):
+    if not cost or isinstance(data.shape, Images) or site.train.task.kind != "classes" or len(data.classes) != 2:
         return None
     counts = np.bincount(site.train.label, minlength=len(data.classes))
     rarest = float(counts.min() * len(counts) / counts.sum())
@@ -223,9 +216,7 @@ def plan_lines(document: _RunCost) -> Lines:
             f"{trained_note if row['trained_parameters'] < row['parameters'] else ''}"
         )
         if row["expected"] is not None:
-            yield TextLine(
-                f"    of heads on features, gain in our study: {row['expected']} (studies/ROUNDS.md)"
-            )
+            yield TextLine(f"    of heads on features, gain in our study: {row['expected']} (studies/ROUNDS.md)")
         if row["group"] is not None:
             is_above = is_above_budget(row["group"], row["max_epsilon"])
             text = f", which is above its max_epsilon = {row['max_epsilon']:g}" if is_above else ""

@@ -43,9 +43,7 @@ def compute_privacy(
             else "give --sigma or --target-epsilon"
         )
     if not _MIN_DELTA <= delta < 1:
-        raise UsageError(
-            f"--delta {delta:g}: give a probability from {_MIN_DELTA:g} to below 1, such as 1e-5"
-        )
+        raise UsageError(f"--delta {delta:g}: give a probability from {_MIN_DELTA:g} to below 1, such as 1e-5")
     if sigma is not None and not (sigma == 0 or sigma >= MIN_SIGMA):
         raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {MIN_SIGMA:g}")
     if batch_size is not None and batch_size > n:
@@ -101,9 +99,7 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
             f"signal to noise {option['signal_to_noise']:.0f}"
         )
     if document["ways"]:
-        yield TextLine(
-            f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}"
-        )
+        yield TextLine(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
     yield TextLine(
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({_ACCOUNTANTS[document['accountant']]})"

@@ -94,9 +94,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             stack.enter_context(hold_site_lock(site.folder.path))
         for site in sites:
             site_documents = zip(comm.running, documents, strict=True)
-            site.announced_units = {
-                index: (document["units"], document["sigma"]) for index, document in site_documents
-            }
+            site.announced_units = {index: (document["units"], document["sigma"]) for index, document in site_documents}
             store_decisions(site)
             if notice := describe_disclosures(site, method):
                 watcher.print_message(f"  {notice}")
@@ -161,9 +159,7 @@ def run_rank(run_path: Path) -> None:
     )
     local_site = names[comm.sites[0]]
     events = (
-        PrivateEvents(run.site_folder(local_site).log, owner)
-        if study.load_site(local_site).real
-        else JsonEvents(owner)
+        PrivateEvents(run.site_folder(local_site).log, owner) if study.load_site(local_site).real else JsonEvents(owner)
     )
     emit_event({"site": local_site, "pid": os.getpid(), "host": socket.gethostname()})
 
@@ -208,11 +204,7 @@ def _run_guarded(
             begun = (
                 run is not None and run.site_folder(local_site).list_checkpoints()
             )  # otherwise its folder will be removed
-            log = (
-                run.site_folder(local_site).log_path
-                if run and begun
-                else study.runs_path / f"{local_site}.log"
-            )
+            log = run.site_folder(local_site).log_path if run and begun else study.runs_path / f"{local_site}.log"
             with suppress(OSError):
                 append_note(log, f"{text}\n{traceback.format_exc()}")
             if not is_public:
@@ -251,15 +243,11 @@ def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
 
     def run_work(run: RunFolder) -> Summary:
         watcher = (
-            PrivateProgress(run.site_folder(local_site).log)
-            if study.load_site(local_site).real
-            else SilentProgress()
+            PrivateProgress(run.site_folder(local_site).log) if study.load_site(local_site).real else SilentProgress()
         )
         return work_as_rank(study, run, comm, watcher)
 
-    return _run_guarded(
-        comm, study, local_site, lambda: select_run(context, request, comm), run_work, report_error
-    )
+    return _run_guarded(comm, study, local_site, lambda: select_run(context, request, comm), run_work, report_error)
 
 
 def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:

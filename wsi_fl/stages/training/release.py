@@ -56,9 +56,7 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     def prepare_sites() -> tuple[Pipeline, list[SiteFile]]:
         pipeline, selected = select_sites(study, **selection)
         if not (sites := [site for site in selected if not site.is_receiver]):
-            raise UsageError(
-                f"sites/{selected[0].name}.toml: role = 'receiver', which releases no statistics"
-            )
+            raise UsageError(f"sites/{selected[0].name}.toml: role = 'receiver', which releases no statistics")
         for site in job.local_share(sites):
             with _build_context(study, pipeline, site) as context:
                 context.open_data(site.name)
@@ -67,9 +65,7 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     pipeline, sites = job.run_on_ranks(prepare_sites)
     rows = job.share_items(
         sites,
-        lambda job_sites: (
-            _release_site(_build_context(study, pipeline, site), repeat) for site in job_sites
-        ),
+        lambda job_sites: (_release_site(_build_context(study, pipeline, site), repeat) for site in job_sites),
     )
     return {"sites": rows} if job.is_first else {}
 
@@ -90,9 +86,7 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     account.require_budget(site)
     with site_lock(home.parent, site.name), context:
         data = context.open_data(site.name)
-        guarantee = (
-            "none" if data.is_synthetic() else account.find_guarantee(context.method, context.pipeline)
-        )
+        guarantee = "none" if data.is_synthetic() else account.find_guarantee(context.method, context.pipeline)
         ledger = account.open_ledger(
             study, site, STATISTICS_RUN, account.build_terms(site, context.pipeline, guarantee)
         )
@@ -130,10 +124,7 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
         except WsiFlError as error:
             errors.append(error)
     charged = {
-        sent
-        for ledger_round in ledger.list_rounds()
-        if ledger_round.final
-        for sent in ledger_round.releases.values()
+        sent for ledger_round in ledger.list_rounds() if ledger_round.final for sent in ledger_round.releases.values()
     }
     released = {sent for ledger_round in ledger.list_rounds() for sent in ledger_round.releases.values()}
     by_ledger = [copy for copy in copies if digest_values(copy[1].vector) in released]
@@ -189,9 +180,7 @@ def _sum_examples(
     keys, device, model = context.pipeline.train, select_device(), build_model(context, 0, "shared")
     assert isinstance(model, SharedHead)
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
-    learner = Learner(
-        model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise, task=train.task
-    )
+    learner = Learner(model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise, task=train.task)
     if plan is not None and learner.trainer is not None:
         require_plan(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
     stream = CipherStream.from_entropy()
@@ -209,9 +198,7 @@ def release_lines(document: dict[str, Any]) -> Lines:
         guarantee = "no differential privacy"
         if row["epsilon"] is not None:
             guarantee = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
-        yield TextLine(
-            f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {guarantee} ({row['file']})"
-        )
+        yield TextLine(f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {guarantee} ({row['file']})")
     yield TextLine(
         "the files may be copied to the other sites' statistics/; next: "
         "wsi-fl train --method oneshot --set train.from_released=true"

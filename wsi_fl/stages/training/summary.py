@@ -174,14 +174,11 @@ def build_summary(context: RunContext, rows: Sequence[SummaryRow], seconds: floa
         "statistics": {name: statistics.digest[:8] for name, statistics in context.statistics.items()},
         "lost": [loss["site"] for loss in run.list_dropouts()],
         "losses": [
-            cast(_SiteLoss, {key: loss[key] for key in _SiteLoss.__annotations__})
-            for loss in run.list_dropouts()
+            cast(_SiteLoss, {key: loss[key] for key in _SiteLoss.__annotations__}) for loss in run.list_dropouts()
         ],
         "communication": communication,
     }
 
 
 def _strip_row(row: SummaryRow) -> _SiteSummary:
-    return cast(
-        _SiteSummary, {key: value for key, value in row.items() if key in _SiteSummary.__annotations__}
-    )
+    return cast(_SiteSummary, {key: value for key, value in row.items() if key in _SiteSummary.__annotations__})

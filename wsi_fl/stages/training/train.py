@@ -61,9 +61,7 @@ class _RunSeries:
         folds = {"fold": member.fold} if self.folds else {}
         left_out = {"left_out": member.left_out} if self.sites else {}
         member_pipeline = pipeline.replace_keys(train={"seed": member.seed, **folds, **left_out})
-        return (
-            member_pipeline.model_copy(update={"sites": list(self.sites)}) if self.sites else member_pipeline
-        )
+        return member_pipeline.model_copy(update={"sites": list(self.sites)}) if self.sites else member_pipeline
 
     def find_runs(self, study: Study) -> dict[SeriesMember, RunFolder]:
         """Return the existing runs by member, without settings common to all, such as a fold of the pipeline."""
@@ -233,9 +231,7 @@ def _start_run(context: RunContext, backend: str, watcher: Watcher) -> Summary:
                 ) from None
             for name, reason in lost.reasons.items():
                 loss = run.record_dropout(name, reason)
-                watcher.print_message(
-                    f"  {name} was lost in round {loss['round']}: {reason}; the others go on"
-                )
+                watcher.print_message(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
     summary = load_summary(run)
     if summary is None:
         raise WsiFlError(f"the ranks ended without a summary; continue with `{resume_hint}`")
@@ -253,16 +249,12 @@ def summary_lines(summary: Summary, return_command: str = "") -> Lines:
     if digests := summary.get("statistics"):
         yield TextLine(f"  made of {len(digests)} class statistics: {format_statistics(digests)}")
     c = summary["communication"]
-    yield TextLine(
-        f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"
-    )
+    yield TextLine(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
     for loss in summary["losses"]:
         yield TextLine(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
         yield TextLine(f"  it can come back: {return_command or 'wsi-fl train --resume ' + summary['run']}")
     yield from (TextLine(f"  {line}", "yellow") for line in describe_absences(summary["sites"]))
-    yield TextLine(
-        f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}"
-    )
+    yield TextLine(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
 
 
 def train_series(
@@ -299,18 +291,14 @@ def train_series(
         )
     with RunContext.create(study, pipeline, method) as context:
         _report_series(context, series)
-    return _complete_series(
-        study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress()
-    )
+    return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
 
 
 def _build_series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _RunSeries:
     train = pipeline.train
     sites = tuple(site.name for site in study.load_sites(pipeline)) if leave_site_out else ()
     if leave_site_out and (train.folds or train.left_out):
-        raise UsageError(
-            "--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out"
-        )
+        raise UsageError("--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out")
     if leave_site_out and len(sites) < 2:
         raise UsageError("--leave-site-out needs two sites or more")
     folds = train.folds if train.fold is None else None
@@ -363,9 +351,7 @@ def resume_series(
     )
     pipeline = load_run_pipeline(run.path / "config.toml")
     method, name = manifest["method"], manifest["pipeline"]
-    return _complete_series(
-        study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress()
-    )
+    return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
 
 
 def _complete_series(

@@ -115,8 +115,7 @@ def build_site(context: RunContext, index: int) -> Site:
         if role in COMMON or not data.receives
     }
     learners = {
-        role: make(role, dp=role_settings.dp, common=role_settings.common)
-        for role, role_settings in roles.items()
+        role: make(role, dp=role_settings.dp, common=role_settings.common) for role, role_settings in roles.items()
     }
     if context.method.has_local_baseline and pipeline.train.local_baseline:
         learners[LOCAL] = make(LOCAL, dp=False)
@@ -189,9 +188,7 @@ def _list_settings(pipeline: Pipeline) -> dict[str, Setting]:
     values = pipeline.model_dump(by_alias=True)
     extra_sections = [name for name, section in pipeline if isinstance(section, Section) and section.compared]
     settings = {
-        f"{name}.{key}": value
-        for name in (*_COMPARED_SECTIONS, *extra_sections)
-        for key, value in values[name].items()
+        f"{name}.{key}": value for name in (*_COMPARED_SECTIONS, *extra_sections) for key, value in values[name].items()
     }
     return {key: value for key, value in settings.items() if key not in _SITE_KEYS}
 
@@ -323,9 +320,7 @@ def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
             require_patient_names(train.patient, data.site)
         is_held_out = draw_held_out(train.patient, fraction, pipeline.train.seed, data.holdout_draw)
         if len(train) and is_held_out.all():
-            raise UsageError(
-                f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
-            )
+            raise UsageError(f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it")
         validation = select_examples(train, np.flatnonzero(is_held_out))
         train, units = (
             select_examples(train, np.flatnonzero(~is_held_out)),
@@ -444,9 +439,7 @@ def _build_learner(
         weight_decay=hyper_parameters.weight_decay,
         device=device,
         dp=dp,
-        class_weights=_class_weights(train.label, n_classes)
-        if hyper_parameters.balance and dp is None
-        else None,
+        class_weights=_class_weights(train.label, n_classes) if hyper_parameters.balance and dp is None else None,
         task=train.task,
         bfloat16=pipeline.gpu.train == "bfloat16",
     )
@@ -470,8 +463,7 @@ def _tune_site(context: RunContext, site: Site) -> None:
     local_learners = {
         role: learner
         for role in (LOCAL, "private")
-        if (learner := site.learners.get(role))
-        and not (learner.is_private or role == context.method.mixing_role)
+        if (learner := site.learners.get(role)) and not (learner.is_private or role == context.method.mixing_role)
     }
     if not pipeline.train.tune:
         local_learners = {
@@ -522,9 +514,7 @@ def _fit_head(model: nn.Module, train: Examples, n_classes: int, device: torch.d
     size = train.at_once or 256
     row_blocks = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
     with torch.no_grad():
-        x = torch.cat(
-            [fixed_layers(x) for x, _ in load_batches(train, iter(row_blocks), augment=None, device=device)]
-        )
+        x = torch.cat([fixed_layers(x) for x, _ in load_batches(train, iter(row_blocks), augment=None, device=device)])
     return fit_linear_head(x.cpu().numpy(), train.label, train.patient, n_classes, train.task)
 
 
@@ -540,16 +530,12 @@ def _tune_parameters(
 
     def predict_others(hyper_parameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
         model.load_state_dict(start)
-        training, others = (
-            select_examples(train, np.flatnonzero(rows)) for rows in (is_training, ~is_training)
-        )
+        training, others = (select_examples(train, np.flatnonzero(rows)) for rows in (is_training, ~is_training))
         learner = _build_learner(model, hyper_parameters, training, site.n_classes, site.device, pipeline)
         stream = CipherStream.from_seed(keys.seed, "tuning")
         patch_stream = stream if keys.max_patches else None  # the draws of patches
         augment = build_augmentation(keys.augment, stream) if of_images else None
-        rows = draw_epoch_rows(
-            len(training), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream
-        )
+        rows = draw_epoch_rows(len(training), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream)
         for batch in load_batches(training, rows, augment=augment, device=site.device, draws=patch_stream):
             take_supervised_step(learner, batch, stream)
         return replace_nonfinite(predict_examples(learner.predict_logits, others, site.device), others)
@@ -579,15 +565,9 @@ def _load_released(context: RunContext, site: Site) -> None:
     for other, statistics in context.statistics.items():
         refuse_mismatch(statistics.header, header, label := study.relative_path(study.release_path(other)))
         values, facts = torch.from_numpy(statistics.vector), statistics.header
-        if problem := explain_invalid_statistics(
-            head, values, facts.n, facts.sigma, rows=facts.unit == "row"
-        ):
-            raise WsiFlError(
-                f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file"
-            )
-    exact = np.mean(
-        [statistics.vector.astype(np.float64) for statistics in context.statistics.values()], axis=0
-    )
+        if problem := explain_invalid_statistics(head, values, facts.n, facts.sigma, rows=facts.unit == "row"):
+            raise WsiFlError(f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file")
+    exact = np.mean([statistics.vector.astype(np.float64) for statistics in context.statistics.values()], axis=0)
     mean, n = np.asarray(exact, np.float32), len(context.statistics)
     if context.uses_files:
         if local_statistics := context.statistics.get(name):

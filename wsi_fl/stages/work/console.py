@@ -140,19 +140,13 @@ class ProgressBars(SilentProgress):
         # at the speed up to the last step, less the time since
         duration = self._progress_time - min(t for _, t in self._starting_points.values())
         seconds = (
-            (total - done) / progress * duration - (time.monotonic() - self._progress_time)
-            if progress > 0
-            else 0.0
+            (total - done) / progress * duration - (time.monotonic() - self._progress_time) if progress > 0 else 0.0
         )
         remaining = (
-            f", about {seconds:.0f} s left"
-            if share > 0.02 and seconds > 0 and duration >= _LINE_EVERY_S
-            else ""
+            f", about {seconds:.0f} s left" if share > 0.02 and seconds > 0 and duration >= _LINE_EVERY_S else ""
         )
         remaining = ", finishing" if share >= 1 else remaining
-        notes = ", ".join(
-            f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MAX_SHOWN_PARTS] if note
-        )
+        notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MAX_SHOWN_PARTS] if note)
         more = f", and {len(state) - _MAX_SHOWN_PARTS} more" if len(state) > _MAX_SHOWN_PARTS else ""
         return f"{self.title}: {share:.0%}{remaining}" + (f" ({notes}{more})" if notes else "")
 
@@ -265,9 +259,7 @@ def build_site_table(
 def _print_table(table: TextTable) -> None:
     table_view = rich.table.Table(title=escape(make_printable(table.title)), title_justify="left")
     for k, heading in enumerate(table.headings):
-        table_view.add_column(
-            escape(make_printable(heading)), justify="right" if k else "left", no_wrap=k > 0
-        )
+        table_view.add_column(escape(make_printable(heading)), justify="right" if k else "left", no_wrap=k > 0)
     for row in table.rows:
         if row is None:
             table_view.add_section()

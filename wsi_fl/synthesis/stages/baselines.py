@@ -51,9 +51,7 @@ def baselines(
         )
     mpcpa, drawn = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
     if (most := max(mpcpa.curve, default=0)) > drawn:
-        raise UsageError(
-            f"mpcpa.curve: {most} images of each class, but ddpm.samples_per_class = {drawn} are drawn"
-        )
+        raise UsageError(f"mpcpa.curve: {most} images of each class, but ddpm.samples_per_class = {drawn} are drawn")
 
     def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
         with RunContext.create(study, pipeline, method) as one:
@@ -113,9 +111,7 @@ def _document(
     }
 
 
-def _rows(
-    pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]
-) -> Iterator[dict[str, str | float | None]]:
+def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str | float | None]]:
     def scores(one: Mapping[str, Any]) -> dict[str, float | None]:
         return {name: one[name] for name in SCORES}
 
@@ -165,7 +161,5 @@ def baselines_lines(document: dict[str, Any]) -> Lines:
             f"{format_number(row['held_out_least'])}; {row['copies']} copies in {row['n_generated']}; check "
             f"{'passed' if row['passed'] else 'NOT passed'}"
         )
-    yield TextLine(
-        f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing"
-    )
+    yield TextLine(f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing")
     yield TextLine(f"next: wsi-fl report {document['run']}")

@@ -71,16 +71,10 @@ def check_generator(
     with site_lock(folder.path, site):
         with open_store(study, site) as store:
             if not is_source_store(store, document["store"]):
-                raise UsageError(
-                    f"site {site}: its store was made anew since the generator was trained; train --again"
-                )
-            training, held_out = (
-                pictures_of(store, resolution, *splits) for splits in (("train",), HELD_OUT)
-            )
+                raise UsageError(f"site {site}: its store was made anew since the generator was trained; train --again")
+            training, held_out = (pictures_of(store, resolution, *splits) for splits in (("train",), HELD_OUT))
         if (n := len(held_out)) < MIN_HELD_OUT:
-            watcher.print_message(
-                f"  site {site} holds out {n} images; {MIN_HELD_OUT} are the least for a verdict"
-            )
+            watcher.print_message(f"  site {site} holds out {n} images; {MIN_HELD_OUT} are the least for a verdict")
         case = Case(study, pipeline, site, folder, document, training, held_out, watcher)
         evidence = kind.evidence(case)
         result = _result(case, evidence)
@@ -110,9 +104,7 @@ def _result(case: Case, evidence: Evidence) -> Document:
         "n_held_out": len(evidence.held_out),
         "n_samples": len(evidence.samples[phase]),
         "copy_below": COPY_THRESHOLD if compared else None,
-        "copying": {
-            name: {what: asdict(one) for what, one in both.items()} for name, both in compared.items()
-        },
+        "copying": {name: {what: asdict(one) for what, one in both.items()} for name, both in compared.items()},
         **evidence.document,
         "quality": quality,
         "notes": [*([note] if note else []), *notes, *evidence.notes],
@@ -161,9 +153,7 @@ def _write(case: Case, evidence: Evidence, result: Document) -> None:
         "names": _NAMES,
         "chart": _histogram(evidence),
         "rows": [(name, [encode_patch(enlarge_patch(one)) for one in patches]) for name, patches in rows],
-        "samples": [
-            (name, [encode_patch(enlarge_patch(one)) for one in patches]) for name, patches in samples
-        ],
+        "samples": [(name, [encode_patch(enlarge_patch(one)) for one in patches]) for name, patches in samples],
     }
     write_text(place / names["page"], fill_template("check", context, Path(__file__).parent))
     write_sealed(case.folder.check_path, result)
@@ -220,9 +210,7 @@ def check_lines(document: Document) -> Lines:
                 f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
             )
         if one := document["quality"].get(name):
-            yield TextLine(
-                f"  quality {name}: FID {format_number(one['fid'], 1)}, KID {format_number(one['kid'], 4)}"
-            )
+            yield TextLine(f"  quality {name}: FID {format_number(one['fid'], 1)}, KID {format_number(one['kid'], 4)}")
     if z := document.get("memorization"):
         yield TextLine(
             f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "

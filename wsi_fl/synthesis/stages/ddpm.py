@@ -110,9 +110,7 @@ def _sampling_of(settings: Ddpm) -> Sampling:
             "ddpm.class_dropout=0.1"
         )
     if settings.sampling_steps > settings.chain:
-        raise UsageError(
-            f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps"
-        )
+        raise UsageError(f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps")
     return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
 
 
@@ -189,9 +187,7 @@ class _Ddpm(GeneratorType):
         steps, sampling = document["settings"]["steps"], check["sampling"] if check else None
         return {"kind": "ddpm", "iterations": steps, "sampling": sampling}
 
-    def draw(
-        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
-    ) -> Iterator[Tensor]:
+    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches of images, without a check by DDIM."""
         denoiser = load_denoiser(folder)
         known = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
@@ -204,9 +200,7 @@ class _Ddpm(GeneratorType):
         key, generated = _images(case)
         to_training = evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
         held = evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        found = evidence.judge_copies(
-            to_training, held, len(evidence.find_duplicates(training.images.numpy()))
-        )
+        found = evidence.judge_copies(to_training, held, len(evidence.find_duplicates(training.images.numpy())))
         comparisons, lpips = _compared(case, generated, held)
         distances = {"denoiser": to_training.distance}
         if len(held_out):
@@ -254,9 +248,7 @@ def _images(case: Case) -> tuple[str, Tensor]:
     """(key of the generated store, its images)."""
     denoiser, site = load_denoiser(case.folder), case.site
     with open_store(case.study, site) as store:
-        key, path = images_of(
-            case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site
-        )
+        key, path = images_of(case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site)
     with PatchStore(path) as store:
         return key, pictures_of(store, denoiser.shape.resolution, "train").images
 
@@ -270,9 +262,7 @@ def _compared(
         evidence.find_nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
         for one in (case.training, case.held_out)
     ]
-    among = evidence.find_nearest_other(
-        case.training.images.numpy(), case.training.patient, memory_bytes=memory
-    )
+    among = evidence.find_nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
     if not (by_pixels := evidence.compare_relative(reached, (among, held.distance))):
         return {}, None
     found = {"nearest sample": by_pixels}
@@ -300,9 +290,7 @@ def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | N
     if z.duplicates:
         notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")
     if twins := int((held.distance == 0).sum()):
-        notes.append(
-            f"{twins} held-out images are exact duplicates of training images; left out of the comparison."
-        )
+        notes.append(f"{twins} held-out images are exact duplicates of training images; left out of the comparison.")
     if lpips is None:
         notes.append("LPIPS was not computed: lpips.weights is not set.")
     return notes

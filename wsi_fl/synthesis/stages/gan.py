@@ -138,9 +138,7 @@ class _Gan(GeneratorType):
             "lpips": _lpips_label(document),
         }
 
-    def draw(
-        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
-    ) -> Iterator[Tensor]:
+    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         generator = _load_gan(folder, provenance["phase"])
         yield draw_samples(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
@@ -160,9 +158,7 @@ class _Gan(GeneratorType):
         distances = {name: one.projected[0] for name, one in found.items()}
         order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
         shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
-        shifted = (
-            asdict(compare_paired(distances["after"], distances["before"])) if "after" in found else None
-        )
+        shifted = asdict(compare_paired(distances["after"], distances["before"])) if "after" in found else None
         spreads = {name: asdict(summarize_distances(values)) for name, values in distances.items()}
         return Evidence(
             training=training,

@@ -201,9 +201,7 @@ class GeneratorType(ABC):
         """Return how samples of a checked generator are drawn, as a store's provenance says it."""
 
     @abstractmethod
-    def draw(
-        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
-    ) -> Iterator[Tensor]:
+    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches uint8[b, c, h, h] on the CPU, an image for each label int64[n]."""
 
     @abstractmethod

@@ -84,9 +84,7 @@ def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watche
         NoCommonPlan: when the sites' denoisers do not fit together.
     """
     checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
-    mine: list[Ready] = [
-        {"images": _all_there(party.study, site.folder.read_document("package"))} for site in sites
-    ]
+    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.read_document("package"))} for site in sites]
     if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
         _exchange(party, sites, comm, watcher, checked=checked)
     for site in sites:
@@ -132,9 +130,7 @@ def _exchange(
         )
     star = _Star(sites, comm, names, _ROUND)
     releases = {
-        site.index: release_once(
-            site.ledger, _ROUND, flatten_parameters(denoisers[site.index]), agreed[0], "generator"
-        )
+        site.index: release_once(site.ledger, _ROUND, flatten_parameters(denoisers[site.index]), agreed[0], "generator")
         for site in sites
     }
     held = star.gather("denoiser", releases, dict.fromkeys(comm.running, agreed[0]))
@@ -155,9 +151,7 @@ def _exchange(
                 watcher=watcher,
                 part=site.name,
             )
-        site.folder.write_document(
-            "package", {"images": {name: drawn[name] for name in names if name in drawn}}
-        )
+        site.folder.write_document("package", {"images": {name: drawn[name] for name in names if name in drawn}})
 
 
 def _patches(party: RunContext, site: str) -> PatchData:
@@ -250,9 +244,7 @@ class _Star:
         """The site beside which the server lives."""
         return self.comm.running[0]
 
-    def gather(
-        self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]
-    ) -> dict[int, _Vector]:
+    def gather(self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]) -> dict[int, _Vector]:
         """Bring every site's release float32[d] to the server; return them there by site, elsewhere nothing.
 
         Args:
@@ -262,9 +254,7 @@ class _Star:
         """
         mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
         sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
-        found = {
-            k: self._carry(what, (k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes
-        }
+        found = {k: self._carry(what, (k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes}
         return {k: vector for k, vector in found.items() if vector is not None}
 
     def broadcast(self, held: Mapping[int, _Vector], size: int, schema: str) -> dict[int, dict[int, _Vector]]:

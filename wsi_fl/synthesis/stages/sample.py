@@ -101,9 +101,7 @@ def _refuse_taken(study: Study, name: str) -> None:
     if path.exists():
         with PatchStore(path) as store:
             if store.meta.generator is None:
-                raise UsageError(
-                    f"{study.relative_path(path)}: a store of real patches is there; use another --name"
-                )
+                raise UsageError(f"{study.relative_path(path)}: a store of real patches is there; use another --name")
     elif study.site_path(name).exists():
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
@@ -114,9 +112,7 @@ def sampled_lines(document: dict[str, Any]) -> Lines:
     yield TextLine(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
         yield TextLine(f"  written although its check was {outcome(generator)}", "red")
-    yield TextLine(
-        "  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow"
-    )
+    yield TextLine("  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow")
 
 
 def write_synthetic(

@@ -50,9 +50,7 @@ def train_generator(
             _forget(folder.path)
         with open_store(study, site) as store:
             if store.meta.generator is not None:
-                raise UsageError(
-                    f"site {site}: its patches are synthetic already; a generator learns from real ones"
-                )
+                raise UsageError(f"site {site}: its patches are synthetic already; a generator learns from real ones")
             course = kind.course(study, pipeline, site, store)
             facts = {
                 "sha256": store_digest(store),
@@ -93,9 +91,7 @@ def _train(
         told.append(course.step())
         done = state.iteration
         if not all(isfinite(value) for value in told[-1].values() if value is not None):
-            raise WsiFlError(
-                f"site {site}: training diverged at iteration {done}; {kind.remedy}, and train --again"
-            )
+            raise WsiFlError(f"site {site}: training diverged at iteration {done}; {kind.remedy}, and train --again")
         phase = next(name for name, end in ends.items() if done <= end)
         if done % _LOG_EVERY == 0 or done == total:
             seconds = time.monotonic() - began
@@ -158,9 +154,7 @@ def _begin(study: Study, site: str, folder: GeneratorFolder, settings: Document,
         raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
     (first, second), (known_first, known_second) = _by_phase(settings), _by_phase(document["settings"])
     if other := [key for key, value in first.items() if known_first.get(key) != value]:
-        raise UsageError(
-            f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew"
-        )
+        raise UsageError(f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew")
     if second != known_second:
         if document["finished"] or max(folder.list_iterations(), default=0) > settings["iterations"]:
             raise UsageError(
@@ -190,6 +184,4 @@ def trained_lines(document: Document) -> Lines:
     )
     if (document.get("lpips") or "").startswith("UNTRAINED"):
         yield TextLine(f"  {document['lpips']}", "yellow")
-    yield TextLine(
-        f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}"
-    )
+    yield TextLine(f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}")

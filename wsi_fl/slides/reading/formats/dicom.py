@@ -22,9 +22,7 @@ from wsi_fl.types import WsiFlError
 _PREAMBLE_BYTES = 128
 _SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
 """The SOP class of whole-slide images."""
-_IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (
-    f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99")
-)
+_IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99"))
 _READABLE_SYNTAXES = {
     _EXPLICIT_SYNTAX,
     *(f"1.2.840.10008.1.2.4.{number}" for number in ("50", "90", "91")),
@@ -205,9 +203,7 @@ def _find_same_size(volumes: Sequence[Header]) -> list[Header]:
     first: dict[tuple[int, int], Header] = {}
     for header in volumes:
         earlier = first.setdefault((header.width, header.height), header)
-        if earlier is not header and not (
-            header.concatenation and header.concatenation == earlier.concatenation
-        ):
+        if earlier is not header and not (header.concatenation and header.concatenation == earlier.concatenation):
             return [earlier, header]
     return []
 
@@ -257,8 +253,7 @@ def read_header(path: Path) -> Header | None:
         return None
     kind = f"{text.pop('kind')}\\\\\\".split("\\")[2]
     numbers = {
-        name: _decode_number(values.get(tag), form, default)
-        for name, (tag, form, default) in _NUMBER_TAGS.items()
+        name: _decode_number(values.get(tag), form, default) for name, (tag, form, default) in _NUMBER_TAGS.items()
     }
     spacing = _decode_spacing(values.get(_SPACING_TAG, b""))
     return Header(path, kind=kind, spacing=spacing, **text, **numbers)  # type: ignore[arg-type]
@@ -369,7 +364,5 @@ def _skip_sequence(data: bytes | mmap.mmap, position: int, *, explicit: bool) ->
             if tag == _END_OF_ITEM:
                 break
             position = (
-                _skip_sequence(data, position, explicit=explicit)
-                if length == _UNDEFINED_LENGTH
-                else position + length
+                _skip_sequence(data, position, explicit=explicit) if length == _UNDEFINED_LENGTH else position + length
             )

@@ -47,9 +47,7 @@ def _fits_ratio(slide_size: tuple[int, int], level_size: tuple[int, int]) -> boo
     ratios = [side / level_side for side, level_side in zip(slide_size, level_size, strict=True)]
     if abs(ratios[0] - ratios[1]) <= _MAX_RATIO_DIFFERENCE * max(ratios):
         return True
-    min_ratios = [
-        side / (level_side + _ROUNDING_PX) for side, level_side in zip(slide_size, level_size, strict=True)
-    ]
+    min_ratios = [side / (level_side + _ROUNDING_PX) for side, level_side in zip(slide_size, level_size, strict=True)]
     max_ratios = [
         side / max(level_side - _ROUNDING_PX, _ROUNDING_PX / 2)
         for side, level_side in zip(slide_size, level_size, strict=True)
@@ -69,16 +67,10 @@ def find_padded_levels(source: PixelSource) -> set[int]:
     (width, height), candidates = sizes[0], []
     if len(tiles) == len(sizes):
         size_ratios = [(width / w + height / h) / 2 for w, h in sizes]
-        candidates = [
-            k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(size_ratios[k], downsamples[k])
-        ]
+        candidates = [k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(size_ratios[k], downsamples[k])]
     if not any(is_padded(sizes[0], sizes[k], tiles[k]) for k in candidates):
         return set()
-    return {
-        k
-        for k in candidates
-        if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])
-    }
+    return {k for k in candidates if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])}
 
 
 def is_padded(slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]) -> bool:
@@ -88,9 +80,7 @@ def is_padded(slide_size: tuple[int, int], level_size: tuple[int, int], tile_siz
         >>> is_padded((2304, 2304), (1280, 1280), (256, 256)), is_padded((2304, 2304), (576, 576), (64, 64))
         (True, False)
     """
-    return bool(padding_ratios(slide_size, level_size, tile_size)) and not _picture_ratios(
-        slide_size, level_size
-    )
+    return bool(padding_ratios(slide_size, level_size, tile_size)) and not _picture_ratios(slide_size, level_size)
 
 
 def _picture_ratios(slide_size: tuple[int, int], level_size: tuple[int, int]) -> set[int]:
@@ -100,9 +90,7 @@ def _picture_ratios(slide_size: tuple[int, int], level_size: tuple[int, int]) ->
     return {n for n in ratios if all(abs(side / n - level_side) <= _ROUNDING_PX for side, level_side in axes)}
 
 
-def padding_ratios(
-    slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]
-) -> set[int]:
+def padding_ratios(slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]) -> set[int]:
     """Return the possible whole-number reductions of a level whose size is that of all its tiles.
 
     Example:
@@ -123,8 +111,7 @@ def padding_ratios(
 def _read_tile_sizes(properties: Mapping[str, str], n_levels: int) -> list[tuple[int, int]]:
     """Return (width, height) of the tiles of n levels by OpenSlide's properties; [] if one is missing."""
     sides = [
-        [properties.get(f"openslide.level[{k}].tile-{side}") for side in ("width", "height")]
-        for k in range(n_levels)
+        [properties.get(f"openslide.level[{k}].tile-{side}") for side in ("width", "height")] for k in range(n_levels)
     ]
     return [(int(w), int(h)) for w, h in sides if w and h]
 

@@ -46,9 +46,7 @@ def open_zarr(path: Path) -> PixelSource:
     """Open the largest multiscale image of an OME-Zarr, which may have several (bioformats2raw)."""
     root = import_extra("zarr", "formats", path).open(str(path), mode="r")
     if not hasattr(root, "group_keys"):
-        raise WsiFlError(
-            f"{path.name}: a Zarr array alone; {_READABLE_VERSIONS}, which are groups with multiscales"
-        )
+        raise WsiFlError(f"{path.name}: a Zarr array alone; {_READABLE_VERSIONS}, which are groups with multiscales")
     images = list(_iterate_images(path, root)) or [
         image for name in _list_series(root) for image in _iterate_images(path, root[name])
     ]
@@ -72,9 +70,7 @@ def _digest_zarr(path: Path, image: _MultiscaleImage) -> str:
     metadata_files = {entry for name in (".z*", "zarr.json") for entry in path.rglob(name) if entry.is_file()}
     coarsest = path / str(image.arrays[-1].path)
     chunks = sorted(entry for entry in coarsest.rglob("*") if entry.is_file() and entry not in metadata_files)
-    samples = (
-        {chunks[k] for k in np.linspace(0, len(chunks) - 1, _MAX_CHUNKS).astype(int)} if chunks else set()
-    )
+    samples = {chunks[k] for k in np.linspace(0, len(chunks) - 1, _MAX_CHUNKS).astype(int)} if chunks else set()
     for file in sorted(metadata_files | samples):
         with file.open("rb") as stream:
             head = stream.read(_HEAD_BYTES if file in samples else -1)
@@ -103,9 +99,7 @@ def _iterate_images(path: Path, group: Any) -> Iterator[_MultiscaleImage]:
         yield _MultiscaleImage([array for array, _ in pairs], axes, ordered, metadata)
 
 
-def _read_axes(
-    path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]
-) -> Sequence[Mapping[str, Any]]:
+def _read_axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the axes of a multiscale image; since NGFF 0.6 they are those of its datasets' coordinate system.
 
     Raises:
@@ -145,9 +139,7 @@ def _require_rgb(path: Path, image: _MultiscaleImage) -> None:
     names = [str(channel.get("label") or "") for channel in channel_list]
     if not is_red_green_blue(names, colors):
         channel_names = ", ".join(" ".join(filter(None, pair)) for pair in zip(names, colors, strict=True))
-        raise WsiFlError(
-            f"{path.name}: a slide has red, green and blue; the channels of this Zarr are {channel_names}"
-        )
+        raise WsiFlError(f"{path.name}: a slide has red, green and blue; the channels of this Zarr are {channel_names}")
 
 
 def _fill_color(array: Any) -> Rgb | None:

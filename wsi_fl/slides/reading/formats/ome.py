@@ -77,9 +77,7 @@ def open_ome_tiff(path: Path) -> PixelSource:
             vendor="ome-tiff",
             mpp=read_ome_mpp(tif),
             quickhash=digest_file(path),
-            lacks=TileGaps(
-                [list(level.pages)[: 1 if is_in_pixels else _MAX_CHANNELS] for level in series.levels]
-            ),
+            lacks=TileGaps([list(level.pages)[: 1 if is_in_pixels else _MAX_CHANNELS] for level in series.levels]),
             close=stack.pop_all().close,
         )
 
@@ -122,9 +120,7 @@ def _find_pixels_element(tif: TiffFile) -> ElementTree.Element | None:
     except ElementTree.ParseError:
         return None
     elements = (element for element in root.iter() if _tag_name(element) == "Pixels")
-    return next(
-        (element for element in elements if (element.get("SizeX"), element.get("SizeY")) == size), None
-    )
+    return next((element for element in elements if (element.get("SizeX"), element.get("SizeY")) == size), None)
 
 
 def _tag_name(element: ElementTree.Element) -> str:
@@ -134,13 +130,9 @@ def _tag_name(element: ElementTree.Element) -> str:
 def _read_channels(tif: TiffFile) -> tuple[list[str], list[str]]:
     """Return (names, colours as hexadecimal digits) of the channels of the largest series; "" where not given."""
     pixels = _find_pixels_element(tif)
-    channels = (
-        [element for element in pixels if _tag_name(element) == "Channel"] if pixels is not None else []
-    )
+    channels = [element for element in pixels if _tag_name(element) == "Channel"] if pixels is not None else []
     colors = [f"{int(channel.get('Color') or -1) & 0xFFFFFFFF:08X}"[:6] for channel in channels]
-    return [channel.get("Name") or "" for channel in channels], [
-        c if c != _UNSET_COLOR else "" for c in colors
-    ]
+    return [channel.get("Name") or "" for channel in channels], [c if c != _UNSET_COLOR else "" for c in colors]
 
 
 def _is_in_planes(tif: TiffFile, series: TiffPageSeries) -> bool:

@@ -66,10 +66,7 @@ def open_czi(path: Path) -> PixelSource:
 def wastes_bits(properties: Mapping[str, str]) -> bool:
     """Return whether OpenSlide, by its properties, keeps the upper 8 of 16 bits of a CZI with fewer bits in use."""
     image = "zeiss.Information.Image."
-    return (
-        properties.get(f"{image}PixelType") == _DEEP_PIXELS
-        and properties.get(f"{image}ComponentBitCount") != "16"
-    )
+    return properties.get(f"{image}PixelType") == _DEEP_PIXELS and properties.get(f"{image}ComponentBitCount") != "16"
 
 
 def _count_used_bits(path: Path, xml: str) -> int:

@@ -149,9 +149,7 @@ def is_red_green_blue(names: Sequence[str], colors: Sequence[str]) -> bool:
     """
     plain = tuple(name.strip().lower() for name in names)
     is_neutral = len({name.strip("0123456789 _:-#") for name in plain}) <= 1
-    is_colored = all(
-        not color or color == primary for color, primary in zip(colors, _PRIMARIES, strict=False)
-    )
+    is_colored = all(not color or color == primary for color, primary in zip(colors, _PRIMARIES, strict=False))
     return is_colored and (is_neutral or plain in _PRIMARY_NAMES)
 
 

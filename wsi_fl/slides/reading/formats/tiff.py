@@ -46,9 +46,7 @@ def main_picture(tif: TiffFile) -> TiffPage:
 def count_pictures(tif: TiffFile) -> int:
     """Return the number of pictures of the main picture's size in a TIFF: channels, focal planes or times."""
     main = main_picture(tif)
-    pictures = [
-        page for page in _list_pictures(tif) if _page_size(page) == _page_size(main) and not _is_reduced(page)
-    ]
+    pictures = [page for page in _list_pictures(tif) if _page_size(page) == _page_size(main) and not _is_reduced(page)]
     n_images = int((tif.imagej_metadata or {}).get("images", 1)) if tif.is_imagej else 1
     return max(len(pictures), n_images)
 
@@ -68,9 +66,7 @@ def describe_pixels(page: TiffPage) -> str:
     if n_usual is None:
         return kind
     n_extra = page.samplesperpixel - n_usual
-    is_transparent = (
-        n_extra == 1 and page.photometric == _RGB and {*map(int, page.extrasamples)} <= _ALPHA_SAMPLES
-    )
+    is_transparent = n_extra == 1 and page.photometric == _RGB and {*map(int, page.extrasamples)} <= _ALPHA_SAMPLES
     if n_extra and not (is_transparent and page.extrasamples):
         return f"{kind} of {page.samplesperpixel} channels"
     return ""
@@ -199,9 +195,7 @@ class TileGaps:
         ]
 
     @staticmethod
-    def _find_missing_tiles(
-        first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]
-    ) -> NDArray[np.bool_] | None:
+    def _find_missing_tiles(first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]) -> NDArray[np.bool_] | None:
         """Return bool[rows, columns] of tiles without some channel; None if all are complete."""
         n_columns, n_rows = -(-first.imagewidth // first.tilewidth), -(-first.imagelength // first.tilelength)
         missing = np.zeros((n_rows, n_columns), bool)
@@ -214,11 +208,7 @@ class TileGaps:
                         for offset, n_bytes in zip(page.dataoffsets, page.databytecounts, strict=True)
                     ]
                 )
-            missing |= (
-                is_absent[: is_absent.size // missing.size * missing.size]
-                .reshape(-1, n_rows, n_columns)
-                .any(0)
-            )
+            missing |= is_absent[: is_absent.size // missing.size * missing.size].reshape(-1, n_rows, n_columns).any(0)
         return missing if missing.any() else None
 
     def __call__(self, level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.bool_]:
