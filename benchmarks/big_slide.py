@@ -43,11 +43,7 @@ def write_big_slide(
             level = np.tile(level, (repeats, repeats, 1))
             tiles = list(encode_tiles(level, quality, tile_px))
             period, n = level.shape[0] // tile_px, range(-(-extent // tile_px))
-            yield (
-                extent,
-                extent,
-                (tiles[row % period * period + column % period] for row in n for column in n),
-            )
+            yield (extent, extent, (tiles[row % period * period + column % period] for row in n for column in n))
             if extent <= tile_px:
                 break
             level, extent = np.asarray(Image.fromarray(level).reduce(2)), extent // 2

@@ -97,10 +97,7 @@ def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Lin
         sites = [
             Site(
                 PrivacyLedger(
-                    Path(folder) / f"{k}.jsonl",
-                    site=str(k),
-                    run="r",
-                    terms=PrivacyTerms(1e-5, allow=("model",)),
+                    Path(folder) / f"{k}.jsonl", site=str(k), run="r", terms=PrivacyTerms(1e-5, allow=("model",))
                 ),
                 PushSum(rng.normal(size=n_parameters).astype(np.float32), 1.0),
             )
@@ -127,17 +124,7 @@ def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Lin
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    heads = (
-        "graph",
-        "sites",
-        "messages",
-        "MB in all",
-        "MB hub",
-        "MB others",
-        "lockstep ms",
-        "handled",
-        "modelled ms",
-    )
+    heads = ("graph", "sites", "messages", "MB in all", "MB hub", "MB others", "lockstep ms", "handled", "modelled ms")
     print("".join(f"{head:>13}" for head in heads))
     for row in rows:
         numbers = (

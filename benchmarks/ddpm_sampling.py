@@ -53,13 +53,7 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
         rows[name] |= quality.get(name, {})
     whole = rows[f"ddpm {shape.chain}"]["seconds"]
     ratios = {name: whole / row["seconds"] for name, row in rows.items()}
-    return {
-        "n": len(labels),
-        "rows": rows,
-        "faster": ratios,
-        "training": quality.get("training"),
-        "note": note,
-    }
+    return {"n": len(labels), "rows": rows, "faster": ratios, "training": quality.get("training"), "note": note}
 
 
 def main() -> None:

@@ -100,15 +100,7 @@ def compare(name: str, engines: Sequence[str], repeats: int) -> list[dict[str, o
         times = 3 if seconds(private) > SLOW_S else repeats
         pairs = [(seconds(plain), seconds(private)) for _ in range(times)]
         base, cost = (1e3 * median(column) for column in zip(*pairs, strict=True))
-        rows.append(
-            {
-                "model": name,
-                "engine": engine,
-                "plain_ms": base,
-                "dp_ms": cost,
-                "ratio": cost / base,
-            }
-        )
+        rows.append({"model": name, "engine": engine, "plain_ms": base, "dp_ms": cost, "ratio": cost / base})
     return rows
 
 

@@ -120,10 +120,7 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
         heads = []
         for index, (part, answer) in enumerate(parts):
             head = SharedHead(k, D, projection=along, kind=task.kind)
-            z, columns = (
-                head.embed_rows(torch.from_numpy(part)),
-                task.statistics_columns(torch.from_numpy(answer)),
-            )
+            z, columns = (head.embed_rows(torch.from_numpy(part)), task.statistics_columns(torch.from_numpy(answer)))
             head.set_local_statistics(z, columns)
             exact = head.pack_statistics(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))

@@ -54,11 +54,7 @@ TEST_SHARE = 0.3
 """Of a site's patches, which are in its test slides alone."""
 REPEATS = 1000
 SHORTER = 30.0
-SURVIVAL = [
-    'target.time="months"',
-    'target.event="dead"',
-    "target.intervals=[3, 6, 12, 18, 24, 36, 48]",
-]
+SURVIVAL = ['target.time="months"', 'target.event="dead"', "target.intervals=[3, 6, 12, 18, 24, 36, 48]"]
 PIPELINE = """
 [train]
 data = "mosaics"
@@ -98,10 +94,7 @@ def study_of(pool: tuple[Features, NDArray[np.int64], BagMeta], args: Any, seed:
         (folder / "sites" / f"{site}.toml").write_text(file, encoding="utf-8")
         bags, labels, splits = [], [], []
         lives: list[str] = []
-        for split, mine, n in (
-            ("train", rows[n_test:], args.patients),
-            ("test", rows[:n_test], args.patients // 2),
-        ):
+        for split, mine, n in (("train", rows[n_test:], args.patients), ("test", rows[:n_test], args.patients // 2)):
             for one in range(n):
                 asked = args.question == "survival"
                 low, high = (0.0, args.tumor[1]) if asked else args.tumor
@@ -216,10 +209,7 @@ def with_interval(rows: Sequence[Row], role: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: AUROC or concordance of private models and proxies by head and promise."""
-    lines = [
-        "| head | promise | private models | proxies | seconds | seeds | known share |",
-        "|---" * 7 + "|",
-    ]
+    lines = ["| head | promise | private models | proxies | seconds | seeds | known share |", "|---" * 7 + "|"]
     for head in HEADS:
         for promise in PRIVACY:
             mine = [row for row in rows if (row["head"], row["promise"]) == (head, promise)]

@@ -55,10 +55,7 @@ class Setting:
     scanners: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 3
 
 
-SETTINGS = (
-    Setting("alike"),
-    Setting("differ", (0.9, 0.1, 0.5), 120, ((1.0, 1.0), (0.5, 1.0), (1.0, 2.0))),
-)
+SETTINGS = (Setting("alike"), Setting("differ", (0.9, 0.1, 0.5), 120, ((1.0, 1.0), (0.5, 1.0), (1.0, 2.0))))
 
 
 def scanned(x: NDArray[np.uint8], contrast: float, gamma: float) -> NDArray[np.uint8]:

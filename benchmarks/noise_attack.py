@@ -105,10 +105,7 @@ def _true_sum(folder: Path, model: Any, clip: float) -> NDArray[np.float32]:
     y = torch.from_numpy(store.table.label[rows])
     store.close()
     sums, _ = ENGINES["ghost"](
-        model,
-        x,
-        lambda logits: functional.cross_entropy(logits, y),
-        lambda norms: (clip / norms).clamp(max=1),
+        model, x, lambda logits: functional.cross_entropy(logits, y), lambda norms: (clip / norms).clamp(max=1)
     )
     return np.concatenate([total.detach().numpy().ravel() for total in sums if total is not None])
 
@@ -140,10 +137,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.verb == "release":
         found = release(
-            given.folder.resolve(),
-            per_site=given.per_site,
-            clip=given.clip,
-            target_epsilon=given.target_epsilon,
+            given.folder.resolve(), per_site=given.per_site, clip=given.clip, target_epsilon=given.target_epsilon
         )
         found.save(given.folder / "release.npz")
         return

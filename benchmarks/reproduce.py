@@ -80,12 +80,7 @@ def _run(study: str, trial: Trial, seed: int, rounds: int) -> dict[str, Any]:
     from wsi_fl.study.folder import Study
 
     torch.set_num_threads(1)
-    overrides = [
-        f"train.rounds={rounds}",
-        f"train.eval_every={rounds}",
-        f"train.seed={seed}",
-        *trial.overrides,
-    ]
+    overrides = [f"train.rounds={rounds}", f"train.eval_every={rounds}", f"train.seed={seed}", *trial.overrides]
     root = Path(study)
     summary = train(Study(root), method=trial.method, pipeline_name="mnist", overrides=overrides, backend="local")
     lines = [

@@ -104,10 +104,7 @@ def _study(folder: Path) -> Path:
 def _row(unit: str, n: int, command: str, cost: tuple[float, float]) -> dict[str, Any]:
     seconds, mb = cost
     row = {"unit": unit, "n": n, "command": command, "seconds": round(seconds, 1), "mb": round(mb)}
-    print(
-        f"{command} of {n} {unit}s: {seconds:.1f} s, {1000 * seconds / n:.0f} ms each, {mb:.0f} MB",
-        file=sys.stderr,
-    )
+    print(f"{command} of {n} {unit}s: {seconds:.1f} s, {1000 * seconds / n:.0f} ms each, {mb:.0f} MB", file=sys.stderr)
     return row
 
 

@@ -52,12 +52,7 @@ def written(folder: Path) -> list[Path]:
     phantom.write_pyramid(folder / "jpeg.tif", picture, 0.5)
     for name in ("none", "deflate"):
         with tifffile.TiffWriter(folder / f"{name}.tif", bigtiff=name == "none") as tif:
-            how = {
-                "tile": (256, 256),
-                "photometric": "rgb",
-                "compression": name,
-                "resolutionunit": "CENTIMETER",
-            }
+            how = {"tile": (256, 256), "photometric": "rgb", "compression": name, "resolutionunit": "CENTIMETER"}
             for level in range(3):
                 step = 2**level
                 small = np.ascontiguousarray(picture[::step, ::step])
@@ -86,10 +81,7 @@ def _write_others(folder: Path, picture: NDArray[np.uint8]) -> None:
     axes: list[Any] = [{"name": "c", "type": "channel"}]
     axes += [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"]
     level: Any = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 1.0, 1.0]}]}
-    group.attrs["ome"] = {
-        "version": "0.5",
-        "multiscales": [{"version": "0.5", "axes": axes, "datasets": [level]}],
-    }
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"version": "0.5", "axes": axes, "datasets": [level]}]}
 
 
 def decoded(path: Path) -> NDArray[np.uint8]:

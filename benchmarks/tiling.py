@@ -166,12 +166,7 @@ def measure(folder: Path, block: NDArray[np.uint8], tile_px: int, args: argparse
     spec = GridSpec(args.size_px, args.mpp, args.size_px)
     plan = plan_slide(record, spec)
     drawn = sample_rows(
-        plan.label,
-        np.zeros_like(plan.label),
-        [path.stem],
-        balance=False,
-        max_per_slide=args.patches,
-        seed=0,
+        plan.label, np.zeros_like(plan.label), [path.stem], balance=False, max_per_slide=args.patches, seed=0
     )
     work = Work(record, plan.xy_l0[drawn], spec, len(os.sched_getaffinity(0)))
     n, hdf5 = len(work.xy_l0), folder / "plain.h5"

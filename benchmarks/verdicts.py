@@ -228,14 +228,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         setting, method, noise = key.split(" · ")
         for runs in (1, RUNS):
             mine = [row for row in rows if row["runs"] == runs]
-            cells = [
-                setting,
-                method,
-                noise,
-                str(runs),
-                f"{_mean(mine, 'truth'):+.3f}",
-                f"{_mean(mine, 'width'):.3f}",
-            ]
+            cells = [setting, method, noise, str(runs), f"{_mean(mine, 'truth'):+.3f}", f"{_mean(mine, 'width'):.3f}"]
             cells.append(f"{100 * _mean(mine, 'covered'):.1f} %")
             for word in ("join", "local"):
                 told = [row for row in mine if row["verdict"] == word]

@@ -358,16 +358,7 @@ def tables(rows: Sequence[Row]) -> str:
         lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
         cells = [headroom_words(of_seeds(rows, setting, one), lone, pooled) for one in joining]
         lines.append(line([setting, mean_of(lone, "accuracy"), mean_of(pooled, "accuracy"), *cells]))
-    titles = [
-        "",
-        "accuracy",
-        "balanced",
-        "AUROC",
-        "shared head",
-        "receiver's AUROC",
-        "gain over lone",
-        "gap_closed",
-    ]
+    titles = ["", "accuracy", "balanced", "AUROC", "shared head", "receiver's AUROC", "gain over lone", "gap_closed"]
     titles += ["worst site", "best site", "ε", "s", "messages", "kB", "seeds"]
     for setting in settings:
         lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))

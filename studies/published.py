@@ -205,12 +205,7 @@ def cvae(draw: Draw, *, rounds: int, lr: float, clip: float, space: str) -> list
         model.load_state_dict(models[0].state_dict())
     plans = [
         plan_of_round(
-            n=len(one),
-            batch_size=found.batch_size,
-            epochs=1,
-            sigma=found.mechanism.sigma,
-            clip=clip,
-            delta=DELTA,
+            n=len(one), batch_size=found.batch_size, epochs=1, sigma=found.mechanism.sigma, clip=clip, delta=DELTA
         )
         for one in rows
     ]

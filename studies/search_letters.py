@@ -198,11 +198,7 @@ def by_class(z: Array, y: Rows) -> Array:
 
 
 def letters(
-    draw: Draw,
-    z: Sequence[Array],
-    share: float = 1.0,
-    count: float = COUNT_WEIGHT,
-    salt: tuple[int, ...] = (),
+    draw: Draw, z: Sequence[Array], share: float = 1.0, count: float = COUNT_WEIGHT, salt: tuple[int, ...] = ()
 ) -> Letters:
     """One letter of each hospital's rows z[n, d] of length ≤ 1; a row's (z, count · 1) is scaled to length ≤ 1."""
     exact = np.stack([by_class(*pair) for pair in zip(z, draw.labels, strict=True)])
@@ -572,10 +568,7 @@ def prototypes(cells: int) -> Idea:
             v = np.trace(within) / d
             others = noisy.sum(0) - noisy[i]
             whole = means_of(
-                exact[i].sum(1),
-                within,
-                others.sum(1),
-                np.full(2, draw.variance() * unit * cells * (draw.k - 1)),
+                exact[i].sum(1), within, others.sum(1), np.full(2, draw.variance() * unit * cells * (draw.k - 1))
             )[0]
             flat, rows = means_of(
                 exact[i].reshape(-1, d + 1),

@@ -56,9 +56,7 @@ def be(job, killed):
         _lie(job["lies"])
     if job.get("approves"):
         record_approval(
-            Study(study),
-            FederationPlan.load(plan_path(Study(study))),
-            Kit.open(Path(job["kit"])).load_identity(),
+            Study(study), FederationPlan.load(plan_path(Study(study))), Kit.open(Path(job["kit"])).load_identity()
         )
     if job.get("after"):  # cron starts a hospital that another one waits for
         share = Path(Kit.open(Path(job["kit"])).folder)

@@ -86,52 +86,12 @@ SAMPLES: dict[str, dict[str, Any]] = {
 """Where an example with all keys, some of them None, says too little."""
 ATOMS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 3, 2**31, 2**53 + 1, 2**63, -(2**70), 10**300),
-    *(
-        0.5,
-        -0.0,
-        1e308,
-        5e-324,
-        "",
-        "C1",
-        "C2",
-        "away",
-        "leaving",
-        "../../x",
-        "/etc",
-        "a b",
-        "é",
-        "\u202e",
-        "\u2028",
-    ),
+    *(0.5, -0.0, 1e308, 5e-324, "", "C1", "C2", "away", "leaving", "../../x", "/etc", "a b", "é", "\u202e", "\u2028"),
     *("\x00", "a\nb", "\x1b[31m", "\x7f", "x" * 300, "x" * 5000, SCHEMA, "abcdef01" * 4, "NaN", {}, []),
 )
 TOKENS = (
-    *(
-        b"NaN",
-        b"-Infinity",
-        b"1e999",
-        b"-",
-        b"00",
-        b"9" * 5000,
-        b"[" * 5000,
-        b'{"a":' * 300,
-        b"]",
-        b"}",
-        b",",
-        b":",
-    ),
-    *(
-        b"null",
-        b"\x00",
-        b"\xff",
-        b"\xed\xa0\x80",
-        b'"\\ud800"',
-        b'"\\u0000"',
-        b"\\",
-        b'"',
-        b"\xef\xbb\xbf",
-        b"\n",
-    ),
+    *(b"NaN", b"-Infinity", b"1e999", b"-", b"00", b"9" * 5000, b"[" * 5000, b'{"a":' * 300, b"]", b"}", b",", b":"),
+    *(b"null", b"\x00", b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b'"\\u0000"', b"\\", b'"', b"\xef\xbb\xbf", b"\n"),
 )
 
 

@@ -16,14 +16,7 @@ _MENDING = ("tile", "features", "mosaic")
 """Commands that make again what a store of theirs lost."""
 _TRAIN = ("train", "--method", "fedavg", *LOCAL, *OPEN, "--set", "train.rounds=1")
 _BAGS = ("--set", "train.data=mosaics", "--set", "model.private=deepset", "--set", "model.proxy=deepset")
-_HEAD = (
-    "--set",
-    "train.data=features",
-    "--set",
-    "model.private=linear_head",
-    "--set",
-    "model.proxy=linear_head",
-)
+_HEAD = ("--set", "train.data=features", "--set", "model.private=linear_head", "--set", "model.proxy=linear_head")
 
 Command = tuple[str, ...]
 

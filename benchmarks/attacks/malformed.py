@@ -123,15 +123,7 @@ def _word(study: Path, option: str, rng: random.Random) -> str:
     return rng.choice((rng.choice(right or files), rng.choice(right or files), rng.choice(ODD), _value(rng)))
 
 
-_NOT = {
-    "demo",
-    "rank",
-    "view",
-    "federation demo",
-    "federation start",
-    "federation submit",
-    "federation status",
-}
+_NOT = {"demo", "rank", "view", "federation demo", "federation start", "federation submit", "federation status"}
 _NOT |= {"federation abort", "federation check", "doctor"}
 """Commands that serve, wait for others, or take minutes."""
 
@@ -201,16 +193,7 @@ def _partition(study: Path, rng: random.Random) -> Words:
 
 _RESUME = ("train", "--resume", "1", *LOCAL)
 _PREDICT = ("predict", "1", "--site", "C1", "--slide", "generic/patient_000_node_0.tif")
-_SUMS = (
-    "train",
-    "--method",
-    "oneshot",
-    *LOCAL,
-    "--set",
-    "train.data=features",
-    "--set",
-    "train.from_released=true",
-)
+_SUMS = ("train", "--method", "oneshot", *LOCAL, "--set", "train.data=features", "--set", "train.from_released=true")
 _TILE, _READ = ("tile", "--site", "C1"), ("train", "--method", "regular", *LOCAL, "--set", "train.rounds=1")
 _TWO = ("--set", 'sites=["C1","C2"]')
 CASES: dict[str, tuple[Case, int]] = {

@@ -468,8 +468,7 @@ def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides,
     assert stage._can_plant_canaries(party) is accepted
     try:
         check_run(
-            RunContext.create(pair, pair.load_pipeline("small", [*overrides, "audit.canaries=400"]), method),
-            "local",
+            RunContext.create(pair, pair.load_pipeline("small", [*overrides, "audit.canaries=400"]), method), "local"
         )
     except WsiFlError as error:
         assert not accepted and "audit.canaries" in str(error), error

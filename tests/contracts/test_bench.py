@@ -18,14 +18,7 @@ from trained import csv_rows
 
 import wsi_fl.stages.bench as module
 from wsi_fl import plugins
-from wsi_fl.stages.bench import (
-    FeatureTable,
-    SamplingCell,
-    parse_cells,
-    read_table,
-    run_benchmark,
-    sample_sites,
-)
+from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, run_benchmark, sample_sites
 from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.stores.bags import Bag, BagMeta, group_bags, write_bags
 from wsi_fl.types import GridSpec, PatchTable
@@ -36,11 +29,7 @@ def table(n=240, d=8):
     y = np.arange(n) % 2
     x = rng.normal(size=(n, d)).astype(np.float32)
     x[:, 0] += 2.0 * y
-    return (
-        x,
-        np.sort(y),
-        np.array([f"p{k // 4}" for k in range(n)]),
-    )  # four rows of a patient are of one class
+    return (x, np.sort(y), np.array([f"p{k // 4}" for k in range(n)]))  # four rows of a patient are of one class
 
 
 @pytest.fixture
@@ -134,10 +123,7 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     document = run_benchmark(folder, labels=labels, out=tmp_path / "b.csv", **asked)
     reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
     words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
-    words |= {
-        "z.svs": "has a label (labels.csv line 43) and no features",
-        "s41": "has no label in labels.csv",
-    }
+    words |= {"z.svs": "has a label (labels.csv line 43) and no features", "s41": "has no label in labels.csv"}
     assert reasons == words and len(read_table(folder, labels).y) == 39
     said = " ".join(capsys.readouterr().err.split())
     assert "slides excluded: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
@@ -243,10 +229,7 @@ def no_numbers(shape=(40,)):
         ({"y": np.array([np.inf, 1.0] * 20)}, "a label is inf; labels are classes"),
         ({"y": np.full(40, np.nan)}, "needs two classes at least"),
         ({"y": np.zeros(40, "datetime64[D]")}, "y is datetime64[D], not numbers or texts"),
-        (
-            {"x": np.where(np.arange(40)[:, None] == 7, np.inf, 0.0) + np.ones(8)},
-            "of 1 rows are not finite numbers",
-        ),
+        ({"x": np.where(np.arange(40)[:, None] == 7, np.inf, 0.0) + np.ones(8)}, "of 1 rows are not finite numbers"),
         ({"x": np.zeros((40, 0))}, "not features that are numbers"),
         ({"y": np.array([None] * 40)}, "it holds objects of Python; save numbers and texts as arrays"),
     ],
@@ -307,8 +290,7 @@ def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
     asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
     for name in ("regular", "joint"):
         refused(
-            lambda name=name: run_benchmark(npz, methods=[name], **asked),
-            f"{name} is always measured as a baseline",
+            lambda name=name: run_benchmark(npz, methods=[name], **asked), f"{name} is always measured as a baseline"
         )
 
 

@@ -203,11 +203,7 @@ def test_a_little_noise_is_no_privacy(tmp_path):
 def test_over_a_lifetime_the_weakest_promise_counts(tmp_path):
     terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
     path, worth = tmp_path / "C1.jsonl", []
-    for run, more in (
-        ("a", {"guarantee": "guaranteed"}),
-        ("b", {"guarantee": "nominal"}),
-        ("c", {"insecure": True}),
-    ):
+    for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
         released(ledger_at(path, run=run, **terms, **more))
         strict = ledger_at(path, run="d", guarantee="guaranteed", **terms)
         worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))

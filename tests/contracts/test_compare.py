@@ -390,11 +390,7 @@ def of_all(gain, room):
         "gap_closed": None,
         "measure": "AUROC",
     }
-    told |= {
-        "local": {"mean": 0.6},
-        "federated": {"mean": 0.6 + gain[0]},
-        "pooled": {"mean": 0.6 + (room or [0])[0]},
-    }
+    told |= {"local": {"mean": 0.6}, "federated": {"mean": 0.6 + gain[0]}, "pooled": {"mean": 0.6 + (room or [0])[0]}}
     return told | {"verdict": decide_verdict(known, space)}
 
 
@@ -457,13 +453,7 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
 def test_cautions_name_what_spoils_a_comparison():
     a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
     text = " ".join(comparison.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
-    for said in (
-        "too small",
-        "different ε (2.0–12.3)",
-        "nominal ε is no guarantee",
-        "same seeds",
-        "a single run",
-    ):
+    for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
         assert said in text
     assert "a single run" not in " ".join(comparison.list_cautions([ALONE, a], []))
     (always,) = comparison.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])

@@ -61,9 +61,7 @@ def test_a_mistake_in_a_file_is_one_line(study, file, text, words):
     folder = "pipelines" if file == "p" else "sites"
     (study.root / folder / f"{file}.toml").write_text(text + "\n")
     refused(
-        lambda: study.load_pipeline("p") if file == "p" else study.load_site("C1"),
-        f"{folder}/{file}.toml: ",
-        *words,
+        lambda: study.load_pipeline("p") if file == "p" else study.load_site("C1"), f"{folder}/{file}.toml: ", *words
     )
 
 

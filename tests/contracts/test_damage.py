@@ -99,12 +99,7 @@ def zeros(file):
 
 @pytest.mark.parametrize(
     ("content", "hurt"),
-    [
-        ("raw", other_label),
-        ("raw", zeros),
-        *nightly(("raw", no_seal), ("jpeg:90", zeros)),
-        ("none", other_corner),
-    ],
+    [("raw", other_label), ("raw", zeros), *nightly(("raw", no_seal), ("jpeg:90", zeros)), ("none", other_corner)],
 )
 def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hurt, wsi_fl):
     study = tiled(content)

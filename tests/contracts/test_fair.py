@@ -280,13 +280,7 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
 
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
-    settings = [
-        *HEADS,
-        "train.tune=true",
-        "predict.model=ensemble",
-        "train.rounds=3",
-        "privacy.target_epsilon=8",
-    ]
+    settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
     document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
     assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
@@ -397,10 +391,7 @@ def test_models_that_stay_have_a_rate_of_their_own(studies):
 def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
     study = studies["networks"]
     path = seeded(study, "proxyfl", "train.tune=true")
-    alike(
-        kept(path, "local"),
-        kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"),
-    )
+    alike(kept(path, "local"), kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
     for row in evaluate(study, str(path))["sites"]:
         choice = of_site(path, row["site"], "prediction_model")
         with PatchStore(study.store_path(row["site"])) as store:

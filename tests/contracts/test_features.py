@@ -163,10 +163,7 @@ def test_methods_train_on_features(study, method):
 def test_models_of_other_inputs_are_refused_in_one_line(study):
     refused(lambda: create_model("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
     refused(lambda: create_model("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not take bags")
-    refused(
-        lambda: create_model("linear_head", n_classes=2, shape=Images(3, 8), seed=0),
-        "train.data = 'features'",
-    )
+    refused(lambda: create_model("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
     assert not set(VECTOR_BUILDERS) & set(IMAGE_BUILDERS)
     wrong = ["train.data=features"]
     refused(lambda: trained(study, "regular", *wrong), "linear_head")

@@ -255,12 +255,7 @@ def test_the_command_line(study, wsi_fl):
 
 @pytest.mark.parametrize(
     ("n_patients", "n_folds", "way_on"),
-    [
-        (0, 5, "leave the site out"),
-        (1, 5, "leave the site out"),
-        (2, 5, "to 2 or less"),
-        (4, 5, "to 4 or less"),
-    ],
+    [(0, 5, "leave the site out"), (1, 5, "leave the site out"), (2, 5, "to 2 or less"), (4, 5, "to 4 or less")],
 )
 def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_folds, way_on):
     patient = np.array([f"P{k}" for k in range(n_patients)], str)

@@ -68,8 +68,7 @@ X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32) * np.array([
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda file: None, nulls, null_groups, other_columns, sparse("csr_matrix", X), sparse("csc_matrix", X)],
+    "change", [lambda file: None, nulls, null_groups, other_columns, sparse("csr_matrix", X), sparse("csc_matrix", X)]
 )
 def test_what_anndata_leaves_empty_says_nothing(tmp_path, change):
     read = LAYOUTS["anndata"].read(h5ad(tmp_path / "a.h5ad", X, change))
@@ -167,20 +166,14 @@ def test_tridents_vectors_of_slides_lie_in_a_folder_of_their_own(study, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("form", "made"),
-    [("trident", of_trident), ("clam", of_clam), ("stamp", of_stamp), ("anndata", of_lazyslide)],
+    ("form", "made"), [("trident", of_trident), ("clam", of_clam), ("stamp", of_stamp), ("anndata", of_lazyslide)]
 )
 def test_companions_of_a_mac_are_no_slides(study, tmp_path, form, made):
     folder, _ = made(tmp_path / "job")
     for path in [path for path in folder.rglob("*") if path.suffix in {".h5", ".pt", ".h5ad"}]:
         path.with_name("._" + path.name).write_bytes(SIDE)
     (folder / ".DS_Store").write_bytes(SIDE)
-    said = {
-        "trident": {},
-        "stamp": {},
-        "clam": {**SAID, "encoder": "resnet50"},
-        "anndata": {"encoder": "uni2"},
-    }
+    said = {"trident": {}, "stamp": {}, "clam": {**SAID, "encoder": "resnet50"}, "anndata": {"encoder": "uni2"}}
     row = brought(study, form, folder, **said[form])
     assert row["slides"] == row["bags"] == 4 and not row["failed"]
 

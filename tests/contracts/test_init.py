@@ -83,8 +83,7 @@ def test_sites_without_an_archive_have_files_to_import_into(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"real": True}, {"pipeline": "feature"}, {"names": ["A"], "layout": "tcga"}, {"names": ["a b/c"]}],
+    "asked", [{"real": True}, {"pipeline": "feature"}, {"names": ["A"], "layout": "tcga"}, {"names": ["a b/c"]}]
 )
 def test_what_means_nothing_makes_no_study(tmp_path, asked):
     refused(lambda: init_study(tmp_path / "s", **asked))

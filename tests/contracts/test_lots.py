@@ -135,12 +135,7 @@ def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
     assert len(set(found)) == 1 and len(found) == 8 and len(found[0].secret) == 32
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("00")
-    refused(
-        lambda: load_holdout_draw(study, "S0"),
-        "ledgers/S0.lots: damaged",
-        "put its backup back",
-        error=WsiFlError,
-    )
+    refused(lambda: load_holdout_draw(study, "S0"), "ledgers/S0.lots: damaged", "put its backup back", error=WsiFlError)
 
 
 def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study):

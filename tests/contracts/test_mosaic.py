@@ -48,13 +48,7 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def settings(tiny_weights):
-    given = {
-        "size_px": 64,
-        "mpp": 1.0,
-        "min_tissue": 0.5,
-        "encoder": "test_efficientnet",
-        "weights": tiny_weights,
-    }
+    given = {"size_px": 64, "mpp": 1.0, "min_tissue": 0.5, "encoder": "test_efficientnet", "weights": tiny_weights}
     return [f"mosaic.{key}={value}" for key, value in given.items()]
 
 
@@ -256,10 +250,7 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         for key, value in state.items()
     }
     patch = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3)).astype(np.uint8)
-    for given, pooled in (
-        ({f"module.{k}": v for k, v in state.items()}, torch.relu),
-        (kimianet, lambda one: one),
-    ):
+    for given, pooled in (({f"module.{k}": v for k, v in state.items()}, torch.relu), (kimianet, lambda one: one)):
         path = tmp_path / "weights.safetensors"
         save_file(given, path)
         encoder = Encoder("densenet121", path)

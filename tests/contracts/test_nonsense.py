@@ -95,8 +95,7 @@ def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
-    [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")],
+    ("override", "words"), [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")]
 )
 def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
     with RunContext.create(study, study.load_pipeline("small", [override]), "proxyfl") as party:
@@ -123,10 +122,7 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
         (("privacy", "--n", "100", "--sigma", "nan"), ("--sigma",)),
         (("privacy", "--n", "100", "--sigma", "1", "--delta", "2"), ("--delta",)),
         (("privacy", "--n", "100", "--sigma", "1", "--delta", "0"), ("--delta 0: ", "such as 1e-5")),
-        (
-            ("privacy", "--n", "100", "--sigma", "1", "--delta", "1e-320"),
-            ("--delta ", "such as 1e-5"),
-        ),
+        (("privacy", "--n", "100", "--sigma", "1", "--delta", "1e-320"), ("--delta ", "such as 1e-5")),
         (("plan-size", "--prevalence", "1e-300"), ("--prevalence 1e-300", "between 1e-05 and")),
         (("plan-size", "--prevalence", "0.1", "--width", "1e-9"), ("--width 1e-09", "between 1e-05 and")),
         (("privacy", "--n", "100", "--target-epsilon", "0"), ("--target-epsilon",)),

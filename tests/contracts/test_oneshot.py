@@ -131,9 +131,7 @@ def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_ha
     assert float(rows.norm()) > 30  # by rows that patient would not be protected
 
 
-def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_state_could_be_solved_for(
-    monkeypatch,
-):
+def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_state_could_be_solved_for(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("a generator's numbers"))
     exact, found = torch.linspace(-3, 3, 20_000, dtype=torch.float64), []
     with torch.random.fork_rng():

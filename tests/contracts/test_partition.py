@@ -308,13 +308,7 @@ def test_from_data_set_to_evaluation_on_the_command_line(study, tmp_path, wsi_fl
     assert made["sites"][0]["store"] == "stores/S1/patches.h5"
     assert "exists already" in run(*divide, code=2)
     smaller = ("train.rounds=1", "train.batch_size=10", "evaluate.bootstrap=20")
-    small = [
-        "--backend",
-        "local",
-        "--pipeline",
-        "mnist",
-        *(word for one in smaller for word in ("--set", one)),
-    ]
+    small = ["--backend", "local", "--pipeline", "mnist", *(word for one in smaller for word in ("--set", one))]
     document = run("evaluate", run("train", *small, "--json")["run"], "--json")
     for row in document["sites"]:
         assert (row["n"], row["own"]["n"], row["slides"], row["own"]["slides"]) == (12, 6, None, None)

@@ -30,10 +30,7 @@ def stores(monkeypatch):
 def test_a_rank_and_evaluate_open_each_store_that_they_may_read_once_and_close_it(pair, stores, method):
     summary = train(pair, method=method, overrides=["train.rounds=1"], backend="local")
     run = RunFolder(pair.root / summary["run"])
-    for work in (
-        lambda: work_as_rank(pair, run, LocalComm(2), SilentProgress()),
-        lambda: evaluate(pair, run.name),
-    ):
+    for work in (lambda: work_as_rank(pair, run, LocalComm(2), SilentProgress()), lambda: evaluate(pair, run.name)):
         stores.clear()
         work()
         assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1"])

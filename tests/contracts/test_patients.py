@@ -307,8 +307,5 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path):
     assert kept["group"] == found
     assert "the 12 rows of its largest patient" in write_report(study, summary["run"]).read_text()
     plans = {"n": 36, "batch_size": 8, "epochs": 3, "delta": 1e-5, "sigma": 3.0, "target_epsilon": None}
-    assert compute_privacy(**plans, group=12)["group"] == {
-        "rows": 12,
-        "epsilon": pytest.approx(found["epsilon"]),
-    }
+    assert compute_privacy(**plans, group=12)["group"] == {"rows": 12, "epsilon": pytest.approx(found["epsilon"])}
     assert compute_privacy(**plans)["group"] is None

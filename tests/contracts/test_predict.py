@@ -18,13 +18,7 @@ from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
-from wsi_fl.slides.pictures.heatmap import (
-    PatchPredictions,
-    find_leading_class,
-    patch_boxes,
-    score_class,
-    write_geojson,
-)
+from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import choose_colors, predict, write_patch_table

@@ -148,9 +148,6 @@ def test_training_starts_from_a_real_sites_model_only_where_it_travelled_with_pr
 
 def test_a_run_refuses_such_weights_before_it_begins(run_of, tmp_path):
     path = run_of("proxyfl") / "S0" / "private.safetensors"
-    study, sets = (
-        make_study(tmp_path / "patches", 2),
-        [f"model.weights={path}", "model.private=timm:resnet10t"],
-    )
+    study, sets = (make_study(tmp_path / "patches", 2), [f"model.weights={path}", "model.private=timm:resnet10t"])
     refused(lambda: train(study, method="regular", overrides=sets), "model.weights", "real site S0")
     assert not list(study.runs_path.glob("*"))

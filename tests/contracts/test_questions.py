@@ -407,10 +407,7 @@ def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study
     [
         (lambda row: row | {"patient": row["patient"].lower()}, "p0 and P0 differ in upper and lower case"),
         (lambda row: row | {"patient": "P0" + row["patient"][1:]}, "P00 and P0 differ in leading zeros"),
-        (
-            lambda row: row | {"patient": "X" + row["patient"]},
-            "the table has XP0, XP1, XP10 and 21 more, the site P0",
-        ),
+        (lambda row: row | {"patient": "X" + row["patient"]}, "the table has XP0, XP1, XP10 and 21 more, the site P0"),
         (lambda row: row | {"burden": "NA"}, "none of its lines has a value"),
     ],
 )

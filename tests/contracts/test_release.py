@@ -183,10 +183,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
             cut()
         real(path, sums)
 
-    called = {
-        "ledger": (PrivacyLedger, "record", cut),
-        "sending": (PrivacyLedger, "record_transmission", cut),
-    }
+    called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "record_transmission", cut)}
     with cut_off(*called.get(place, (stage, "write_statistics", write))):
         released(study, again=again)
     left = sums_at(study.release_path("S0")).digest if study.release_path("S0").exists() else None
@@ -428,8 +425,7 @@ def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
 
 
 @pytest.mark.parametrize(
-    ("lose", "again"),
-    [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)],
+    ("lose", "again"), [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)]
 )
 def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose, again):
     make_real(study)

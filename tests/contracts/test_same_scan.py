@@ -116,11 +116,7 @@ def bring(study, site, folder, bags, splits=None):
             file["features"], file["coords"] = x, np.arange(2 * len(x)).reshape(-1, 2) * 512
             file["features"].attrs["encoder"] = "ours"
             file["coords"].attrs.update(
-                patch_size=256,
-                patch_size_level0=512,
-                level0_magnification=40,
-                target_magnification=20,
-                overlap=0,
+                patch_size=256, patch_size_level0=512, level0_magnification=40, target_magnification=20, overlap=0
             )
         lines.append((name, patient, "ab"[number % 2], (splits or {}).get(name, "")))
     with (folder.parent / f"{folder.name}.csv").open("w", newline="") as file:
@@ -171,13 +167,7 @@ def test_images_that_are_there_twice_are_told_and_not_drawn_for_the_test(tmp_pat
     assert 0 < n_test < 12, "copies of training images have gone back"
     assert any("training images are copies of others" in line for line in made["copies"])
     assert not any("test images" in line for line in made["copies"])
-    np.savez(
-        tmp_path / "own.npz",
-        x_train=x[:20],
-        y_train=np.arange(20) % 2,
-        x_test=x[15:25],
-        y_test=np.arange(10) % 2,
-    )
+    np.savez(tmp_path / "own.npz", x_train=x[:20], y_train=np.arange(20) % 2, x_test=x[15:25], y_test=np.arange(10) % 2)
     own = partition_images(study, tmp_path / "own.npz", n_sites=1, prefix="T")
     assert own["copies"] == ["10 test images are in training too, so scores are too good"]
     np.savez(tmp_path / "once.npz", x=x[:20], y=np.arange(20) % 2)
@@ -188,11 +178,7 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
     study = features_study(tmp_path / "study", "A")
     names = np.array(["a", "b", "c"])
     table = BagTable(
-        np.array([0, 1, 0]),
-        np.full(3, ""),
-        names,
-        np.array(["p", "q", "r"]),
-        np.array(["train", "test", "train"]),
+        np.array([0, 1, 0]), np.full(3, ""), names, np.array(["p", "q", "r"]), np.array(["train", "test", "train"])
     )
     meta = BagMeta("A", ("a", "b"), "ours", GridSpec(256, 0.5, 256), "import", {"any": ("a", "b")})
     bags = [Bag(draw_features(seed), np.arange(10).reshape(5, 2)) for seed in (0, 0, 1)]

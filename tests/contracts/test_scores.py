@@ -161,10 +161,7 @@ def test_what_cannot_be_counts_is_refused():
             unpack_counts(bad, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("method", "models"),
-    [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)],
-)
+@pytest.mark.parametrize(("method", "models"), [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)])
 def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, method, models):
     folder = run(three, method)
     document = told(folder)
@@ -318,9 +315,7 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert summary["communication"]["messages"] == 2 + 4
 
 
-def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(
-    tmp_path,
-):
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(tmp_path):
     """Whatever else leaves without noise is part of it."""
 
     def opened(run, **terms):
@@ -421,18 +416,11 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     halves = np.split(np.arange(80), 2)
     counts = {
         site: dict(
-            zip(
-                ("S0", "S2"),
-                (count_predictions(said[site][rows], truth[rows]) for rows in halves),
-                strict=True,
-            )
+            zip(("S0", "S2"), (count_predictions(said[site][rows], truth[rows]) for rows in halves), strict=True)
         )
         for site in ("S0", "S1")
     }
-    counts["S1"]["S2"], counts["S2"] = (
-        empty_counts(n_classes),
-        dict.fromkeys(("S0", "S2"), empty_counts(n_classes)),
-    )
+    counts["S1"]["S2"], counts["S2"] = (empty_counts(n_classes), dict.fromkeys(("S0", "S2"), empty_counts(n_classes)))
     for site, held in counts.items():
         counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
     document = of_scores(counts, names)

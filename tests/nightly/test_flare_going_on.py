@@ -33,18 +33,7 @@ SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
 SEEDS = range(1, 1 + int(os.environ.get("WSI_FL_FAULT_SEEDS", "2")))
 SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.min_sites=2")
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-FAULTS = (
-    "job",
-    "job",
-    "stop",
-    "client",
-    "server",
-    "cut",
-    "full",
-    "ended",
-    "code",
-    *["clock"] * bool(FAKETIME),
-)
+FAULTS = ("job", "job", "stop", "client", "server", "cut", "full", "ended", "code", *["clock"] * bool(FAKETIME))
 """A clock is wrong by 1 to 80 h where the library of `faketime` is installed."""
 
 

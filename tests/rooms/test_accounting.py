@@ -107,8 +107,7 @@ def test_a_gaussian_at_epsilon_1_hides_all_but_two_of_a_hundred():
 
 
 @pytest.mark.parametrize(
-    ("events", "above"),
-    [([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01), ([(0.1, 2.0, 60), (1.0, 9.0, 2)], 1.4)],
+    ("events", "above"), [([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01), ([(0.1, 2.0, 60), (1.0, 9.0, 2)], 1.4)]
 )
 def test_what_an_attack_can_find_is_bounded_and_nearly_so(events, above):
     """The trade-off curve by another accountant: of all (ε, δ) that hold, the least e^ε α + δ."""
@@ -280,10 +279,7 @@ def test_a_patient_with_many_rows_against_another_accountant():
         rows = np.arange(k + 1)
         share = binom.pmf(rows, k, q)
         judge = from_mixture_gaussian_mechanism(
-            sigma,
-            rows.astype(float).tolist(),
-            (share / share.sum()).tolist(),
-            value_discretization_interval=5e-3,
+            sigma, rows.astype(float).tolist(), (share / share.sum()).tolist(), value_discretization_interval=5e-3
         )
         n = int(rng.integers(5, 40))
         exact = judge.self_compose(n).get_epsilon_for_delta(1e-6)
@@ -296,10 +292,7 @@ def random_plans(count, seed=0):
     for _ in range(count):
         batches = int(rng.integers(1, 200))
         steps = batches * int(rng.integers(1, 40))
-        yield (
-            Mechanism(round(float(rng.uniform(0.7, 4)), 2), 1.0, 1 / batches, steps),
-            10 ** -rng.uniform(3, 7),
-        )
+        yield (Mechanism(round(float(rng.uniform(0.7, 4)), 2), 1.0, 1 / batches, steps), 10 ** -rng.uniform(3, 7))
 
 
 @pytest.mark.parametrize(("mechanism", "delta"), list(random_plans(10)))

@@ -67,11 +67,7 @@ def test_a_loader_takes_no_words_either():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite_are_told_with_their_number_and_the_first(method, value):
     x = with_value(X, ([3, 11], 2), value)
-    refused(
-        lambda: learn(Examples.from_arrays(x, Y), method),
-        "South: 2 of 20 rows",
-        "not finite, the first in row 3",
-    )
+    refused(lambda: learn(Examples.from_arrays(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
 
 
 def test_bags_and_tests_are_looked_at_like_rows():
@@ -194,11 +190,7 @@ def test_a_label_that_is_no_column_is_no_part_of_a_letter(labels, kind, words):
 
 def test_a_head_of_other_features_says_so():
     head, y = SharedHead(2, D + 1, projection=4), torch.from_numpy(Y)
-    refused(
-        lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.from_entropy()),
-        "sums 9 features",
-        "have 8",
-    )
+    refused(lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.from_entropy()), "sums 9 features", "have 8")
 
 
 def two_names():

@@ -353,8 +353,7 @@ def test_a_stated_prevalence_is_told_as_it_was_stated(tumours, prevalence, words
 
 
 @pytest.mark.parametrize(
-    ("share", "words"),
-    [(0.0, "0 %"), (1e-5, "under 1 %"), (0.5, "50 %"), (0.9999, "over 99 %"), (1.0, "100 %")],
+    ("share", "words"), [(0.0, "0 %"), (1e-5, "under 1 %"), (0.5, "50 %"), (0.9999, "over 99 %"), (1.0, "100 %")]
 )
 def test_a_share_of_patches_is_none_or_all_only_where_it_is(share, words):
     assert predict._format_percent(share) == words

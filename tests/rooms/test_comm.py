@@ -193,14 +193,7 @@ def run_ranks(folder, text, n, part=wire._PART_BYTES):
 
 
 def test_what_is_too_long_for_a_call_of_mpi_travels_in_parts(monkeypatch):
-    values = (
-        np.arange(70_001, dtype=np.float32),
-        np.arange(9),
-        b"",
-        b"x",
-        bytearray(300),
-        np.zeros(0, np.float32),
-    )
+    values = (np.arange(70_001, dtype=np.float32), np.arange(9), b"", b"x", bytearray(300), np.zeros(0, np.float32))
     monkeypatch.setattr(wire, "_PART_BYTES", 100)
     for one in values:
         parts = wire.split_buffer(one)

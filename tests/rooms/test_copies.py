@@ -40,12 +40,7 @@ def test_nobody_at_all_is_divided_without_a_crash():
 
 
 def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
-    records = [
-        record("a", "p", "test"),
-        record("b", "q", "train"),
-        record("c", "r", "val"),
-        record("d", "s", "test"),
-    ]
+    records = [record("a", "p", "test"), record("b", "q", "train"), record("c", "r", "val"), record("d", "s", "test")]
     rest, aside = drop_leaks(records, marked(a="x", b="x", c="x", d="y"))
     assert [one.slide for one in rest] == ["b", "d"]
     assert {one.slide: one.reason for one in aside} == dict.fromkeys(
@@ -54,29 +49,17 @@ def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
 
 
 def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
-    scans = [
-        scan("a", "p", "x"),
-        scan("b", "q", "y"),
-        scan("c", "r", "x y"),
-        scan("d", "s", ""),
-        scan("e", "t", ""),
-    ]
+    scans = [scan("a", "p", "x"), scan("b", "q", "y"), scan("c", "r", "x y"), scan("d", "s", ""), scan("e", "t", "")]
     assert [[one.slide for one in group] for group in find_copies(scans)] == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize(
     ("scans", "words"),
     [
-        (
-            [scan("a", "p", "x"), scan("b", "q", "x")],
-            ("a (patient p) and b (patient q)", "counts 2", "in train"),
-        ),
+        ([scan("a", "p", "x"), scan("b", "q", "x")], ("a (patient p) and b (patient q)", "counts 2", "in train")),
         ([scan("a", "p", "x"), scan("b", "q", "x", "test")], ("in test and in train", "too good")),
         ([scan("a", "p", "x"), scan("b", "p", "x")], ("are one scan, which counts 2 times",)),
-        (
-            [scan("a", "p", "x"), scan("b", "q", "x", site="B")],
-            ("a (site A, patient p)", "b (site B", "at one site"),
-        ),
+        ([scan("a", "p", "x"), scan("b", "q", "x", site="B")], ("a (site A, patient p)", "b (site B", "at one site")),
         ([scan(f"s{k}", f"p{k}", "x") for k in range(9)], ("and 3 more are one scan", "counts 9")),
     ],
 )
@@ -91,14 +74,7 @@ def test_files_are_alike_by_content_however_they_are_called_or_linked(tmp_path):
     whole = rng.bytes(3_000_000)
     later = bytearray(whole)
     later[2_000_000:2_100_000] = rng.bytes(100_000)
-    for name, data in (
-        ("a", whole),
-        ("b", whole),
-        ("c", bytes(later)),
-        ("d", whole[:-1]),
-        ("e", b""),
-        ("f", b""),
-    ):
+    for name, data in (("a", whole), ("b", whole), ("c", bytes(later)), ("d", whole[:-1]), ("e", b""), ("f", b"")):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     paths = [tmp_path / name for name in ("a", "b", "c", "d", "e", "f", "link", "gone")]

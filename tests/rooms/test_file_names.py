@@ -15,15 +15,7 @@ from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study
 from wsi_fl.system.names import describe_mismatch, drop_companions, glob_paths, is_missing
 
-COMPANIONS = (
-    "._a.tif",
-    ".DS_Store",
-    "Thumbs.db",
-    "desktop.ini",
-    "~$slides.csv",
-    "b.tif~",
-    ".~lock.slides.csv#",
-)
+COMPANIONS = ("._a.tif", ".DS_Store", "Thumbs.db", "desktop.ini", "~$slides.csv", "b.tif~", ".~lock.slides.csv#")
 
 
 @pytest.mark.parametrize(
@@ -76,11 +68,7 @@ def test_what_only_looks_like_nothing_is_a_name(name):
         ("s1", "S1", "upper and lower case"),
         ("1", "001", "leading zeros"),
         ("p7_03", "p07_3", "leading zeros"),
-        (
-            "TCGA-AA-0000-01Z-00-DX1",
-            "TCGA-AA-0000-01Z-00-DX1.9F0AB1C2-0000-1111-2222-333344445555",
-            "the UUID",
-        ),
+        ("TCGA-AA-0000-01Z-00-DX1", "TCGA-AA-0000-01Z-00-DX1.9F0AB1C2-0000-1111-2222-333344445555", "the UUID"),
         ("x", "x.ome.tif", "suffixes"),
         ("a_1", "a-1", "spaces, dots, dashes and underscores"),
     ],
@@ -157,11 +145,7 @@ def test_a_split_table_fits_nothing_and_says_so_with_names_of_both(tmp_path):
     table = tmp_path / "split.csv"
     sources = Sources("A", "sites/A.toml", (f"{root}/slides/*",), labels=root / "slides.csv", split=table)
     table.write_text("patient,split\nP1,train\nP2,test\n")
-    refused(
-        lambda: read_site("generic", sources),
-        "split.csv names none",
-        "P1 and p1 differ in upper and lower case",
-    )
+    refused(lambda: read_site("generic", sources), "split.csv names none", "P1 and p1 differ in upper and lower case")
     table.write_text("slide,split\nD:\\scans\\a.tif,train\nD:\\scans\\b.tif,test\n")
     assert [one.split for one in read_site("generic", sources)[0]] == ["train", "test"]
 

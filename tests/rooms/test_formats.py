@@ -313,10 +313,7 @@ NO_COLOURS = {
     "bilevel tiff": (saved(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
     "ome-tiff of 2 channels": (channels_ome(2), "MINISBLACK"),
     "ome-tiff of 4 channels": (channels_ome(4), "axes CYX"),
-    "ome-tiff of named stains": (
-        channels_ome(3, Name=["DAPI", "FITC", "TRITC"]),
-        "channels DAPI, FITC, TRITC",
-    ),
+    "ome-tiff of named stains": (channels_ome(3, Name=["DAPI", "FITC", "TRITC"]), "channels DAPI, FITC, TRITC"),
     "ome-tiff of other colours": (
         channels_ome(3, Color=[65535, 16711935, -16776961]),  # blue, green, red
         "axes CYX",

@@ -47,10 +47,7 @@ def test_ranks_and_training_and_one_gpu_start_nothing(started, monkeypatch):
         ("2,3", "3,2"),  # Slurm without control groups says numbers of the machine
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1b2c", "GPU-1b2c"),  # and names since 25.11
         ("MIG-377e0049-554c-540b-93c6-d0976f8426cb", "MIG-377e0049-554c-540b-93c6-d0976f8426cb"),
-        (
-            "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2",
-            "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2",
-        ),
+        ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"),
         ("", "GPU-8932f937"),
         ("0, 1", "0"),
     ],

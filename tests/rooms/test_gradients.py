@@ -340,11 +340,7 @@ def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
 
 @pytest.mark.parametrize(
     ("layers", "told", "engine"),
-    [
-        ([nn.Dropout(0.5)], None, "ghost"),
-        ([nn.Dropout(0.5)], "hooks", "hooks"),
-        ([nn.PReLU()], None, "hooks"),
-    ],
+    [([nn.Dropout(0.5)], None, "ghost"), ([nn.Dropout(0.5)], "hooks", "hooks"), ([nn.PReLU()], None, "hooks")],
 )
 def test_a_learner_takes_ghost_wherever_it_can_unless_told_otherwise(layers, told, engine):
     dp = DPSettings(1.0, 1.0, 4, engine=told)

@@ -133,11 +133,7 @@ def test_weights_of_the_model_are_no_targets(make, weights_of, unit):
 
     with pytest.raises(UsageError, match="depends on the model's weights"):
         worst_move(
-            build,
-            lambda y: lambda out: functional.mse_loss(out, weights_of(models[-1])[y]),
-            "vectors",
-            unit,
-            0.3,
+            build, lambda y: lambda out: functional.mse_loss(out, weights_of(models[-1])[y]), "vectors", unit, 0.3
         )
 
 
@@ -256,12 +252,7 @@ def permuted():
     ops = pytest.importorskip("torchvision.ops")
     convolution = nn.Conv1d(D, D, 3, padding=2, dilation=2)
     return nn.Sequential(
-        nn.Flatten(1),
-        nn.Linear(D * D, D),
-        ops.Permute([1, 0]),
-        convolution,
-        ops.Permute([1, 0]),
-        nn.Linear(D, 2),
+        nn.Flatten(1), nn.Linear(D * D, D), ops.Permute([1, 0]), convolution, ops.Permute([1, 0]), nn.Linear(D, 2)
     )
 
 

@@ -17,12 +17,7 @@ from wsi_fl.types import UsageError, WsiFlError
 BOX = "-" * 75
 ELSEWHERE = "node17.invalid"
 MANAGERS = {
-    "Slurm": {
-        "SLURM_JOBID": "9",
-        "SLURM_JOB_ID": "9",
-        "SLURM_NODELIST": ELSEWHERE,
-        "SLURM_TASKS_PER_NODE": "2(x2)",
-    },
+    "Slurm": {"SLURM_JOBID": "9", "SLURM_JOB_ID": "9", "SLURM_NODELIST": ELSEWHERE, "SLURM_TASKS_PER_NODE": "2(x2)"},
     "PBS": {"PBS_JOBID": "9.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "HOSTS"},
     "Cobalt": {"COBALT_JOBID": "9"},
     "LSF": {"LSB_JOBID": "9", "LSB_HOSTS": ELSEWHERE, "LSB_DJOB_HOSTFILE": "HOSTS"},
@@ -69,14 +64,8 @@ def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (
-            f"sh: 1: srun: not found\nssh: no host node17\n{BOX}\nA daemon failed\n{BOX}\n",
-            "ssh: no host node17",
-        ),
-        (
-            f"{BOX}\nToo few\nslots: 2.\n{BOX}\n[vm:1] ERROR in file x.c\n",
-            "Too few slots: 2.",
-        ),
+        (f"sh: 1: srun: not found\nssh: no host node17\n{BOX}\nA daemon failed\n{BOX}\n", "ssh: no host node17"),
+        (f"{BOX}\nToo few\nslots: 2.\n{BOX}\n[vm:1] ERROR in file x.c\n", "Too few slots: 2."),
         (f"Traceback\n  File\nImportError: no libmpi\n{BOX}\nexited on 1\n{BOX}", "ImportError: no libmpi"),
         ("", "it printed nothing"),
         (f"{BOX}\n", "it printed nothing"),
@@ -90,10 +79,7 @@ def test_what_a_launcher_says_last_is_its_reason_and_no_frame(said, reason):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (
-            "echo 'no such slot' >&2; exit 213",
-            "^no site's process began: no such slot .*exit code 213.*doctor",
-        ),
+        ("echo 'no such slot' >&2; exit 213", "^no site's process began: no such slot .*exit code 213.*doctor"),
         ("exit 1", "^no site's process began: it printed nothing "),
         ("""echo '{"site": "A", "pid": 1}'; exit 7""", "^a site's process died .*; continue with `again`$"),
     ],

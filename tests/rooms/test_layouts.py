@@ -263,13 +263,7 @@ def test_slide_named_without_suffix_must_be_the_only_one_of_its_name(tmp_path):
 
 def test_archive_of_no_known_layout_says_what_was_looked_for(tmp_path):
     touch(tmp_path / "images" / "slide-1.tif")
-    refused(
-        lambda: detect_layout(tmp_path),
-        str(tmp_path),
-        "slides.csv",
-        "patient_PPP_node_N.tif",
-        "normal_NNN.tif",
-    )
+    refused(lambda: detect_layout(tmp_path), str(tmp_path), "slides.csv", "patient_PPP_node_N.tif", "normal_NNN.tif")
     refused(lambda: detect_layout(tmp_path / "none"), "none: no such folder")
     for layout in ("camelyon17", "camelyon16"):
         refused(partial(list_sites, tmp_path, layout), f"no slide of a {layout} archive")

@@ -21,13 +21,7 @@ from wsi_fl.learning.examples import (
     load_batches,
     resize_images,
 )
-from wsi_fl.learning.local import (
-    DPSettings,
-    Learner,
-    predict_examples,
-    take_mutual_step,
-    take_supervised_step,
-)
+from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_mutual_step, take_supervised_step
 from wsi_fl.learning.tasks import kl_divergence, mutual_loss
 from wsi_fl.models import create_model
 from wsi_fl.privacy import independence

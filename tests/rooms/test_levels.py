@@ -338,18 +338,10 @@ def test_levels_that_are_filled_up_to_whole_tiles_do_not_move_the_tissue(tmp_pat
 
 def test_a_level_is_filled_up_where_no_picture_but_its_tiles_have_its_size():
     tile = (256, 256)
-    for whole, level in (
-        ((2304, 2304), (1280, 1280)),
-        ((2100, 2100), (512, 512)),
-        ((2560, 1200), (768, 512)),
-    ):
+    for whole, level in (((2304, 2304), (1280, 1280)), ((2100, 2100), (512, 512)), ((2560, 1200), (768, 512))):
         assert is_padded(whole, level, tile), (whole, level)
     assert is_padded((104_448, 55_296), (13_312, 7168), (1024, 1024))
-    for whole, level in (
-        ((4096, 3072), (2048, 1536)),
-        ((2100, 2100), (1050, 1050)),
-        ((2304, 1536), (768, 512)),
-    ):
+    for whole, level in (((4096, 3072), (2048, 1536)), ((2100, 2100), (1050, 1050)), ((2304, 1536), (768, 512))):
         assert not is_padded(whole, level, tile), (whole, level)
 
 

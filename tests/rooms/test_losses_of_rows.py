@@ -135,20 +135,14 @@ def of_another_name(y):
 def of_page(y):
     """A function of an example in a page, whose names belong to no file."""
     names = {"labels": y.float().numpy(), "torch": torch, "functional": functional}
-    exec(
-        "def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))",
-        names,
-    )
+    exec("def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))", names)
     return names["loss"]
 
 
 def penalised(make):
     """A penalty of the model's weights, which is no function of rows."""
     model = make()
-    return (
-        model,
-        lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum(),
-    )
+    return (model, lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum())
 
 
 def consistent(make):
@@ -351,11 +345,7 @@ def test_a_table_of_shapes_that_was_filled_before_is_taken():
     (x, y), model = data("vectors"), Net(run, last=nn.Linear(D, 2))
     model.cache = {}
     trainer, _ = trainer_of(model)
-    refused(
-        lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)),
-        "changes its cache",
-        "on zeros",
-    )
+    refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "changes its cache", "on zeros")
     model.cache.clear()
     model(torch.zeros(1, D))
     assert step(trainer, x, lambda out: functional.cross_entropy(out, y)) > 0

@@ -49,11 +49,7 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
         with pytest.raises(WsiFlError, match="busy"), file_lock(path, "busy"):
             pass
         holder.kill()
-    with (
-        file_lock(path, "busy", patience_s=2),
-        pytest.raises(WsiFlError, match="again"),
-        file_lock(path, "again"),
-    ):
+    with file_lock(path, "busy", patience_s=2), pytest.raises(WsiFlError, match="again"), file_lock(path, "again"):
         pass
     assert path.read_bytes() == b"kept"
 
@@ -119,12 +115,7 @@ GROUPS = {
         2,
         0,
     ),
-    "no limit": (
-        "0::/user.slice\n",
-        {"user.slice/cpu.max": "max 100000", "user.slice/memory.max": "max"},
-        None,
-        None,
-    ),
+    "no limit": ("0::/user.slice\n", {"user.slice/cpu.max": "max 100000", "user.slice/memory.max": "max"}, None, None),
     "no groups": ("", {}, None, None),
 }
 
@@ -155,8 +146,5 @@ def test_a_disk_without_locks_is_told_in_one_line(tmp_path, monkeypatch, number,
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files.fcntl, "flock", none)
-    with (
-        pytest.raises(WsiFlError, match=r"locks no files \([^\n]*another disk$"),
-        file_lock(tmp_path / "x", busy),
-    ):
+    with pytest.raises(WsiFlError, match=r"locks no files \([^\n]*another disk$"), file_lock(tmp_path / "x", busy):
         pass

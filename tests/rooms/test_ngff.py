@@ -69,10 +69,7 @@ def as_0_6(output, *, sequence):
         multiscale = said["multiscales"][0]
         pixels = [{"name": axis["name"], "type": "array"} for axis in multiscale["axes"]]
         said["version"], axes = "0.6", multiscale.pop("axes")
-        multiscale["coordinateSystems"] = [
-            {"name": "array", "axes": pixels},
-            {"name": "physical", "axes": axes},
-        ]
+        multiscale["coordinateSystems"] = [{"name": "array", "axes": pixels}, {"name": "physical", "axes": axes}]
         for dataset in multiscale["datasets"]:
             transform = dataset["coordinateTransformations"][0]
             if sequence:

@@ -119,10 +119,7 @@ def test_a_row_may_leave_out_what_a_real_site_keeps_to_itself():
     row = fuzz_peers.example_of(SummaryRow)
     assert row["trained_seconds"] is None and row["communication_seconds"] is None
     assert decode_document(json.dumps(row).encode(), SummaryRow, "C1") == row
-    text, words = (
-        json.dumps(row | {"epsilon": -1.0}).encode(),
-        "epsilon: Input should be greater than or equal to 0",
-    )
+    text, words = (json.dumps(row | {"epsilon": -1.0}).encode(), "epsilon: Input should be greater than or equal to 0")
     refused(lambda: decode_document(text, SummaryRow, "C1"), words, error=ProtocolError)
 
 
@@ -159,11 +156,7 @@ def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
 
 def test_what_may_be_told_to_other_sites_keeps_its_exit_code():
     assert all(issubclass(one, ReportableError) for one in (NoCommonPlan, ProtocolError, PeerTimeout))
-    assert [issubclass(one, UsageError) for one in (NoCommonPlan, ProtocolError, PeerTimeout)] == [
-        True,
-        False,
-        False,
-    ]
+    assert [issubclass(one, UsageError) for one in (NoCommonPlan, ProtocolError, PeerTimeout)] == [True, False, False]
 
 
 @pytest.mark.parametrize(

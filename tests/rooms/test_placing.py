@@ -38,11 +38,7 @@ def shift(box, corner=CORNER):
 
 def geojson(path, *boxes, **properties):
     features = [
-        {
-            "type": "Feature",
-            "properties": properties,
-            "geometry": {"type": "Polygon", "coordinates": [ring(box)]},
-        }
+        {"type": "Feature", "properties": properties, "geometry": {"type": "Polygon", "coordinates": [ring(box)]}}
         for box in boxes
     ]
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
@@ -135,10 +131,7 @@ def test_what_would_lie_on_tissue_from_either_corner_is_said(tmp_path):
     ground = SlideGeometry((1000, 1000), (100, 100, 900, 900), 0.5, 10.0, (100, 100), tissue=tissue)
     found = read_annotations(geojson(tmp_path / "q.geojson", box, **QUPATH), {}, ground)
     assert found.tumor.equals(shapely.box(500, 500, 600, 600)) and "from either corner" in found.notes[0]
-    for path, origin in (
-        (asap(tmp_path / "a.xml", box), None),
-        (geojson(tmp_path / "q.json", box, **QUPATH), "slide"),
-    ):
+    for path, origin in ((asap(tmp_path / "a.xml", box), None), (geojson(tmp_path / "q.json", box, **QUPATH), "slide")):
         sure = read_annotations(path, {}, ground, origin)
         assert sure.tumor.equals(shapely.box(*box)) and sure.notes == ()
 
@@ -210,10 +203,7 @@ def test_what_predict_writes_for_qupath_counts_from_the_scanned_area_and_comes_b
         write_geojson(path, heat, [(0, 0, 0), (200, 0, 0)], "run/A/x", opened.bounds_l0[:2])
     rings = [feature["geometry"]["coordinates"][0] for feature in json.loads(path.read_text())["features"]]
     corners = np.concatenate([np.array(one) for one in rings])
-    assert corners.min(0).tolist() == [128, 192] and corners.max(0).tolist() == [
-        384,
-        448,
-    ]  # as QuPath shows it
+    assert corners.min(0).tolist() == [128, 192] and corners.max(0).tolist() == [384, 448]  # as QuPath shows it
     found = read_annotations(path, {}, on(slide))
     assert found.tumor.equals(shapely.union_all(shapely.box(*boxes.T))) and found.omissions == {"tile": 3}
     assert found.notes == ("tumor.geojson: left out as no outlined areas: 3 tiles",)
@@ -254,21 +244,14 @@ def test_outlines_in_another_unit_are_refused_by_its_name(whole, tmp_path, box, 
 
 @pytest.mark.parametrize(
     ("box", "reading"),
-    [
-        ((100, 700, 300, 900), "with x and y exchanged"),
-        ((700, 852, 900, 1052), "with y counted upwards from the edge"),
-    ],
+    [((100, 700, 300, 900), "with x and y exchanged"), ((700, 852, 900, 1052), "with y counted upwards from the edge")],
 )
 def test_turned_axes_are_told_by_name_and_kept_by_whoever_is_sure(tmp_path, box, reading):
     tissue = np.zeros(SIZE[::-1], bool)
     tissue[100:300, 700:900] = True
     ground = SlideGeometry(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], tissue=tissue)
     path = geojson(tmp_path / "a.geojson", box, **QUPATH)
-    refused(
-        lambda: read_annotations(path, {}, ground),
-        "only 0% of what it outlines",
-        f"would if it were {reading};",
-    )
+    refused(lambda: read_annotations(path, {}, ground), "only 0% of what it outlines", f"would if it were {reading};")
     sure = read_annotations(path, {}, ground, "slide")
     assert sure.tumor.equals(shapely.box(*box)) and reading in sure.notes[0]
 

@@ -15,12 +15,7 @@ from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import (
-    compute_seal,
-    read_example_scores,
-    read_predictions,
-    write_predictions,
-)
+from wsi_fl.stages.answers.predictions import compute_seal, read_example_scores, read_predictions, write_predictions
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
@@ -48,12 +43,7 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     table = table_of(task, truth, outputs, x_l0=np.arange(6), y_l0=np.arange(6) * 7)
     write_predictions(folder, table)
     found = read_predictions(folder, task)
-    assert (found.site, found.model, found.outputs, set(found.predictions)) == (
-        "S0",
-        "proxy",
-        outputs,
-        {"proxy"},
-    )
+    assert (found.site, found.model, found.outputs, set(found.predictions)) == ("S0", "proxy", outputs, {"proxy"})
     for name in ("part", "slide", "patient"):
         assert getattr(found, name).tolist() == getattr(table, name).tolist()
     assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(found.truth, truth)

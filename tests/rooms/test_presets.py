@@ -91,12 +91,7 @@ def test_transformers_names_become_timms_of_version_5_too(name):
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [
-        ("UNI2", "did you mean 'uni2-h'?"),
-        ("conch_v1", "wsi-fl import"),
-        ("titan", "whole slide"),
-        ("musk", "import"),
-    ],
+    [("UNI2", "did you mean 'uni2-h'?"), ("conch_v1", "wsi-fl import"), ("titan", "whole slide"), ("musk", "import")],
 )
 def test_who_asks_for_what_is_no_preset_is_told_what_to_do(name, word):
     refused(lambda: Encoder(name), word)
@@ -169,14 +164,7 @@ def test_renamed_weights_compute_what_transformers_computes():
     generator = torch.Generator().manual_seed(0)
     shapes = in_transformers(1, 24, 16, 3, 14, "registers")
     state = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    how = {
-        "embed_dim": 24,
-        "depth": 1,
-        "num_heads": 2,
-        "mlp_ratio": 32 / 24,
-        "img_size": 42,
-        "num_classes": 0,
-    }
+    how = {"embed_dim": 24, "depth": 1, "num_heads": 2, "mlp_ratio": 32 / 24, "img_size": 42, "num_classes": 0}
     how |= {"mlp_layer": timm.layers.SwiGLUPacked, "act_layer": torch.nn.SiLU}
     model = timm.create_model("vit_base_patch14_reg4_dinov2", **how).eval()
     model.load_state_dict(_convert_names(state, model))

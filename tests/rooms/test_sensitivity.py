@@ -50,12 +50,7 @@ def worst_move(make, loss_for, kind, unit, clip):
     return max(moves) / clip
 
 
-BOUNDED = {
-    "tied on some rows",
-    "tied from the fifth call on",
-    "a gradient of the batch",
-    "a gradient times the batch",
-}
+BOUNDED = {"tied on some rows", "tied from the fifth call on", "a gradient of the batch", "a gradient times the batch"}
 """Wrong models that may pass, since they are never shown two rows: where the fault does not show in two of them."""
 
 
@@ -222,15 +217,7 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
     """The product's own models keep their fast engines, and callers' plain layers too."""
     monkeypatch.setattr(measurement, "ROW_BY_ROW", "nobody")
     for name, case in RIGHT.items():
-        if name in (
-            "linear",
-            "GroupNorm",
-            "LayerNorm without bias",
-            "cnn1",
-            "abmil",
-            "transmil",
-            "a layer twice",
-        ):
+        if name in ("linear", "GroupNorm", "LayerNorm without bias", "cnn1", "abmil", "transmil", "a layer twice"):
             trainer, _ = trainer_of(case.make())
             x, y = data(case.kind)
             step(trainer, x, case.loss(y))

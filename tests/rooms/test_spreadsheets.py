@@ -79,12 +79,7 @@ def test_no_outline_is_lost_for_the_heading_of_its_column(tmp_path):
 
 def test_a_column_that_is_asked_for_is_not_renamed():
     header = ["Patient ID", "Diagnosis", "OS time", "Age"]
-    assert normalize_columns(header, ["Diagnosis", "os_time"]) == [
-        "patient_id",
-        "Diagnosis",
-        "os_time",
-        "Age",
-    ]
+    assert normalize_columns(header, ["Diagnosis", "os_time"]) == ["patient_id", "Diagnosis", "os_time", "Age"]
     both = ["Label", "label", "Patient ID", "patient-id"]
     assert normalize_columns(both, ["label"]) == both  # which is meant is not for a program to say
 

@@ -299,10 +299,7 @@ def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
         shards.write_positions(shard, meta, table, source, unread=unread)
     assert shards.explain_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
-    assert shards.read_shard_content(shard) == (
-        kind,
-        ((*corners[0], "cut short"), (*corners[1], "garbled ü")),
-    )
+    assert shards.read_shard_content(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
     found = write_columns(tmp_path / "patches.h5", META, [shard])
     np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
 

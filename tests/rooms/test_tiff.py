@@ -15,12 +15,7 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
 MPP = 0.5
-HOW = {
-    "tile": (64, 64),
-    "metadata": None,
-    "resolution": (1e4 / MPP, 1e4 / MPP),
-    "resolutionunit": "CENTIMETER",
-}
+HOW = {"tile": (64, 64), "metadata": None, "resolution": (1e4 / MPP, 1e4 / MPP), "resolutionunit": "CENTIMETER"}
 PICTURE = np.random.default_rng(0).integers(0, 256, (25, 33, 3), np.uint8).repeat(8, 0).repeat(8, 1)
 """uint8[200, 264, 3]"""
 GREY = PICTURE[..., 0]
@@ -54,21 +49,13 @@ NO_COLOURS = {
     "half": (GREY.astype(np.float16), {"photometric": "minisblack"}, "floating point"),
     "bilevel": (GREY > 99, {"photometric": "minisblack"}, "black and white alone"),
     "a fourth channel": (np.concatenate([PICTURE, ONE], 2), extra("unspecified"), "RGB of 4 channels"),
-    "two more channels": (
-        np.concatenate([PICTURE, ONE, ONE], 2),
-        extra("unassalpha", "unspecified"),
-        "of 5 channels",
-    ),
+    "two more channels": (np.concatenate([PICTURE, ONE, ONE], 2), extra("unassalpha", "unspecified"), "of 5 channels"),
     "grey and more": (
         PICTURE,
         {"photometric": "minisblack"} | extra("unspecified", "unspecified"),
         "grey of 3 channels",
     ),
-    "grey, transparent": (
-        PICTURE[..., :2],
-        {"photometric": "minisblack"} | extra("unassalpha"),
-        "grey of 2 channels",
-    ),
+    "grey, transparent": (PICTURE[..., :2], {"photometric": "minisblack"} | extra("unassalpha"), "grey of 2 channels"),
     "planes of grey": (
         np.ascontiguousarray(np.moveaxis(PICTURE, 2, 0)),
         {"photometric": "minisblack", "planarconfig": "separate"},

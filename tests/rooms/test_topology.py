@@ -119,11 +119,7 @@ def test_the_hub_of_a_star_is_the_first_site_present_and_a_ring_goes_round_those
     gather, broadcast = list_hops(graphs.star, 5, [4, 2, 3], 0)
     assert [list_senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
     assert list_receivers(broadcast, 2) == [3, 4]
-    assert [list_receivers(list_hops(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [
-        [2],
-        [3],
-        [0],
-    ]
+    assert [list_receivers(list_hops(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
 
 
 @st.composite

@@ -409,9 +409,7 @@ WRONG = {
     "neighbours in the batch": Case(lambda: head(lambda net, z: z + z.roll(1, 0))),
     "centred images": Case(
         lambda: Net(
-            lambda net, x: net.fc(net.conv(x - x.mean()).flatten(1)),
-            conv=nn.Conv2d(1, 3, 3),
-            fc=nn.Linear(48, 2),
+            lambda net, x: net.fc(net.conv(x - x.mean()).flatten(1)), conv=nn.Conv2d(1, 3, 3), fc=nn.Linear(48, 2)
         ),
         kind="images",
     ),
@@ -579,7 +577,6 @@ RIGHT = {
     "classes of a study": Case(mlp, mutual(CLASSES, lambda y: y)),
     "numbers of a study": Case(lambda: nn.Linear(D, 1), mutual(NumberTask(0.0, 2.0), lambda y: y.float())),
     "survival of a study": Case(
-        lambda: nn.Linear(D, 3),
-        mutual(SurvivalTask((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float()),
+        lambda: nn.Linear(D, 3), mutual(SurvivalTask((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float())
     ),
 }

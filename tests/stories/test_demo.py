@@ -56,11 +56,7 @@ def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
         assert verdicts[:2] == ["join", "join"]
     else:
         assert "join" not in verdicts
-        said = (
-            "there is nothing to gain",
-            "these runs do not show",
-            "its local model makes the same predictions",
-        )
+        said = ("there is nothing to gain", "these runs do not show", "its local model makes the same predictions")
         assert any(words in page for words in said)
 
 

@@ -345,8 +345,7 @@ def test_a_raised_budget_counts_from_the_next_round_on(study):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "overrides"),
-    [("proxyfl", ()), ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5"))],
+    ("method", "overrides"), [("proxyfl", ()), ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5"))]
 )
 def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
     overrides = ["train.rounds=40", *overrides]

@@ -53,13 +53,7 @@ READY = FederationState(
         "C2": hospital("C2"),
     },
     **{"now": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
-    **{
-        "sites": ("C1", "C2"),
-        "method": "proxyfl",
-        "rounds": 3,
-        "patience_s": 600.0,
-        "kit": "fed/coordinator",
-    },
+    **{"sites": ("C1", "C2"), "method": "proxyfl", "rounds": 3, "patience_s": 600.0, "kit": "fed/coordinator"},
 )
 
 
@@ -105,10 +99,7 @@ START = "wsi-fl federation start KIT --study DIR"
             "coordinator: the key of C2 was withdrawn: make a plan without it, or with its new key: "
             "wsi-fl federation plan --method proxyfl --kit FOUNDED",
         ),
-        (
-            replace(READY, me=""),
-            ": give --kit too: without it nothing is known of signatures, server and folder: ",
-        ),
+        (replace(READY, me=""), ": give --kit too: without it nothing is known of signatures, server and folder: "),
         (replace(with_c2(connected=None), over="folder"), f"C2: if it has not run yet: {START}"),
         (replace(with_c2(connected=False), over="folder"), f"C2: not connected: start: {START}"),
         (
@@ -238,10 +229,7 @@ def test_the_coordinator_sees_who_has_not_signed(founded):
 def greeted(founded, plan=None, by="S1"):
     """The line of S1, which has said hello to S0."""
     digest, identity = plan or founded[2].digest, kit_of(founded, by).load_identity()
-    line, writer = (
-        FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest),
-        MessageSealer(identity),
-    )
+    line, writer = (FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest), MessageSealer(identity))
     said = {"certificate": identity.certificate, "public": writer.public, "time": 1.78e9, "version": "9.9"}
     hello = writer.write_handshake({**said, "code": code_digest(), "gone": {}}, digest)
     assert line.send("S0", "hello", hello, 0.0) == ""

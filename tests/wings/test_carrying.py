@@ -255,10 +255,7 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
     shutil.copy(theirs, hospitals.study("S0").release("S2"))
     found = hospitals.run("S0", "S1", without=["S2"], plan=plan.digest)
     for name in ("S0", "S1"):
-        assert list(found[name]["statistics"]) == [
-            "S0",
-            "S1",
-        ]  # S1 has no letter of S2, who alone may send it
+        assert list(found[name]["statistics"]) == ["S0", "S1"]  # S1 has no letter of S2, who alone may send it
     assert not hospitals.study("S1").release("S2").exists()
     back = hospitals.run("S0", "S1", "S2", resume=LAST, plan=plan.digest)
     for one in back.values():

@@ -329,11 +329,7 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
     study, kit, *_ = signed
     file = study.runs_path / RUN / "audit" / "audit.json"
     document, before = json.loads(file.read_text()), file.read_text()
-    stayed = {
-        "model": "private",
-        "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}},
-        "canaries": None,
-    }
+    stayed = {"model": "private", "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}}, "canaries": None}
     for row in document["sites"]:
         row["models"].append(stayed)
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
@@ -355,10 +351,7 @@ def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, mon
     study, kit, *_ = signed
     home = tmp_path / "home"
     document = {"components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]}
-    document["properties"] = [
-        {"name": "python", "value": str(home / "python")},
-        {"name": "python", "value": "3"},
-    ]
+    document["properties"] = [{"name": "python", "value": str(home / "python")}, {"name": "python", "value": "3"}]
 
     def tool(module, package, arguments, file):
         if package == "pip-audit":
@@ -485,10 +478,10 @@ def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
     account_of(study, "00001-proxyfl-small", money | {"group": {"rows": 7}})
     account_of(study, "00002-proxyfl-small", money | {"group": None})
     (study.runs_path / "notes.txt").touch()
-    assert (
-        _largest_patient_rows(study, "S0", None),
-        _largest_patient_rows(study, "S0", {"group": {"rows": 9}}),
-    ) == (7, 9)
+    assert (_largest_patient_rows(study, "S0", None), _largest_patient_rows(study, "S0", {"group": {"rows": 9}})) == (
+        7,
+        9,
+    )
     assert _largest_patient_rows(study, "S1", {"group": None}) is None
 
 

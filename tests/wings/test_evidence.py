@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
 from wsi_fl.synthesis import evidence
-from wsi_fl.synthesis.evidence import (
-    COPY_THRESHOLD,
-    find_nearest,
-    find_nearest_other,
-    judge_copies,
-    list_doubts,
-)
+from wsi_fl.synthesis.evidence import COPY_THRESHOLD, find_nearest, find_nearest_other, judge_copies, list_doubts
 
 
 def normal(n, d, seed=0, shift=0.0, scale=1.0):
@@ -76,8 +70,7 @@ def test_a_generator_of_the_distribution_passes():
 
 
 @pytest.mark.parametrize(
-    ("memorised", "word"),
-    [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "reproduced almost exactly")],
+    ("memorised", "word"), [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "reproduced almost exactly")]
 )
 def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
     training = distances(300, 0)

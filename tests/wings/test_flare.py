@@ -90,12 +90,7 @@ def processors(monkeypatch):
 def test_nobody_is_left_who_reads_files_or_deletes_folders(processors):
     from nvflare.private.defs import SysCommandTopic, TrainingTopic
 
-    refused = {
-        SysCommandTopic.SHELL,
-        SysCommandTopic.SYS_INFO,
-        TrainingTopic.DELETE_RUN,
-        TrainingTopic.SHUTDOWN,
-    }
+    refused = {SysCommandTopic.SHELL, SysCommandTopic.SYS_INFO, TrainingTopic.DELETE_RUN, TrainingTopic.SHUTDOWN}
     assert not refused & set(processors)
     assert {TrainingTopic.DEPLOY, TrainingTopic.START_JOB, TrainingTopic.ABORT} <= set(processors)
 

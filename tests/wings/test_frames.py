@@ -165,15 +165,10 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     assert approval_time(study, "S0") == before
     other = made(study, identities, method="fedavg")
     refused(
-        lambda: admit_plan(study, me, other),
-        f"plan {other.digest[:8]} exceeds the standing approval of S0: method",
+        lambda: admit_plan(study, me, other), f"plan {other.digest[:8]} exceeds the standing approval of S0: method"
     )
     dear = made(study, identities, "privacy.sigma=1.5")
-    refused(
-        lambda: admit_plan(study, me, dear),
-        "privacy.sigma: 1.5, where the standing approval has 5",
-        "or more",
-    )
+    refused(lambda: admit_plan(study, me, dear), "privacy.sigma: 1.5, where the standing approval has 5", "or more")
     stranger = made(study, identities, S1="0" * 64)
     refused(lambda: admit_plan(study, me, stranger), "partners")
     edited = FederationPlan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
@@ -245,11 +240,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
     monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *_: above)
     admit_plan(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
-    refused(
-        lambda: framed(study, identities, plan),
-        "above your max_epsilon",
-        "no standing approval is for such plans",
-    )
+    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no standing approval is for such plans")
 
 
 def spend(study, me, run, rounds):

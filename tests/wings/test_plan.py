@@ -343,11 +343,7 @@ def package(tmp_path):
 def test_one_byte_of_what_runs_is_another_digest(package):
     before = code_digest(package)
     assert before == code_digest()
-    for file in (
-        "hospitals/dossier/dossier.html.j2",
-        "synthesis/lpips_vgg16.safetensors",
-        "privacy/ledger.py",
-    ):
+    for file in ("hospitals/dossier/dossier.html.j2", "synthesis/lpips_vgg16.safetensors", "privacy/ledger.py"):
         good = (package / file).read_bytes()
         (package / file).write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
         assert code_digest(package) != before
@@ -439,9 +435,7 @@ def test_a_plan_pins_the_keys_that_speak_for_sites_and_shows_all(coordinator, tm
     false = {**keys, "S0": keys["S1"]}
     other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
     refused(
-        lambda: sign_plan(study, review_plan(study, other, "S0"), identities["S0"]),
-        "another key of S0",
-        "telephone",
+        lambda: sign_plan(study, review_plan(study, other, "S0"), identities["S0"]), "another key of S0", "telephone"
     )
 
 

@@ -162,11 +162,7 @@ def test_a_key_of_another_federation_or_than_the_pinned_one_never_gets_in(federa
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"version": "9.9"}, "has wsi-fl 9.9"),
-        ({"code": "2" * 64}, "(22222222)"),
-    ],
+    ("given", "said"), [({"version": "9.9"}, "has wsi-fl 9.9"), ({"code": "2" * 64}, "(22222222)")]
 )
 def test_another_version_or_code_ends_the_run_before_training(identities, given, said):
     found = together(identities, lambda comm: None, given={"C2": given}, timeout_s=6.0)
@@ -232,10 +228,7 @@ def test_whose_clock_was_set_begins_again(identities, monkeypatch):
 
 def test_an_expired_certificate_is_named(federation):
     identity = federation.identity("C1")
-    for days, words in (
-        (800, ("the certificate of C1 holds from", "request a new")),
-        (-1, ["this clock says"]),
-    ):
+    for days, words in ((800, ("the certificate of C1 holds from", "request a new")), (-1, ["this clock says"])):
         now = datetime.now(UTC) + timedelta(days=days)
         expired = partial(verify_certificate, identity.certificate, federation.root, moment=now)
         refused(expired, "set the clock", *words, error=NotTrusted)

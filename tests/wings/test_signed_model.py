@@ -37,11 +37,7 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_at_every_door(study, name
     monkeypatch.setattr("timm.create_model", lambda *given, **_: asked.append(given))
     words = "is no plain name of an architecture"
     for role in ("private", "proxy"):
-        refused(
-            lambda role=role: study.load_pipeline("small", [f"model.{role}='timm:{name}'"]),
-            f"model.{role}",
-            words,
-        )
+        refused(lambda role=role: study.load_pipeline("small", [f"model.{role}='timm:{name}'"]), f"model.{role}", words)
     site = {"name": "S0", "private_model": f"timm:{name}"}
     refused(lambda: validate_model(SiteFile, site, "S0"), "private_model", words)
     refused(lambda: create_model(f"timm:{name}", n_classes=2, shape=Images(3, 32), seed=0), words)
@@ -83,8 +79,7 @@ def _frozen(n_classes, channels, size_px):
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
-    [(_wider, "(leaves)"), (_renamed, "whose parameters have the SHA-256"), (_frozen, "(leaves)")],
+    ("other", "words"), [(_wider, "(leaves)"), (_renamed, "whose parameters have the SHA-256"), (_frozen, "(leaves)")]
 )
 def test_a_model_that_became_another_after_the_signature_is_not_trained(study, other, words, monkeypatch):
     plan = planned(study)

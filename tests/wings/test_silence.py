@@ -32,14 +32,7 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.training import launch, ranks
 from wsi_fl.stages.training.carrying import StatisticsFile, StatisticsOffer
-from wsi_fl.stages.training.going_on import (
-    RunRequest,
-    RunState,
-    RunStates,
-    _FolderClaim,
-    _RunProposal,
-    select_run,
-)
+from wsi_fl.stages.training.going_on import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
 from wsi_fl.stages.training.summary import SummaryRow
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.stages.work.console import PrivateEvents, PrivateProgress
@@ -256,10 +249,7 @@ def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_pat
 @pytest.mark.parametrize(("real", "kinds"), [(True, 1), (False, 2)])
 def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(tmp_path, real, kinds):
     """A wrong value of its table, a damaged store and a fault of ours look alike."""
-    study, seen = (
-        make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"),
-        set(),
-    )
+    study, seen = (make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"), set())
     for error in (UsageError("slide S0_slide_1"), WsiFlError("slide S0_slide_1"), KeyError("S0_slide_1")):
 
         def work(_, error=error):
@@ -284,10 +274,7 @@ def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
     events.print_message("S1 leaves after 2 rounds", public=True)
     PrivateProgress(notes.append).print_message("slide Y")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert told == [
-        {"part": "S0", "done": 1, "total": 3, "note": ""},
-        {"say": "S1 leaves after 2 rounds"},
-    ]
+    assert told == [{"part": "S0", "done": 1, "total": 3, "note": ""}, {"say": "S1 leaves after 2 rounds"}]
     assert notes == ["S0: slide X is strange", "slide Y"]
 
 

@@ -58,10 +58,7 @@ def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
 
 
 def test_a_stale_hello_hides_no_other(tmp_path, stale):
-    share, names = (
-        SharedFolder(str(tmp_path)),
-        [f"{site}~{HANDSHAKE}~{'0' * 32}.letter" for site in ("A", "B")],
-    )
+    share, names = (SharedFolder(str(tmp_path)), [f"{site}~{HANDSHAKE}~{'0' * 32}.letter" for site in ("A", "B")])
     for name in names:
         share.write(b"hello", f"wsi-fl-{TOPIC[:16]}", "C", name)
     stale[f"/{names[0]}"] = 9

@@ -180,11 +180,7 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
         write_preapproval(study, frame, me)
     outside, inside = attacks(plan, n - n_inside - 1, rng), []
     for k in range(n_inside):
-        varied = (
-            f"train.rounds={1 + k % 4}",
-            f"train.lr={rng.uniform(1e-4, 1)}",
-            f"privacy.sigma={6 + k / 9}",
-        )
+        varied = (f"train.rounds={1 + k % 4}", f"train.lr={rng.uniform(1e-4, 1)}", f"privacy.sigma={6 + k / 9}")
         inside.append(plan_of(worlds[0], identities, *varied))
     opened, fetched, real = [], [], SiteData.__init__
     monkeypatch.setattr(SiteData, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1])
@@ -267,12 +263,7 @@ def test_nobody_asks_who_a_line_is_about(tmp_path):
     worlds, _ = two_worlds(tmp_path, random.Random(0))
     for study in worlds:
         text = (study.root / "table.csv").read_text()
-        for column, own in (
-            ("patient", ""),
-            ("case_id", ""),
-            ("slide", ""),
-            ("number", 'patient = "number"'),
-        ):
+        for column, own in (("patient", ""), ("case_id", ""), ("slide", ""), ("number", 'patient = "number"')):
             (study.root / "table.csv").write_text(text.replace("patient,g", f"{column},g"))
             given = f"\n[columns]\n{own}\n" if own else ""
             (study.root / "sites" / "S0.toml").write_text(f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}')

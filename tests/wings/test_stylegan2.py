@@ -10,14 +10,7 @@ from scipy.signal import convolve2d, upfirdn
 from torch.autograd import gradcheck, gradgradcheck
 
 from wsi_fl.synthesis import stylegan2
-from wsi_fl.synthesis.ada import (
-    Controller,
-    _Draws,
-    _recolor_images,
-    _shift_images,
-    _warp_images,
-    augment_images,
-)
+from wsi_fl.synthesis.ada import Controller, _Draws, _recolor_images, _shift_images, _warp_images, augment_images
 from wsi_fl.synthesis.gan import GanState, _path_penalty, _r1_penalty, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
@@ -61,9 +54,7 @@ def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
 
 
 @pytest.mark.parametrize(
-    ("resample", "gain", "rate"),
-    [(upsample_maps, 2, (2, 1)), (downsample_maps, 1, (1, 2))],
-    ids=["up", "down"],
+    ("resample", "gain", "rate"), [(upsample_maps, 2, (2, 1)), (downsample_maps, 1, (1, 2))], ids=["up", "down"]
 )
 def test_resampling_is_scipys(resample, gain, rate):
     x = double(2, 3, 8, 8)

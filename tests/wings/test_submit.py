@@ -139,11 +139,7 @@ def test_a_reason_is_one_line_that_can_be_shown():
     assert failure_reply("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
     assert len(failure_reply("c" * 2000)["error"]) == 1000
     for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
-        refused(
-            partial(validate_replies, {"S1": evil}, SITES, "work"),
-            "S1 told what was not",
-            error=ProtocolError,
-        )
+        refused(partial(validate_replies, {"S1": evil}, SITES, "work"), "S1 told what was not", error=ProtocolError)
 
 
 def run_job(sites, what):

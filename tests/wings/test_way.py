@@ -9,12 +9,7 @@ import pytest
 from conftest import refused
 from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
 
-from wsi_fl.hospitals.trust.certificates import (
-    build_request,
-    build_root_certificate,
-    generate_key,
-    issue_certificate,
-)
+from wsi_fl.hospitals.trust.certificates import build_request, build_root_certificate, generate_key, issue_certificate
 from wsi_fl.hospitals.trust.kit import (
     Kit,
     _open_connection,

@@ -144,11 +144,7 @@ def test_lists_that_the_root_did_not_sign_are_refused(place, one):
     file = place / "list.pem"
     for text in (theirs, "\n".join(edited), ours[:-60], "-----BEGIN X509 CRL-----\n-----END X509 CRL-----\n"):
         file.write_text(text)
-        refused(
-            lambda: install_revocation_list(file, one / "C1"),
-            "not signed by this federation's root",
-            "left as it",
-        )
+        refused(lambda: install_revocation_list(file, one / "C1"), "not signed by this federation's root", "left as it")
         assert Kit.open(one / "C1").load_revocation_list().number == 0
     (one / "C1" / "startup" / REVOCATIONS_FILE).write_text(theirs)
     refused(lambda: identity_of(one, "C1"), "cannot be used", "not signed by this federation's root")
@@ -336,11 +332,7 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once_and_its_approval_d
     asking = partial(submitting._run_job, coordinator, plan, plan.sites, {}, SilentProgress())
     refused(asking, "a key of C2 that was withdrawn")
     check_revoked(plan, federation.root, plan.sites)
-    refused(
-        lambda: check_pinned_key(plan, new.certificate, "C2"),
-        "another key of C2",
-        "a new key needs a new plan",
-    )
+    refused(lambda: check_pinned_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
     for one in (good, bad):
         record_approval(Study(tmp_path), plan, one)
     assert collect_approvals(Study(tmp_path), plan, federation.root).signed == ("C1", "C2")

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Pipeline = Annotated[
-    str | None,
-    Option(help="Name of a pipeline. Default: the study's only one; camelyon17 where it has none."),
+    str | None, Option(help="Name of a pipeline. Default: the study's only one; camelyon17 where it has none.")
 ]
 Set = Annotated[
     list[str] | None,
@@ -42,8 +41,7 @@ Gpus = Annotated[
     str | None, Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one.")
 ]
 SiteGpus = Annotated[
-    str | None,
-    Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
+    str | None, Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all.")
 ]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 

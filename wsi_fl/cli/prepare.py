@@ -9,17 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import (
-    Gpus,
-    Json,
-    Pipeline,
-    Set,
-    find_study,
-    parse_sites,
-    print_document,
-    run_work,
-    take_gpus,
-)
+from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, parse_sites, print_document, run_work, take_gpus
 from wsi_fl.types import UsageError
 
 
@@ -35,8 +25,7 @@ def create_study(
         bool, Option("--real", help="The sites are real hospitals: no other site reads their patches.")
     ] = False,
     pipeline: Annotated[
-        str | None,
-        Option(help="Shipped pipeline of the study. Default: tcga_subtypes for tcga, or camelyon17."),
+        str | None, Option(help="Shipped pipeline of the study. Default: tcga_subtypes for tcga, or camelyon17.")
     ] = None,
     group_by: Annotated[
         str | None, Option(help="TCGA: a site is an institution (default) or a source site, tss.")
@@ -45,8 +34,7 @@ def create_study(
         Path | None, Option(metavar="FILE", help="TCGA: diagnoses. Default: its clinical*.tsv.")
     ] = None,
     codes: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any."),
+        Path | None, Option(metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any.")
     ] = None,
     columns: Annotated[
         list[str] | None,
@@ -84,12 +72,7 @@ def tile_sites(
     from wsi_fl.slides.reading.probe import start_ahead
 
     start_ahead()
-    from wsi_fl.stages.prepare.tile import (
-        estimate_tiling,
-        render_estimate_lines,
-        render_tile_lines,
-        tile_slides,
-    )
+    from wsi_fl.stages.prepare.tile import estimate_tiling, render_estimate_lines, render_tile_lines, tile_slides
 
     work, lines = (estimate_tiling, render_estimate_lines) if dry_run else (tile_slides, render_tile_lines)
     run_work("tile", partial(work, study, **scope), as_json, lines)
@@ -141,20 +124,17 @@ def compute_projection(
     ],
     out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
     n: Annotated[
-        int | None,
-        Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows."),
+        int | None, Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows.")
     ] = None,
     rows: Annotated[
-        int | None,
-        Option(min=1, help="Approximate number of rows of all hospitals: choose the dimensions for these."),
+        int | None, Option(min=1, help="Approximate number of rows of all hospitals: choose the dimensions for these.")
     ] = None,
     hospitals: Annotated[int, Option(min=1, help="With --rows: number of releasing hospitals.")] = 4,
     epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of each release.")] = 1.0,
     shared: Annotated[bool, Option("--shared", help="With --rows: distributed noise (privacy.noise).")] = False,
     mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
     public: Annotated[
-        bool,
-        Option("--public", help="These sources are public, though they name a site or patients."),
+        bool, Option("--public", help="These sources are public, though they name a site or patients.")
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -214,8 +194,7 @@ def import_features(
     site: Annotated[str, Option(help="The site of the feature store.")],
     source: Annotated[Path, Option("--from", metavar="DIR", help="Where the features are.")],
     labels: Annotated[
-        Path,
-        Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."),
+        Path, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
     ],
     form: Annotated[str, Option("--format", help="trident, clam, stamp or anndata.")],
     encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,

@@ -70,8 +70,7 @@ def train(
         int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")
     ] = None,
     folds: Annotated[
-        int | None,
-        Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients."),
+        int | None, Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients.")
     ] = None,
     leave_site_out: Annotated[
         bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
@@ -80,8 +79,7 @@ def train(
         list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
     ] = None,
     baselines: Annotated[
-        bool,
-        Option("--baselines", help="Beside mpcpa also local, all original, all generated and FedAvg, in a table."),
+        bool, Option("--baselines", help="Beside mpcpa also local, all original, all generated and FedAvg, in a table.")
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
     gpus: SiteGpus = None,
@@ -146,12 +144,10 @@ def start_rank(run: Path) -> None:
 def plan_privacy(
     n: Annotated[int, Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
     batch_size: Annotated[
-        int | None,
-        Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
+        int | None, Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon.")
     ] = None,
     epochs: Annotated[
-        float,
-        Option("--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round."),
+        float, Option("--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round.")
     ] = 30,
     sigma: Annotated[float | None, Option(min=0, max=1e6, help="Noise multiplier.")] = None,
     target_epsilon: Annotated[
@@ -165,13 +161,7 @@ def plan_privacy(
     from wsi_fl.stages.training.privacy import compute_privacy, privacy_lines
 
     document = compute_privacy(
-        n=n,
-        batch_size=batch_size,
-        epochs=epochs,
-        delta=delta,
-        sigma=sigma,
-        target_epsilon=target_epsilon,
-        group=group,
+        n=n, batch_size=batch_size, epochs=epochs, delta=delta, sigma=sigma, target_epsilon=target_epsilon, group=group
     )
     print_document(document, as_json, privacy_lines)
 
@@ -193,14 +183,12 @@ def run_benchmark(
         str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
     ] = "4x150",
     skew: Annotated[
-        str,
-        Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1."),
+        str, Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1.")
     ] = "alike,0.9",
     unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
     seeds: Annotated[int, Option(min=1, max=1000, help="Number of random samples of hospitals.")] = 5,
     along: Annotated[
-        Path | None,
-        Option("--projection", metavar="FILE", help="Projection, or features of public slides."),
+        Path | None, Option("--projection", metavar="FILE", help="Projection, or features of public slides.")
     ] = None,
     labels: Annotated[
         Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
@@ -242,12 +230,10 @@ def predict(
     slide: Annotated[list[Path], Option(help="A slide to predict. Repeatable.")],
     out: Annotated[Path | None, Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")] = None,
     tumor_type: Annotated[
-        str | None,
-        Option(help="Tumour type of the slides, for runs on mosaics. Default: from the store."),
+        str | None, Option(help="Tumour type of the slides, for runs on mosaics. Default: from the store.")
     ] = None,
     mpp: Annotated[
-        float | None,
-        Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: as in the files."),
+        float | None, Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: as in the files.")
     ] = None,
     overrides: PredictionOverrides = None,
     gpus: Gpus = None,
@@ -259,15 +245,7 @@ def predict(
     from wsi_fl.stages.answers.predict import predict, render_prediction_lines
 
     work = partial(
-        predict,
-        study,
-        run,
-        site=site,
-        slides=slide,
-        out=out,
-        tumor_type=tumor_type,
-        mpp=mpp,
-        overrides=overrides or [],
+        predict, study, run, site=site, slides=slide, out=out, tumor_type=tumor_type, mpp=mpp, overrides=overrides or []
     )
     document = run_work("predict", work, as_json, render_prediction_lines)
     if not document["slides"]:
@@ -295,12 +273,10 @@ def compare_runs(
 
 def report_clinical(
     runs: Annotated[
-        list[str],
-        Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5)."),
+        list[str], Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5).")
     ],
     prevalence: Annotated[
-        float | None,
-        Option(help="Share of cases in your clinic for predictive values: 0.05."),
+        float | None, Option(help="Share of cases in your clinic for predictive values: 0.05.")
     ] = None,
     by: Annotated[
         str | None,
@@ -316,9 +292,7 @@ def report_clinical(
     from wsi_fl.stages.answers.clinical import describe_clinically, render_clinical_lines
 
     print_document(
-        describe_clinically(study, runs, prevalence=prevalence, by=by, least=least),
-        as_json,
-        render_clinical_lines,
+        describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines
     )
 
 
@@ -326,8 +300,7 @@ def plan_size(
     prevalence: Annotated[float, Option(help="Share of cases among the patients: 0.1.")],
     auroc: Annotated[float, Option(help="The AUROC that you expect.")] = 0.8,
     width: Annotated[
-        float | None,
-        Option(help="Width of the intervals of AUROC, sensitivity and specificity. Default: 0.1."),
+        float | None, Option(help="Width of the intervals of AUROC, sensitivity and specificity. Default: 0.1.")
     ] = None,
     sensitivity: Annotated[float | None, Option(help="That you expect.")] = None,
     specificity: Annotated[float | None, Option(help="That you expect.")] = None,

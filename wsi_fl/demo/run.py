@@ -92,9 +92,7 @@ _STEPS = {
         ("train.rounds=10", "train.eval_every=10"),
     ),
     "federated": _DemoStep(
-        "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds",
-        "oneshot",
-        "mpi",
+        "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds", "oneshot", "mpi"
     ),
 }
 
@@ -171,10 +169,7 @@ def _prepare_study(folder: Path) -> Study:
         size = {"n_sites": _N_SITES, "patients_per_site": _PATIENTS_PER_SITE, "size_px": _SLIDE_PX}
         with ProgressBars("simulate") as bars:
             simulate_archive(
-                unfinished,
-                **size,
-                metastasis_shares=_METASTASIS_SHARES,
-                progress=partial(bars.update, "slides"),
+                unfinished, **size, metastasis_shares=_METASTASIS_SHARES, progress=partial(bars.update, "slides")
             )
         unfinished.rename(archive)
     init_study(root, archive=archive, pipeline=_PIPELINE)

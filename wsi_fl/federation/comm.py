@@ -312,19 +312,13 @@ class MpiComm:
             sends += self._start_send(site, (length, self._mpi.INT64_T), (text, self._mpi.BYTE), tag)
         lengths = {site: np.empty(1, np.int64) for site in senders}
         self._wait_all(
-            [self._start_receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders],
-            senders,
-            None,
-            limit_s,
+            [self._start_receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders], senders, None, limit_s
         )
         for site in senders:
             check_length(int(lengths[site][0]), self._site_name(site))
         texts = {site: np.empty(lengths[site][0], np.uint8) for site in senders}
         self._wait_all(
-            [self._start_receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders],
-            senders,
-            None,
-            limit_s,
+            [self._start_receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders], senders, None, limit_s
         )
         self._wait_all(sends, [site for site in packed for _ in range(2)], None, limit_s)
         return {site: text.tobytes() for site, text in texts.items()}

@@ -262,10 +262,7 @@ class CrossSiteScoring:
         """
         stored_counts = site.folder.read_document("counts")
         if stored_counts is None:
-            stored_counts = {
-                "schema": plan.schema,
-                "counts": [self._count_model(site, k, models) for k in plan.models],
-            }
+            stored_counts = {"schema": plan.schema, "counts": [self._count_model(site, k, models) for k in plan.models]}
             site.folder.write_document("counts", stored_counts)
         released = release_once(site.ledger, plan.number, pack_counts(stored_counts["counts"]), plan.schema, SCORES)
         site.folder.log(f"counts of {len(plan.models)} models on its local test set leave (allow: scores)")

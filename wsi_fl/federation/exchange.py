@@ -165,13 +165,7 @@ def load_mixture(sites: list[Site], method: Method, *, n_present: int = 0, reset
 
 
 def pass_buffers(
-    sites: Sequence[Site],
-    comm: Comm,
-    matrix: Matrix,
-    releases: Mapping[int, Release],
-    *,
-    round_: int,
-    hop: int,
+    sites: Sequence[Site], comm: Comm, matrix: Matrix, releases: Mapping[int, Release], *, round_: int, hop: int
 ) -> None:
     """Send each site's buffer along the nonzeros of `matrix`; arriving buffers replace those held before.
 

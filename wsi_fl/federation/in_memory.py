@@ -99,11 +99,7 @@ def federate(
     if row.bare_disclosures or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
     n_classes = _require_examples(
-        sites,
-        tests or {},
-        row,
-        {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)},
-        seed,
+        sites, tests or {}, row, {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)}, seed
     )
     merged = {"merged": concatenate_examples(list(tests.values()))} if tests and len(tests) > 1 else {}
     if row.is_oneshot:
@@ -121,10 +117,7 @@ def federate(
         rounds, batch_size = 1, maxsize
     mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
     terms = PrivacyTerms(
-        delta,
-        allow=() if sigma else ("model",),
-        guarantee="nominal" if mode == "paper" else "guaranteed",
-        unit=unit,
+        delta, allow=() if sigma else ("model",), guarantee="nominal" if mode == "paper" else "guaranteed", unit=unit
     )
     schedule = Schedule(
         rounds=rounds,

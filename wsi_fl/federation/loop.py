@@ -20,13 +20,7 @@ from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.roster import (
-    Membership,
-    collect_membership,
-    enter_round,
-    find_first_rounds,
-    update_membership,
-)
+from wsi_fl.federation.roster import Membership, collect_membership, enter_round, find_first_rounds, update_membership
 from wsi_fl.federation.scoring import choose_prediction_model, evaluate_site
 from wsi_fl.federation.shared import aggregate_statistics
 from wsi_fl.federation.site import (
@@ -192,9 +186,7 @@ def _train_round(
     training_set = None if site.receives else site.training_sources().build_training_set(method.learns_from)
     if training_set is not None and not all(k.frozen for role, k in site.learners.items() if role != LOCAL):
         losses |= learn(
-            training_set,
-            site.plan,
-            lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise),
+            training_set, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
         )
     local_learner = site.learners.get(LOCAL)
     if local_learner is not None and not (local_learner.fitted or local_learner.frozen):
@@ -271,11 +263,7 @@ def _log_round(
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
         line |= evaluate_site(site, schedule, alive)
-    line |= {
-        "messages": traffic.messages,
-        "bytes": traffic.bytes,
-        "communication_seconds": round(traffic.seconds, 4),
-    }
+    line |= {"messages": traffic.messages, "bytes": traffic.bytes, "communication_seconds": round(traffic.seconds, 4)}
     if is_first_round:
         site.folder.drop_rounds_from(round_)
     site.folder.log_round(line)

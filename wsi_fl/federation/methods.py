@@ -221,10 +221,7 @@ _ROUND_KEYS = (
 )
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
-_TAUGHT_PAIR = {
-    "private": Role(dp=False, has_teacher=True),
-    "proxy": Role(dp=True, common=True, has_teacher=True),
-}
+_TAUGHT_PAIR = {"private": Role(dp=False, has_teacher=True), "proxy": Role(dp=True, common=True, has_teacher=True)}
 """A private model and a proxy with differential privacy that teach each other."""
 _WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
@@ -281,19 +278,11 @@ _BUILT_IN = {
         "FedAvg", "one averaged model, central", COMMON_WITH_DP, step_private, (Disclosure("model", "star"),)
     ),
     "avgpush": Method(
-        "AvgPush",
-        "one averaged model, no centre",
-        COMMON_WITH_DP,
-        step_private,
-        (Disclosure("model", "exponential"),),
+        "AvgPush", "one averaged model, no centre", COMMON_WITH_DP, step_private, (Disclosure("model", "exponential"),)
     ),
     "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)),
     "fml": Method(
-        "FML",
-        "proxies averaged, central",
-        _TAUGHT_PAIR,
-        _step_mutual,
-        (Disclosure("model", "star", "proxy"),),
+        "FML", "proxies averaged, central", _TAUGHT_PAIR, _step_mutual, (Disclosure("model", "star", "proxy"),)
     ),
     DEFAULT_METHOD: Method(
         "ProxyFL",

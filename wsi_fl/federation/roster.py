@@ -179,12 +179,7 @@ def _find_state(site: Site, round_: int, is_decided: bool) -> _MembershipState:
 
 
 def update_membership(
-    sites: list[Site],
-    method: Method,
-    comm: Comm,
-    membership: Membership,
-    round_: int,
-    first_rounds: Mapping[int, int],
+    sites: list[Site], method: Method, comm: Comm, membership: Membership, round_: int, first_rounds: Mapping[int, int]
 ) -> tuple[Membership, set[int]]:
     """Move the mass of leaving sites to the next ones, and shares of hosts to returning sites.
 
@@ -212,12 +207,7 @@ def update_membership(
 
 
 def _welcome_sites(
-    sites: list[Site],
-    method: Method,
-    comm: Comm,
-    membership: Membership,
-    round_: int,
-    first_rounds: Mapping[int, int],
+    sites: list[Site], method: Method, comm: Comm, membership: Membership, round_: int, first_rounds: Mapping[int, int]
 ) -> tuple[Membership, set[int]]:
     """Give returning sites their shares; return the membership with those who got one, and the hosts."""
     local_sites = {site.index: site for site in sites}

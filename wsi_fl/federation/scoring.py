@@ -61,10 +61,7 @@ def evaluate_site(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
             combine_predictions(predictions, model_choice, ensemble), examples.label, examples.task
         )
         if common and name == sets[-1][0]:
-            line[common] = {
-                "on": name,
-                **score_predictions(predictions[common], examples.label, examples.task),
-            }
+            line[common] = {"on": name, **score_predictions(predictions[common], examples.label, examples.task)}
     return line
 
 
@@ -98,11 +95,7 @@ def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], 
         return choice | {"model": LOCAL} if is_local else choice
     if examples is None:
         return {"model": LOCAL, "by": "validation", "n": 0} if has_local_baseline else None
-    return {
-        "model": select_model(predictions, examples.label, task),
-        "by": "validation",
-        "n": len(examples),
-    } | scores
+    return {"model": select_model(predictions, examples.label, task), "by": "validation", "n": len(examples)} | scores
 
 
 def _choose_ensemble(
@@ -134,12 +127,7 @@ def _choose_ensemble(
                 predictions[federated_role],
             )
             ensemble = weight_by_sample_size(
-                local_predictions,
-                federated_predictions,
-                rows.label,
-                head.effective_sample_sizes(),
-                task,
-                rows.patient,
+                local_predictions, federated_predictions, rows.label, head.effective_sample_sizes(), task, rows.patient
             )
             if (
                 held_out
@@ -191,11 +179,7 @@ def _find_held_out(
     rows = site.validation
     if rows is None or len(np.unique(fold_strata(rows.label, rows.task))) < 2:
         return None
-    return (
-        rows,
-        validation_predictions[local_role],
-        combine_predictions(validation_predictions, federated_role),
-    )
+    return (rows, validation_predictions[local_role], combine_predictions(validation_predictions, federated_role))
 
 
 _MAX_HELD_OUT_EPSILON = 10.0  # the largest ε with which training rows count as held out

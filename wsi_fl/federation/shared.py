@@ -39,14 +39,7 @@ from wsi_fl.privacy.discrete import (
 )
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, count_attempts
 from wsi_fl.privacy.ledger_file import Release, run_id
-from wsi_fl.privacy.masks import (
-    KeyPair,
-    SecureSum,
-    mask_values,
-    require_enough_sites,
-    sum_messages,
-    vote_threshold,
-)
+from wsi_fl.privacy.masks import KeyPair, SecureSum, mask_values, require_enough_sites, sum_messages, vote_threshold
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.sums import explain_invalid_statistics
 from wsi_fl.types import NoCommonPlan, WsiFlError
@@ -86,13 +79,7 @@ class _SecretPieces(TypedDict):
 
 
 def aggregate_statistics(
-    sites: Sequence[Site],
-    method: Method,
-    comm: Comm,
-    schedule: Schedule,
-    present: Sequence[int],
-    *,
-    round_: int,
+    sites: Sequence[Site], method: Method, comm: Comm, schedule: Schedule, present: Sequence[int], *, round_: int
 ) -> None:
     """Aggregate the statistics of all sites present, and give each site their mean.
 
@@ -200,9 +187,7 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
             responding[k] = [other for other in responding[k] if (other, k) in replies]
         return {k: {other: replies[other, k] for other in responding[k]} for k in parts}
 
-    def exchange_pieces(
-        make_pieces: Callable[[int, int], Sequence[bytes]],
-    ) -> dict[int, dict[int, tuple[bytes, ...]]]:
+    def exchange_pieces(make_pieces: Callable[[int, int], Sequence[bytes]]) -> dict[int, dict[int, tuple[bytes, ...]]]:
         replies = exchange_documents(
             _SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]}
         )
@@ -242,18 +227,12 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
     for site in local_sites:
         k, part = site.index, parts[site.index]
         vectors = {other: _read_numbers(valid_messages[k][other]) for other in part.survivors}
-        _open_sum(
-            site,
-            terms.method,
-            part.compute_total(vectors, openings[k] | {k: local_openings[k]}),
-            len(vectors),
-        )
+        _open_sum(site, terms.method, part.compute_total(vectors, openings[k] | {k: local_openings[k]}), len(vectors))
         write_checkpoint(site, round_)
     for k in parts:
         if lost_sites := sorted({*terms.present} - {k, *responding[k]}):
             raise PeerTimeout(
-                f"site {lost_sites[0]} was lost; the sum of the remaining sites is kept, go on --without it",
-                lost_sites,
+                f"site {lost_sites[0]} was lost; the sum of the remaining sites is kept, go on --without it", lost_sites
             )
 
 

@@ -96,11 +96,7 @@ class Graph:
             total_before, total_after = _sum_weights(edges), _sum_weights(kept_edges)
             rounds.append(
                 tuple(
-                    Edge(
-                        positions[s],
-                        positions[r],
-                        None if w is None else w * total_before[s] / total_after[s],
-                    )
+                    Edge(positions[s], positions[r], None if w is None else w * total_before[s] / total_after[s])
                     for s, r, w in kept_edges
                 )
             )

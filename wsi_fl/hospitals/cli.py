@@ -66,8 +66,7 @@ def provision(
         str | None, Option(metavar="HOST", help="Where hospitals reach the server; HOST:PORT if not on 443.")
     ] = None,
     shared: Annotated[
-        str | None,
-        Option("--folder", metavar="ADDRESS", help="Without a server: a folder that all can reach."),
+        str | None, Option("--folder", metavar="ADDRESS", help="Without a server: a folder that all can reach.")
     ] = None,
     sites: Annotated[str, Option(help="A test bed: kits of these hospitals too, as in A,B,C.")] = "",
     as_json: Json = False,
@@ -121,8 +120,7 @@ def plan(
     overrides: Set = None,
     out: Annotated[Path, Option(help="The file to write.")] = Path("plan.json"),
     kit: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="The provisioned folder: the plan pins the keys that it certified."),
+        Path | None, Option(metavar="DIR", help="The provisioned folder: the plan pins the keys that it certified.")
     ] = None,
     study: _StudyFolder = None,
     as_json: Json = False,
@@ -135,21 +133,11 @@ def plan(
     root = None if kit is None else RootCA.open(kit)
     keys = root.load_keys() if root else {}
     new_plan = make_plan(
-        _load_study(study),
-        method=method,
-        pipeline_name=pipeline,
-        overrides=overrides or [],
-        out=out,
-        keys=keys,
+        _load_study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
     )
     if root:
         check_revoked(new_plan, root.trust_pem, new_plan.sites)
-    document = {
-        "plan": str(out),
-        "sha256": new_plan.digest,
-        "sites": new_plan.sites,
-        "most_bytes": new_plan.most_bytes,
-    }
+    document = {"plan": str(out), "sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
     print_document(document, as_json, plan_lines)
 
 
@@ -187,13 +175,7 @@ def approve(
 
 
 def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
-    from wsi_fl.hospitals.plans.approving import (
-        describe_excess,
-        review_lines,
-        review_plan,
-        sign_plan,
-        signature_lines,
-    )
+    from wsi_fl.hospitals.plans.approving import describe_excess, review_lines, review_plan, sign_plan, signature_lines
     from wsi_fl.hospitals.plans.signed import FederationPlan
     from wsi_fl.stages.work.console import print_lines
 
@@ -212,15 +194,7 @@ def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: b
     if not yes and not _ask_confirmation(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign_plan(study, review, identity)
-    costs = (
-        "epsilon",
-        "lifetime_epsilon",
-        "max_tpr_at_fpr_1pct",
-        "most_epsilon",
-        "rounds",
-        "group",
-        "lifetime_group",
-    )
+    costs = ("epsilon", "lifetime_epsilon", "max_tpr_at_fpr_1pct", "most_epsilon", "rounds", "group", "lifetime_group")
     document = {
         "site": identity.name,
         "plan": review.plan.digest,
@@ -329,9 +303,7 @@ def status(kit: _KitOption, as_json: Json = False) -> None:
 
 @app.command()
 def abort(
-    job: Annotated[str, Argument(help="The job's id, as `status` has it.")],
-    kit: _KitOption,
-    as_json: Json = False,
+    job: Annotated[str, Argument(help="The job's id, as `status` has it.")], kit: _KitOption, as_json: Json = False
 ) -> None:
     """End a job at all hospitals; finished rounds are kept."""
     from wsi_fl.hospitals.flare import jobs
@@ -440,9 +412,7 @@ def backup(
     opened_kit = _open_kit(kit)
     document = write_backup(opened_kit, _find_hospital_study(opened_kit, study), out)
     print_document(
-        document,
-        as_json,
-        lambda result: [f"{result['file']} holds the key of {result['name']}: protect it as the kit"],
+        document, as_json, lambda result: [f"{result['file']} holds the key of {result['name']}: protect it as the kit"]
     )
 
 
@@ -522,9 +492,7 @@ def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
 
     revoked = revoke_preapproval(_load_study(study), _open_kit(kit).load_identity())
     print_document(
-        dict(revoked),
-        as_json,
-        lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")],
+        dict(revoked), as_json, lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")]
     )
 
 
@@ -537,8 +505,7 @@ def census(
         Option(metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."),
     ] = None,
     epsilon: Annotated[
-        float | None,
-        Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1)."),
+        float | None, Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1).")
     ] = None,
     only_enough: Annotated[
         bool, Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
@@ -610,12 +577,7 @@ def rehearse(
 
     with ProgressBars("rehearse") as bars:
         document = dry_run_plan(
-            _load_study(study),
-            FederationPlan.load(file),
-            _open_kit(kit).name,
-            rounds=rounds,
-            keep=keep,
-            watcher=bars,
+            _load_study(study), FederationPlan.load(file), _open_kit(kit).name, rounds=rounds, keep=keep, watcher=bars
         )
     print_document(document, as_json, dry_run_lines)
 

@@ -84,11 +84,7 @@ def count_predictions(
     names = np.full(len(labels), "") if patient is None else patient
     patient_index = np.unique(fill_patient_names(names), return_inverse=True)[1]
     is_reported = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= MIN_EXAMPLES))
-    probabilities, labels, patient_index = (
-        probabilities[is_reported],
-        labels[is_reported],
-        patient_index[is_reported],
-    )
+    probabilities, labels, patient_index = (probabilities[is_reported], labels[is_reported], patient_index[is_reported])
     counts: PredictionCounts = {
         "n": len(labels),
         "confusion": confusion_matrix(probabilities, labels),
@@ -168,12 +164,7 @@ def unpack_counts(values: _Flat, n_models: int, n_classes: int) -> list[Predicti
 
 def _parse_row(row: NDArray[np.float64], n_classes: int) -> PredictionCounts:
     table = row[: n_classes**2].reshape(n_classes, n_classes).astype(int)
-    counts: PredictionCounts = {
-        "n": int(table.sum()),
-        "confusion": table.tolist(),
-        "positives": [],
-        "negatives": [],
-    }
+    counts: PredictionCounts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
     if n_classes == 2:
         bins, high = row[4 : 4 + 2 * N_BINS].reshape(2, N_BINS).astype(int), row[-N_BINS:]
         widths = np.diff(high, prepend=0.0)

@@ -80,10 +80,7 @@ class Learner:
         if dp is None and device.type == "cpu":  # GPUs have no GroupNorm of that order
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = Adam(
-            trainable_parameters(self.model),
-            lr=lr,
-            weight_decay=weight_decay,
-            fused=device.type in ("cpu", "cuda"),
+            trainable_parameters(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
         self.trainer = None if dp is None else _build_trainer(self.model, self.optimizer, dp)
         """The differentially private trainer; None without."""
@@ -314,10 +311,7 @@ def replace_nonfinite(predictions: NDArray[np.float64], examples: Examples) -> N
 
 @torch.no_grad()
 def example_losses(
-    predict: Callable[[Tensor], Tensor],
-    examples: Examples,
-    device: torch.device,
-    batch_size: int = _PREDICTION_ROWS,
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _PREDICTION_ROWS
 ) -> NDArray[np.float64]:
     """Return the loss float64[n] of every example, in order, in double precision for confident predictions."""
     parts = [np.zeros(0)]

@@ -74,16 +74,7 @@ class PredictionTable:
         )
         part = np.repeat([*parts], [len(part_examples) for part_examples in examples])
         return cls(
-            site,
-            model,
-            part,
-            slide,
-            patient,
-            truth,
-            predictions,
-            outputs,
-            examples[0].task,
-            extra_columns or {},
+            site, model, part, slide, patient, truth, predictions, outputs, examples[0].task, extra_columns or {}
         )
 
     def __len__(self) -> int:
@@ -102,16 +93,7 @@ class PredictionTable:
         predictions = {model: values[rows] for model, values in self.predictions.items()}
         extra_columns = {name: values[rows] for name, values in self.extra_columns.items()}
         return PredictionTable(
-            self.site,
-            self.model,
-            part,
-            slide,
-            patient,
-            truth,
-            predictions,
-            self.outputs,
-            self.task,
-            extra_columns,
+            self.site, self.model, part, slide, patient, truth, predictions, self.outputs, self.task, extra_columns
         )
 
     @property

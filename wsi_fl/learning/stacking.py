@@ -113,11 +113,7 @@ and limit beyond which only the local model remains."""
 
 
 def is_worse_than_local(
-    ensemble: Ensemble,
-    local: PredictionArray,
-    federated: PredictionArray,
-    labels: Truth,
-    task: Task = CLASSES,
+    ensemble: Ensemble, local: PredictionArray, federated: PredictionArray, labels: Truth, task: Task = CLASSES
 ) -> bool:
     """Return whether an ensemble has a higher selection loss on these examples than the local model.
 

@@ -107,10 +107,7 @@ def compute_integrated_briers(
     failed = (weights / uncensored[:, time_index]) @ (predictions**2 * (~is_later & observed[:, None]))
     brier = (failed + (weights @ ((1 - predictions) ** 2 * is_later)) / at_end) / weights.sum(1, keepdims=True)
     # 3. its mean over the ends within the observed times, by trapezoids
-    first, last = (
-        np.where(n_leaving > 0, times, np.inf).min(1),
-        np.where(n_leaving > 0, times, -np.inf).max(1),
-    )
+    first, last = (np.where(n_leaving > 0, times, np.inf).min(1), np.where(n_leaving > 0, times, -np.inf).max(1))
     within = (first[:, None] <= end) & (end < last[:, None])
     has_both = within[:, 1:] & within[:, :-1]
     area = np.where(has_both, widths * (brier[:, 1:] + brier[:, :-1]) / 2.0, 0).sum(1)

@@ -308,12 +308,7 @@ def selection_score(predictions: PredictionArray, truth: Truth, task: Task = CLA
 
 
 def score_intervals(
-    predictions: PredictionArray,
-    truth: Truth,
-    cluster: NDArray[np.str_],
-    task: Task = CLASSES,
-    *,
-    repeats: int,
+    predictions: PredictionArray, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
 ) -> dict[str, list[float] | None]:
     """Return percentile intervals of every score from a bootstrap over clusters (patients).
 

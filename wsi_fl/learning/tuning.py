@@ -100,10 +100,7 @@ def _fit_task_head(x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_o
         tensor = torch.from_numpy(outputs)
         return float(task.compute_losses(tensor, targets).mean()), task.predict(tensor).numpy()
 
-    column, fit = (
-        task.statistics_columns(targets).numpy(),
-        _fit_ridge if task.kind == "number" else _fit_hazards,
-    )
+    column, fit = (task.statistics_columns(targets).numpy(), _fit_ridge if task.kind == "number" else _fit_hazards)
     folds = list(_split_folds(column > np.median(column), patient))
     return _cross_validate(x, column, n_outputs, fit, evaluate_outputs, folds)
 
@@ -300,18 +297,12 @@ def tune_hyperparameters(
     def fold_loss(settings: HyperParameters) -> float:
         if settings not in results:
             predictions = [train_and_predict(settings, ~fold) for fold in parts[:folds]]
-            results[settings] = (
-                selection_loss(np.concatenate(predictions), labels[tested_rows], task),
-                predictions,
-            )
+            results[settings] = (selection_loss(np.concatenate(predictions), labels[tested_rows], task), predictions)
         return results[settings][0]
 
     balances = (True, False) if task.kind == "classes" else (False,)
     best = min((replace(defaults, balance=balance) for balance in balances), key=fold_loss)
-    best = min(
-        (replace(best, weight_decay=decay) for decay in (defaults.weight_decay, *_WEIGHT_DECAYS)),
-        key=fold_loss,
-    )
+    best = min((replace(best, weight_decay=decay) for decay in (defaults.weight_decay, *_WEIGHT_DECAYS)), key=fold_loss)
     best = min((replace(best, lr=factor * defaults.lr) for factor in (1.0, *_RATE_FACTORS)), key=fold_loss)
     if not np.any(parts, axis=0).all():  # rows without a cross-validated prediction
         return best, None

@@ -126,11 +126,7 @@ def choose_n_components(x: NDArray[np.float32], rows: int, variance: float) -> i
     v = fit_projection(x).covariance.trace() / N_PUBLIC
     effective_rows = v * (rows / 2) ** 2 / variance
     return int(
-        np.clip(
-            9 * np.cbrt(effective_rows),
-            _MIN_COMPONENTS,
-            max(_MIN_COMPONENTS, min(_MAX_COMPONENTS, len(x) // 2)),
-        )
+        np.clip(9 * np.cbrt(effective_rows), _MIN_COMPONENTS, max(_MIN_COMPONENTS, min(_MAX_COMPONENTS, len(x) // 2)))
     )
 
 

@@ -159,10 +159,7 @@ class Encoder:
         if half_precision and self.device.type != "cpu":
             self.half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
         for module in self.network.modules() if self.half is not None else ():
-            if type(module) in {
-                nn.Linear,
-                nn.Conv2d,
-            }:  # autocast would convert their weights for every batch
+            if type(module) in {nn.Linear, nn.Conv2d}:  # autocast would convert their weights for every batch
                 module.to(self.half)
         self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
         side = self.input_px or int(_input_config(network.model)["input_size"][-1])

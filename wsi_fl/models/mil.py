@@ -231,10 +231,7 @@ def _mean_head(n_classes: int, n_features: int) -> nn.Module:
     return nn.Sequential(MeanOfBag(), *build_linear_head(n_classes, n_features))  # type: ignore[misc]
 
 
-VECTOR_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
-    "linear_head": build_linear_head,
-    "mlp_head": _mlp_head,
-}
+VECTOR_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"linear_head": build_linear_head, "mlp_head": _mlp_head}
 """(n_classes, n_features) → a model of vectors."""
 
 BAG_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {

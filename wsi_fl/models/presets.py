@@ -122,16 +122,7 @@ _UNI2 = {"embed_dim": 1536, "depth": 24, "num_heads": 24, "reg_tokens": 8, "no_e
 def _virchow_preset(n_parameters: int, hub_id: str, licence: str, mpp: tuple[float, ...], **more: Any) -> Preset:
     arguments, name = {**_SCALED, "mlp_ratio": 5.3375, **more}, "vit_huge_patch14_224"
     return Preset(
-        name,
-        2560,
-        n_parameters,
-        _IMAGENET_BICUBIC,
-        hub_id,
-        licence,
-        mpp,
-        _CLASS_AND_MEAN,
-        arguments,
-        swiglu=True,
+        name, 2560, n_parameters, _IMAGENET_BICUBIC, hub_id, licence, mpp, _CLASS_AND_MEAN, arguments, swiglu=True
     )
 
 
@@ -158,13 +149,7 @@ def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, ml
 _OWKIN = "Owkin non-commercial"
 _BUILTIN_PRESETS = {
     "uni": Preset(
-        "vit_large_patch16_224",
-        1024,
-        303350784,
-        _IMAGENET,
-        "MahmoodLab/UNI",
-        _NO_DERIVATIVES,
-        arguments=_SCALED,
+        "vit_large_patch16_224", 1024, 303350784, _IMAGENET, "MahmoodLab/UNI", _NO_DERIVATIVES, arguments=_SCALED
     ),
     "uni2-h": Preset(
         "vit_giant_patch14_224",
@@ -202,36 +187,21 @@ _BUILTIN_PRESETS = {
     ),
     "phikon": Preset("vit_base_patch16_224", 768, 85798656, _IMAGENET, "owkin/phikon", _OWKIN),
     "phikon-v2": Preset(
-        "vit_large_patch16_224",
-        1024,
-        303350784,
-        _IMAGENET_BICUBIC,
-        "owkin/phikon-v2",
-        _OWKIN,
-        arguments=_SCALED,
+        "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "owkin/phikon-v2", _OWKIN, arguments=_SCALED
     ),
     "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
     "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
     "kaiko-vitb8": _kaiko_preset("vit_base_patch8_224", 768, 85807872),
     "kaiko-vitb16": _kaiko_preset("vit_base_patch16_224", 768, 85798656),
     "kaiko-vitl14": _kaiko_preset(
-        *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"),
-        dynamic_img_size=True,
+        *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"), dynamic_img_size=True
     ),
     "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
     "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
     "hibou-b": _hibou_preset("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
     "hibou-l": _hibou_preset("vit_large_patch14_reg4_dinov2", 1024, 303657216, "histai/hibou-L", 5.34375),
     "midnight-12k": Preset(
-        "vit_giant_patch14_dinov2",
-        3072,
-        1134769664,
-        _HALF,
-        "kaiko-ai/midnight",
-        "MIT",
-        _ALL_MPP,
-        _CLASS_AND_MEAN,
-        _224,
+        "vit_giant_patch14_dinov2", 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, _224
     ),
 }
 
@@ -276,8 +246,7 @@ def suggest_encoder(name: str) -> str | None:
     if preset := find_preset(name):
         return f"did you mean {preset!r}?"
     reason = next(
-        (text for prefix, text in _UNSUPPORTED.items() if _strip_punctuation(name.lower()).startswith(prefix)),
-        None,
+        (text for prefix, text in _UNSUPPORTED.items() if _strip_punctuation(name.lower()).startswith(prefix)), None
     )
     advice = "extract its features with TRIDENT or STAMP, then `wsi-fl import --format trident`"
     return reason and f"it {reason}, so it is no preset; {advice}"

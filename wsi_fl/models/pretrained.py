@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wsi_fl.models.cnn import FrozenNorm, group_norm
-from wsi_fl.models.weights import (
-    create_timm_model,
-    download_weights,
-    load_weights,
-    read_weights,
-    weights_digest,
-)
+from wsi_fl.models.weights import create_timm_model, download_weights, load_weights, read_weights, weights_digest
 from wsi_fl.types import Images, UsageError, single_line
 
 if TYPE_CHECKING:

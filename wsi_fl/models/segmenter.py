@@ -76,11 +76,7 @@ def load_segmenter(path: Path) -> TorchvisionSegmenter:
     architectures = list_models(segmentation)
     if metadata.architecture not in architectures:
         raise WsiFlError(f"{path}: architecture {metadata.architecture!r} is none of {', '.join(architectures)}")
-    options: dict[str, Any] = {
-        "weights": None,
-        "weights_backbone": None,
-        "num_classes": len(metadata.classes),
-    }
+    options: dict[str, Any] = {"weights": None, "weights_backbone": None, "num_classes": len(metadata.classes)}
     if not metadata.architecture.startswith("lraspp"):
         options["aux_loss"] = any(name.startswith("aux_classifier.") for name in state)
     model = get_model(metadata.architecture, **options)

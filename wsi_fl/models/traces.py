@@ -33,11 +33,7 @@ def remove_torchscript_traces(path: Path) -> None:
     reader, buffer = torch._C.PyTorchFileReader(str(path)), BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name in reader.get_all_records():
-        if not name.endswith(_TRACE_SUFFIX) and name not in (
-            "version",
-            "byteorder",
-            ".data/serialization_id",
-        ):
+        if not name.endswith(_TRACE_SUFFIX) and name not in ("version", "byteorder", ".data/serialization_id"):
             data = reader.get_record(name)
             writer.write_record(name, data, len(data))
     writer.write_end_of_file()

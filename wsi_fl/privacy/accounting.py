@@ -131,9 +131,7 @@ def _integrate_step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) ->
 
 
 def epsilon(
-    mechanisms: Mechanism | Iterable[Mechanism],
-    delta: float | None = None,
-    orders: tuple[float, ...] = _ORDERS,
+    mechanisms: Mechanism | Iterable[Mechanism], delta: float | None = None, orders: tuple[float, ...] = _ORDERS
 ) -> float:
     """Return ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
 

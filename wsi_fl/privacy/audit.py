@@ -89,10 +89,7 @@ class RankedScores:
         twice = below + up_to - 2 * ends[self._target_of_positive]
         positive_weights = np.take(weights, self._above).astype(np.float64)
         # 3. sums by target
-        twice_wins, n_positive = (
-            self._sum_by_target(positive_weights * twice),
-            self._sum_by_target(positive_weights),
-        )
+        twice_wins, n_positive = (self._sum_by_target(positive_weights * twice), self._sum_by_target(positive_weights))
         pairs = n_positive * np.diff(ends)
         areas = np.full(len(pairs), np.nan)
         np.divide(twice_wins / 2, pairs, out=areas, where=pairs > 0)

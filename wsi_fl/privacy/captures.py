@@ -107,8 +107,7 @@ class _RowSelector:
 
         def call_with_row(*args: Any, **kwargs: Any) -> Any:
             return function(
-                *map(self._select_in_tensor, args),
-                **{k: self._select_in_tensor(v) for k, v in kwargs.items()},
+                *map(self._select_in_tensor, args), **{k: self._select_in_tensor(v) for k, v in kwargs.items()}
             )
 
         return call_with_row

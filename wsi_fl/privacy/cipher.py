@@ -91,11 +91,7 @@ class CipherStream:
             while True:
                 end = self._at + length
                 if end > len(self._block):
-                    self._block, self._at, end = (
-                        self._cipher.update(bytes(max(_BLOCK_BYTES, length))),
-                        0,
-                        length,
-                    )
+                    self._block, self._at, end = (self._cipher.update(bytes(max(_BLOCK_BYTES, length))), 0, length)
                 value = int.from_bytes(self._block[self._at : end], "little") >> (8 * length - bits)
                 self._at = end
                 if value < n:

@@ -195,13 +195,7 @@ ENGINES: Mapping[str, _Engine] = {"ghost": _ghost_clipping, "hooks": _hook_clipp
 
 
 def sum_in_parts(
-    engine: _Engine,
-    model: nn.Module,
-    x: Tensor,
-    loss_of: LossOf,
-    weigh: Weigh,
-    *,
-    at_once: int,
+    engine: _Engine, model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, *, at_once: int
 ) -> tuple[GradientSums, Tensor]:
     """Return the sums and the mean loss of an engine, computed for so many rows at a time to limit memory."""
     if at_once >= len(x):

@@ -29,17 +29,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import (
-    activation,
-    conv,
-    dropout,
-    flatten,
-    fold,
-    padding,
-    pixelshuffle,
-    pooling,
-    upsampling,
-)
+from torch.nn.modules import activation, conv, dropout, flatten, fold, padding, pixelshuffle, pooling, upsampling
 from torch.nn.modules import module as module_api
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm

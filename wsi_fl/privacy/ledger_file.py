@@ -22,14 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import (
-    append_line,
-    file_lock,
-    read_json,
-    refuse_unavailable,
-    require_regular_file,
-    write_json,
-)
+from wsi_fl.system.files import append_line, file_lock, read_json, refuse_unavailable, require_regular_file, write_json
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]

@@ -190,13 +190,7 @@ class BudgetProposal:
 
 
 def list_proposals(
-    n: int,
-    epochs: float,
-    target_epsilon: float,
-    delta: float,
-    *,
-    clip: float = 1.0,
-    spent: Sequence[Mechanism] = (),
+    n: int, epochs: float, target_epsilon: float, delta: float, *, clip: float = 1.0, spent: Sequence[Mechanism] = ()
 ) -> list[BudgetProposal]:
     """Return divisions of an epoch over n rows into 1 to 64 batches for a target ε, fewest steps first.
 
@@ -230,13 +224,7 @@ def list_proposals(
 
 
 def propose_plan(
-    n: int,
-    epochs: float,
-    target_epsilon: float,
-    delta: float,
-    *,
-    clip: float = 1.0,
-    spent: Sequence[Mechanism] = (),
+    n: int, epochs: float, target_epsilon: float, delta: float, *, clip: float = 1.0, spent: Sequence[Mechanism] = ()
 ) -> BudgetProposal:
     """Return the proposal with the most steps among those with nearly the best signal-to-noise ratio.
 

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.discrete import (
-    NOISE_MARGIN,
-    STEPS_PER_UNIT,
-    discrete_gaussian,
-    quantization_sensitivity,
-    quantize,
-)
+from wsi_fl.privacy.discrete import NOISE_MARGIN, STEPS_PER_UNIT, discrete_gaussian, quantization_sensitivity, quantize
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 

@@ -50,20 +50,12 @@ def build_clinical_cells(document: Json) -> list[dict[str, str]]:
             calibration = {
                 part: _format_interval((measures["calibration"] or {}).get(part)) for part in ("slope", "intercept")
             }
-            row = {
-                "site": site["site"],
-                "class": name,
-                "patients": str(measures["n"]),
-                "cases": str(measures["cases"]),
-            }
+            row = {"site": site["site"], "class": name, "patients": str(measures["n"]), "cases": str(measures["cases"])}
             row |= {"case from": format_number(site["point"], 2)}
             row |= {measure: _format_interval(measures[measure]) for measure in ("sensitivity", "specificity")}
             row |= {measure.upper(): _format_interval(measures[measure]) for measure in ("ppv", "npv")}
             row |= {} if prevalence is None else predictive
-            row |= {
-                "AUROC": _format_interval(measures["auroc"]),
-                "AUPRC": format_number(measures["auprc"], 2),
-            }
+            row |= {"AUROC": _format_interval(measures["auroc"]), "AUPRC": format_number(measures["auprc"], 2)}
             rows.append(row | calibration)
     return rows
 

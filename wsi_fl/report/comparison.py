@@ -443,11 +443,7 @@ def _draw_bytes(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, str
         value = row.sent_bytes / 10**power
         axes.barh(y, value, height=0.42, color=color, alpha=0.85)
         text = words.format_size(row.sent_bytes) if row.sent_bytes else "nothing"
-        text_options: dict[str, Any] = {
-            "textcoords": "offset points",
-            "fontsize": 8.5,
-            "color": colors["muted"],
-        }
+        text_options: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": colors["muted"]}
         if row.busiest_bytes and row.busiest_bytes > 1.01 * row.sent_bytes:
             end = row.busiest_bytes / 10**power
             axes.plot(end, y, "D", color=color, mfc=colors["paper"], ms=5, mew=1.4)

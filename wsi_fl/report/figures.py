@@ -204,10 +204,7 @@ def plot_matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, f
         axes.grid(visible=False)
         bar = figure.colorbar(image, ax=axes, fraction=0.045)
         bar.outline.set_visible(False)
-        size, mean = (
-            f"{len(grid)} models by {grid.shape[1]} test parts",
-            mean_of_available(grid[~np.isnan(grid)]),
-        )
+        size, mean = (f"{len(grid)} models by {grid.shape[1]} test parts", mean_of_available(grid[~np.isnan(grid)]))
         return Chart(render_svg(figure, title), f"{title}: {size}, mean {format_number(mean)}.")
 
 

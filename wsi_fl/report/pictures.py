@@ -31,9 +31,7 @@ def encode_patch(pixels: NDArray[np.uint8]) -> str:
     return _jpeg_uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 
-def encode_overviews(
-    overviews: Mapping[str, Sequence[tuple[str, bytes]]],
-) -> dict[str, list[tuple[str, str]]]:
+def encode_overviews(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> dict[str, list[tuple[str, str]]]:
     """Return (slide, data URI) per site, with pictures shrunk to a common limit of bytes.
 
     Raises:

@@ -41,12 +41,7 @@ def render_run_page(page: Page) -> str:
     """
     evaluation = page.evaluation or {}
     evaluated = list(evaluation.get("sites", ()))
-    rows = [
-        *page.summary.get("sites", ()),
-        *evaluated,
-        *({"site": name} for name in page.metrics),
-        *page.stores,
-    ]
+    rows = [*page.summary.get("sites", ()), *evaluated, *({"site": name} for name in page.metrics), *page.stores]
     names = list(dict.fromkeys(row["site"] for row in rows))  # in the order of the run
     many, slots = len(names) > N_COLORS, figures.assign_color_slots(names)
     colors = {name: TOKENS[f"s{slot}"] for name, slot in slots.items()}

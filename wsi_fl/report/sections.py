@@ -151,10 +151,7 @@ def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Fi
         direction = "above" if difference >= 0 else "below"
         text = f"{words.SCORES[score]} is {format_number(abs(difference), 2)} {direction} that of {name}"
         return Finding("unclear", f"{text}, whose model is trained with noise.")
-    gain = run.get("gain") or {
-        "gain": {"mean": difference, "low": None, "high": None},
-        "verdict": "inconclusive",
-    }
+    gain = run.get("gain") or {"gain": {"mean": difference, "low": None, "high": None}, "verdict": "inconclusive"}
     score_text = format_number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.score_in_sentence(score))
     return worth.build_benefit_finding(gain, f"In this run federation reaches {score_text} in {measure}", name)

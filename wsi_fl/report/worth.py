@@ -64,13 +64,7 @@ def render_benefit_png(document: Json) -> bytes:
                 fill = _mark_fill(kind, colors)
                 federated_name = f": {figures.shorten_label(document['federated'], 36)}" if kind == "federated" else ""
                 axes.plot(
-                    [],
-                    [],
-                    marker,
-                    color=colors[color],
-                    mfc=fill,
-                    label=_MODEL_LABELS[kind] + federated_name,
-                    zorder=k,
+                    [], [], marker, color=colors[color], mfc=fill, label=_MODEL_LABELS[kind] + federated_name, zorder=k
                 )
         legend_options: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
         axes.legend(**legend_options, frameon=False, fontsize=9, handletextpad=0.2)
@@ -110,13 +104,7 @@ def _write_gains(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[s
             (price(row), 0.2, 8.5, "muted"),
         ):
             axes.annotate(
-                text,
-                (1.0, y + offset),
-                (12, 0),
-                fontsize=size,
-                color=colors[color],
-                va="center",
-                **text_options,
+                text, (1.0, y + offset), (12, 0), fontsize=size, color=colors[color], va="center", **text_options
             )
 
 

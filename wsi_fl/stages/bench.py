@@ -40,13 +40,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.plan import Unit, propose_plan
 from wsi_fl.report.fill import fill_template
-from wsi_fl.slides.layouts.common import (
-    TableRow,
-    group_pairs,
-    match_slide_name,
-    read_rows,
-    suggest_decimal_point,
-)
+from wsi_fl.slides.layouts.common import TableRow, group_pairs, match_slide_name, read_rows, suggest_decimal_point
 from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stores.bags import BagStore
@@ -222,12 +216,7 @@ def _run_job(job: _TrainingJob) -> list[dict[str, object]]:
             *_score_predictions(predictions, test.y),
             _score_predictions(network_predictions[index], test.y)[0] if network_predictions else "",
         )
-        trailing_cells = (
-            *job.hyperparameters,
-            "" if epsilon is None else f"{epsilon:.4f}",
-            guarantee,
-            seconds,
-        )
+        trailing_cells = (*job.hyperparameters, "" if epsilon is None else f"{epsilon:.4f}", guarantee, seconds)
         rows.append(dict(zip(_RESULT_COLUMNS, (*leading_cells, *scores, *trailing_cells), strict=True)))
     return rows
 
@@ -404,10 +393,7 @@ def run_benchmark(
         "most": max(abs(gain["gain"]) for row in gains for gain in row),
     }
     write_text(out.with_suffix(".html"), fill_template("bench", page))
-    return document | {
-        "page": str(out.with_suffix(".html")),
-        "cells": [gain for row in gains for gain in row],
-    }
+    return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
 
 
 def _load_valid_results(out: Path, facts: Mapping[str, Any], methods: Sequence[str], progress: Watcher) -> _ResultRows:

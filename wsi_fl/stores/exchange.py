@@ -320,10 +320,7 @@ def _read_stamp(path: Path) -> _ForeignSlide:
         if dataset.ndim == 1 or _read_text(attrs, "feat_type") in {"slide", "patient"}:
             return _ForeignSlide(features, None, FileFacts(encoder=encoder or _read_text(attrs, "extractor")))
         former_size_um = _read_number(attrs, "tile_size") if _read_text(attrs, "unit") == "um" else None
-        size_um, size = (
-            _read_number(attrs, "tile_size_um") or former_size_um,
-            _read_number(attrs, "tile_size_px"),
-        )
+        size_um, size = (_read_number(attrs, "tile_size_um") or former_size_um, _read_number(attrs, "tile_size_px"))
         if size_um is None:
             raise WsiFlError(f"{path.name}: does not say its tile size in µm; extract it again with STAMP 2 or newer")
         places = _check_places(read_dataset(file, "coords")[:], len(features), path.name)

@@ -16,14 +16,7 @@ from zlib import error as ZlibError
 
 import h5py
 
-from wsi_fl.stores.fields import (
-    DAMAGE,
-    check_format,
-    check_seal,
-    first_line,
-    memory_message,
-    refuse_too_large,
-)
+from wsi_fl.stores.fields import DAMAGE, check_format, check_seal, first_line, memory_message, refuse_too_large
 from wsi_fl.system.bulk import ALIGNMENT
 from wsi_fl.system.files import refuse_unavailable, require_regular_file, reserve_space
 from wsi_fl.types import WsiFlError
@@ -210,10 +203,7 @@ def is_overpacked(n_bytes: int, n_stored: int) -> bool:
 
 def _describe_bomb(dataset: h5py.Dataset, file_bytes: int) -> str:
     """Return why a dataset is unsafe to read; "" when it is safe."""
-    n_stated, n_stored = (
-        int(dataset.size) * dataset.dtype.itemsize,
-        min(dataset.id.get_storage_size(), file_bytes),
-    )
+    n_stated, n_stored = (int(dataset.size) * dataset.dtype.itemsize, min(dataset.id.get_storage_size(), file_bytes))
     layout = dataset.id.get_create_plist()
     filters = [layout.get_filter(k)[0] for k in range(layout.get_nfilters())]
     packers = [code for code in filters if code != _FLETCHER]

@@ -186,12 +186,7 @@ def _allocate_dataset(
 
 
 def write_streams(
-    path: Path,
-    meta: ShardMeta,
-    table: PatchTable,
-    streams: Iterable[bytes],
-    *,
-    unread: _UnreadRows = _NONE_UNREAD,
+    path: Path, meta: ShardMeta, table: PatchTable, streams: Iterable[bytes], *, unread: _UnreadRows = _NONE_UNREAD
 ) -> None:
     """Write one slide's patches atomically as native or new JPEG streams in the table's order.
 
@@ -216,12 +211,7 @@ def write_streams(
 
 
 def write_positions(
-    path: Path,
-    meta: ShardMeta,
-    table: PatchTable,
-    source: SlideSource,
-    *,
-    unread: _UnreadRows = _NONE_UNREAD,
+    path: Path, meta: ShardMeta, table: PatchTable, source: SlideSource, *, unread: _UnreadRows = _NONE_UNREAD
 ) -> None:
     """Write one slide's columns atomically, with a reference to the slide instead of pixels."""
     with atomic_path(path) as temporary, _create_shard(temporary, meta, table, unread, 0) as file:
@@ -337,11 +327,7 @@ def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> 
         columns = {name: source[name][:] for name in _NUMBERS}
         for name in _TEXTS:
             columns[name] = source[name][:] if name in source else str(source.attrs[name]).encode()
-        slide, split, checksum = (
-            str(source.attrs["slide"]),
-            str(source.attrs["split"]),
-            shard_checksum(source),
-        )
+        slide, split, checksum = (str(source.attrs["slide"]), str(source.attrs["split"]), shard_checksum(source))
     for name, values in columns.items():
         file[name][rows] = values
     counts[split] += np.bincount(columns["label"], minlength=len(counts[split]))

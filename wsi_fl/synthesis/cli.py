@@ -68,14 +68,12 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the latents.")] = 0,
     generator: _Generator = None,
     as_site: Annotated[
-        bool,
-        typer.Option("--as-site", help="Write a site file too, so that every command takes the store by name."),
+        bool, typer.Option("--as-site", help="Write a site file too, so that every command takes the store by name.")
     ] = False,
     despite_failed_check: Annotated[
         bool,
         typer.Option(
-            "--despite-failed-check",
-            help="Write the set although the check failed or was not run; the store says so.",
+            "--despite-failed-check", help="Write the set although the check failed or was not run; the store says so."
         ),
     ] = False,
     as_json: Json = False,

@@ -18,14 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from wsi_fl.system.files import (
-    append_line,
-    read_lines,
-    read_sealed,
-    require_regular_file,
-    write_sealed,
-    write_text,
-)
+from wsi_fl.system.files import append_line, read_lines, read_sealed, require_regular_file, write_sealed, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, single_line
 

@@ -44,16 +44,7 @@ _EMA_RAMP = 0.05
 
 def describe_terms(gan: Gan) -> dict[str, object]:
     """Return the training settings of a GAN, and its constants, as JSON."""
-    keys = {
-        "batch_size",
-        "lr",
-        "r1_gamma",
-        "path_weight",
-        "mixing",
-        "ema_images",
-        "ada_images",
-        "privacy_weight",
-    }
+    keys = {"batch_size", "lr", "r1_gamma", "path_weight", "mixing", "ema_images", "ada_images", "privacy_weight"}
     intervals = {"r1_every": _R1_EVERY, "path_every": _PATH_EVERY}
     return gan.model_dump(include=keys) | intervals | {"ada_target": _ada_target(gan), "ada_p": _INITIAL_P}
 
@@ -131,13 +122,7 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
     move_average(state.average, state.generator, _ema_decay(state.iteration * terms.batch_size, terms))
     if state.iteration % _ADA_EVERY == 0:
         state.ada = state.ada.update_probability()
-    return {
-        "generator": generator,
-        "discriminator": discriminator,
-        "r1": r1,
-        "path": path,
-        "privacy": privacy,
-    }
+    return {"generator": generator, "discriminator": discriminator, "r1": r1, "path": path, "privacy": privacy}
 
 
 def _ema_decay(images_seen: int, terms: Gan) -> float:
@@ -180,10 +165,7 @@ def _train_discriminator(state: GanState, real: Tensor, classes: Tensor) -> tupl
     state.ada = state.ada.observe_logits(real_logits)
     penalty = None
     if state.iteration % _R1_EVERY == 0:
-        gamma, default_gamma = (
-            state.terms.r1_gamma,
-            0.0002 * state.shape.resolution**2 / state.terms.batch_size,
-        )
+        gamma, default_gamma = (state.terms.r1_gamma, 0.0002 * state.shape.resolution**2 / state.terms.batch_size)
         penalty = _r1_penalty(network, real, classes, state.ada.p, state.random)
         torch.autograd.backward(penalty * ((default_gamma if gamma is None else gamma) / 2 * _R1_EVERY))
     optimizer.step()

@@ -20,10 +20,7 @@ MISSING = frozenset(
     }
 )
 """Missing values in tables, in lower case: those of pandas, and the words of archives."""
-_COMPANIONS = {
-    *("thumbs.db", "desktop.ini", "ehthumbs.db"),
-    *("__macosx", "$recycle.bin", "system volume information"),
-}
+_COMPANIONS = {*("thumbs.db", "desktop.ini", "ehthumbs.db"), *("__macosx", "$recycle.bin", "system volume information")}
 _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")

@@ -70,11 +70,7 @@ def _find_content(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _
 
 _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = (
     (re.compile(r"slides\.json"), _JSON, lambda gallery, _: gallery.list_slides()),
-    (
-        re.compile(rf"slides/{_NUMBER}\.json"),
-        _JSON,
-        lambda gallery, _, number: gallery.describe_slide(number),
-    ),
+    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, lambda gallery, _, number: gallery.describe_slide(number)),
     (
         re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
         _JSON,
@@ -256,11 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise
         except Exception as error:  # an error of a library must not affect other slides
             message = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
-            return (
-                HTTPStatus.INTERNAL_SERVER_ERROR,
-                _JSON,
-                encode_json({"error": message + single_line(error)}),
-            )
+            return (HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encode_json({"error": message + single_line(error)}))
 
     def _is_awaited(self) -> bool:
         """Return whether the client has not hung up, as a browser does on a change of slide."""

@@ -259,10 +259,7 @@ class Prediction:
         columns_by_name = {name.removeprefix("p_"): column for name, column in table.items()}
         class_name = str(self.score.get("class"))
         return value_layer(
-            xy_l0,
-            side_l0,
-            columns_by_name,
-            class_name if class_name in columns_by_name else list(columns_by_name)[-1],
+            xy_l0, side_l0, columns_by_name, class_name if class_name in columns_by_name else list(columns_by_name)[-1]
         )
 
 

@@ -126,10 +126,7 @@ class _SiteSlides:
 
 
 def _build_exhibit(
-    site_slides: _SiteSlides,
-    predictions: Sequence[Prediction],
-    owners: Mapping[Path, set[str]],
-    visible: set[str],
+    site_slides: _SiteSlides, predictions: Sequence[Prediction], owners: Mapping[Path, set[str]], visible: set[str]
 ) -> Exhibit:
     """Return a slide with its predictions; not shown where it belongs to another site that is not visible."""
     first = predictions[0]

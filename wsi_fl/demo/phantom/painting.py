@@ -291,13 +291,7 @@ _PROFILES = (
     ),
     _ScannerProfile((0.54, 0.74, 0.40), (0.16, 0.84, 0.56), (1.75, 0.95), (250, 242, 240), 0.6, 3.5),
     _ScannerProfile(
-        (0.67, 0.68, 0.30),
-        (0.20, 0.94, 0.28),
-        (0.75, 0.57),
-        (242, 238, 245),
-        1.25,
-        2.0,
-        ink=(0.22, 0.35, 0.75),
+        (0.67, 0.68, 0.30), (0.20, 0.94, 0.28), (0.75, 0.57), (242, 238, 245), 1.25, 2.0, ink=(0.22, 0.35, 0.75)
     ),
 )
 
@@ -352,10 +346,7 @@ def draw_picture(rng: Generator, anatomy: Anatomy, profile: _ScannerProfile) -> 
     )
     bend_y, bend_x = (_upsample_field(bend, n).round().astype(np.int32) for bend in bends)
     kinds = anatomy.label.astype(np.int32) * _BANK_PX**2
-    row_index, column_index = (
-        np.arange(size_px, dtype=np.int32)[:, None],
-        np.arange(size_px, dtype=np.int32)[None],
-    )
+    row_index, column_index = (np.arange(size_px, dtype=np.int32)[:, None], np.arange(size_px, dtype=np.int32)[None])
     grain = profile.noise * rng.standard_normal((_STRIP_PX, size_px, 3), dtype=np.float32)
     picture = np.empty((size_px, size_px, 3), np.uint8)
     for first_row in range(0, size_px, _STRIP_PX):

@@ -171,12 +171,7 @@ def _collect_state(study: Study, kit: Kit | None) -> FederationState:
         facts.me, facts.over = kit.name, "folder" if kit.folder else "server"
         _collect_kit_state(facts, kit)
     if plan is not None and kit is not None:
-        for look_at in (
-            _collect_signatures,
-            _collect_run_progress,
-            _collect_folder_status,
-            _collect_ledger_status,
-        ):
+        for look_at in (_collect_signatures, _collect_run_progress, _collect_folder_status, _collect_ledger_status):
             try:
                 look_at(facts, study, plan, kit)
             except WsiFlError as error:  # the other parts are collected all the same
@@ -259,10 +254,7 @@ def _collect_run_progress(facts: FederationState, study: Study, plan: Federation
         else:
             report = run.path / "report" / "index.html"
             _note_finished_run(
-                facts,
-                summary,
-                study.relative_path(report) if report.is_file() else "",
-                folder.read_document("scores"),
+                facts, summary, study.relative_path(report) if report.is_file() else "", folder.read_document("scores")
             )
 
 
@@ -286,11 +278,7 @@ def _collect_job_progress(facts: FederationState, study: Study, plan: Federation
 
 def _note_finished_run(facts: FederationState, summary: dict[str, Any], report: str, scores: Any) -> None:
     """Record a finished run, and its summary's values for each site, which all hold alike."""
-    facts.run, facts.report, facts.scores = (
-        str(summary["run"]),
-        report,
-        cast("CrossSiteCounts | None", scores),
-    )
+    facts.run, facts.report, facts.scores = (str(summary["run"]), report, cast("CrossSiteCounts | None", scores))
     for name in scores["hospitals"] if scores else ():
         facts.note_member(name, labels=tuple(scores["classes"]))
     for row in summary["sites"]:

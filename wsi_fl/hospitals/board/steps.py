@@ -104,10 +104,7 @@ _REMEDY_TEXTS = tomllib.loads(Path(__file__).with_name("remedies.toml").read_tex
 _COMMANDS: dict[str, str] = _REMEDY_TEXTS["command"]
 """Commands with places for known values."""
 _REMEDIES = [
-    (
-        remedy["problem"].replace(_SITE_PLACEHOLDER, r"(?P<site>[\w.-]+)"),
-        [NextStep(*step) for step in remedy["steps"]],
-    )
+    (remedy["problem"].replace(_SITE_PLACEHOLDER, r"(?P<site>[\w.-]+)"), [NextStep(*step) for step in remedy["steps"]])
     for remedy in _REMEDY_TEXTS["remedy"]
 ]
 """(problem, steps) of each known problem."""

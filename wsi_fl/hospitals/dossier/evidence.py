@@ -58,12 +58,7 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
     }
     write_json(out / "evidence.json", document)
     write_text(out / "index.html", fill_template("evidence", {"e": document}, Path(__file__).parent))
-    content = {
-        "site": identity.name,
-        "time": document["created"],
-        "root": identity.root,
-        "files": _file_digests(out),
-    }
+    content = {"site": identity.name, "time": document["created"], "root": identity.root, "files": _file_digests(out)}
     write_json(out / _SIGNATURE_FILE, identity.sign_document(content, _PURPOSE))
     return document
 

@@ -17,13 +17,7 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.contents import fill_plan_text
 from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, site_disclosures
-from wsi_fl.hospitals.plans.signed import (
-    FederationPlan,
-    approval_path,
-    collect_approvals,
-    cost_path,
-    plan_path,
-)
+from wsi_fl.hospitals.plans.signed import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import (
@@ -165,13 +159,7 @@ def build_dossier(
 
 
 def _describe_risks(
-    plan: PlanDocument,
-    site: SiteFile,
-    kit: Kit | None,
-    group: Group | None,
-    *,
-    audited: bool,
-    for_others: bool,
+    plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool, for_others: bool
 ) -> dict[str, object]:
     """Return the connections, the remaining risks, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
@@ -245,10 +233,7 @@ def _list_accounts(
     """
     accounts = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
-        lines, bytes_by_round = (
-            [entry for entry in entries if entry.run_id == run],
-            _bytes_by_round(study, site, run),
-        )
+        lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
         spent = entries_epsilon(lines, delta)
         releases = [
             {
@@ -379,10 +364,7 @@ def _describe_release(study: Study, site: str, account: dict[str, Any]) -> dict[
     runs = [run] if run else carrying if account["run"] == STATISTICS_RUN else ()
     site_lists = (load_run_pipeline(folder.path / "config.toml").sites or [] for folder in runs)
     names = list(dict.fromkeys(name for sites in site_lists for name in sites))
-    recipients = {
-        "method": run.manifest["method"] if run else None,
-        "to": [name for name in names if name != site],
-    }
+    recipients = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
     return account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
 
 

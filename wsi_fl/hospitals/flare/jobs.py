@@ -45,13 +45,7 @@ _MAX_TRIES, _MAX_REASONS = 4, 5
 """Requests for the responding clients, and failed jobs in one call for whose reason the server is asked."""
 _LOSS_PHRASES = ("was lost", "took nothing", "did not answer")
 """Phrases of failures after which the others can go on."""
-_OTHER_PHRASES = (
-    "failed",
-    "withdrew",
-    "has a certificate that",
-    "has [^;]+; install the plan's",
-    "is \\S+ h ahead",
-)
+_OTHER_PHRASES = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
 _BLAMED_SITE = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOSS_PHRASES, *_OTHER_PHRASES))})")
 """The pattern of such a failure, or another of a single hospital, with its name."""
 
@@ -146,8 +140,7 @@ class _JobWatch:
             self._give_up(f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected)
         if affected:
             self._give_up(
-                f"{', '.join(affected)} not connected any more; nothing was begun: submit again later",
-                affected,
+                f"{', '.join(affected)} not connected any more; nothing was begun: submit again later", affected
             )
         if not has_started and now_s - self._server_idle_since >= _BEGIN_S:
             self._give_up(
@@ -225,10 +218,7 @@ def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[dict[str, Any]]
             rows, working = _list_recent(session), _running_job_ids(session)
             for row in rows:
                 if row["status"] in _STARTED_STATES and row["id"] not in working:
-                    row |= {
-                        "status": "DEAD",
-                        "reason": f"the server was stopped while it ran; {_RESUME_HINT}",
-                    }
+                    row |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {_RESUME_HINT}"}
         failed = [row for row in rows if row["reason"] is None and _has_failed(str(row["status"]))]
         for row in [row for row in failed if row["id"] not in known_ids][:_MAX_REASONS]:
             row["reason"] = _failure_reason(session, str(row["id"]), str(row["status"]))

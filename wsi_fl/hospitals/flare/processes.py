@@ -150,11 +150,7 @@ def restrict_client() -> None:
     ]
     if missing := _ALLOWED_PROCESSORS - {type(processor).__name__ for processor in allowed}:
         raise SystemExit(f"this NVIDIA FLARE has no {min(missing)}; wsi-fl needs version 2.9")
-    job_processors = (
-        AbortAppProcessor,
-        DeployProcessor,
-        StartJobProcessor,
-    )  # they make, use and remove its folder
+    job_processors = (AbortAppProcessor, DeployProcessor, StartJobProcessor)  # they make, use and remove its folder
     ClientRequestProcessors.request_processors[:] = [
         _SingleJobProcessor(processor) if isinstance(processor, job_processors) else processor for processor in allowed
     ]

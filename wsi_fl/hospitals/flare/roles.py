@@ -70,11 +70,7 @@ class JobController(Controller):  # type: ignore[misc]
             data = Shareable({"job": self._job})
             task = Task(name=name, data=data, timeout=seconds, result_received_cb=self._receive_reply)
             self.broadcast_and_wait(
-                task=task,
-                targets=self._sites,
-                min_responses=len(self._sites),
-                fl_ctx=fl_ctx,
-                abort_signal=abort_signal,
+                task=task, targets=self._sites, min_responses=len(self._sites), fl_ctx=fl_ctx, abort_signal=abort_signal
             )
             self._write_replies(fl_ctx)
             if missing := [site for site in self._sites if site not in self._replies]:
@@ -220,8 +216,7 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
             name = fl_ctx.get_identity_name()
             with suppress(OSError):
                 append_note(
-                    Study(Path(os.environ[STUDY_VARIABLE])).runs_path / f"{name}.log",
-                    "".join(format_exception(error)),
+                    Study(Path(os.environ[STUDY_VARIABLE])).runs_path / f"{name}.log", "".join(format_exception(error))
                 )
             reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
             reply["said"] = (

@@ -51,10 +51,7 @@ _T = TypeVar("_T")
 
 Receipt = Literal["taken", "later", "refused"]
 """A receiver's answer to a message: taken, not yet decidable, or refused for good."""
-_END_REASONS = {
-    "end": "ended the run; its own log says why",
-    "withdrawn": "withdrew its approval of this plan",
-}
+_END_REASONS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
 """Sequence ids of a site's last message, and their meaning."""
 MAX_MESSAGE_BYTES = 1 << 30
 """The longest message that is taken unless the signed plan sets a limit."""
@@ -276,10 +273,7 @@ class SecureComm:
         """Return one document of every site; see `Comm`."""
         (document,) = documents
         document_bytes = encode_document(document, kind, self.identity.name)
-        contents, senders = (
-            dict.fromkeys(self._peer_indices, (document_bytes,)),
-            list(self._peer_indices.values()),
-        )
+        contents, senders = (dict.fromkeys(self._peer_indices, (document_bytes,)), list(self._peer_indices.values()))
         texts = self._swap_messages(self._next_sequence_id(), contents, senders, patient=patient)
         texts[self.sites[0]] = memoryview(document_bytes)
         self._met_s, self._steps = time.monotonic(), 0
@@ -335,9 +329,7 @@ class SecureComm:
         with self._condition:
             self._wait_for_peers(HANDSHAKE, self._presence.missing_sites, inf)
             self._wait_for_peers(
-                HANDSHAKE,
-                lambda: [name for name in self._session_peers() if name not in self._peers],
-                self.timeout_s,
+                HANDSHAKE, lambda: [name for name in self._session_peers() if name not in self._peers], self.timeout_s
             )
             self._peer_indices = {name: self._peer_indices[name] for name in self._session_peers()}
             self._peers = {name: self._peers[name] for name in self._peer_indices}
@@ -482,9 +474,7 @@ class SecureComm:
         with self._condition:
             with late_is_lost:
                 self._wait_for_peers(
-                    sequence_id,
-                    lambda: [key[0] for key in keys.values() if key not in self._inbox],
-                    remaining_s(),
+                    sequence_id, lambda: [key[0] for key in keys.values() if key not in self._inbox], remaining_s()
                 )
             messages = {k: self._inbox.pop(key) for k, key in keys.items() if key in self._inbox}
             self._consumed |= set(keys.values())

@@ -22,12 +22,7 @@ from wsi_fl.hospitals.plans.approving import (
     review_plan,
     sign_plan,
 )
-from wsi_fl.hospitals.plans.contents import (
-    DataDescription,
-    PlannedDisclosure,
-    describe_store,
-    list_disclosures,
-)
+from wsi_fl.hospitals.plans.contents import DataDescription, PlannedDisclosure, describe_store, list_disclosures
 from wsi_fl.hospitals.plans.frames import (
     FORMAT,
     StandingApproval,
@@ -38,13 +33,7 @@ from wsi_fl.hospitals.plans.frames import (
     record_admission,
 )
 from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, parse_site_files, settings_text
-from wsi_fl.hospitals.plans.signed import (
-    FederationPlan,
-    code_digest,
-    format_value,
-    load_approved_plan,
-    settings_by_key,
-)
+from wsi_fl.hospitals.plans.signed import FederationPlan, code_digest, format_value, load_approved_plan, settings_by_key
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
@@ -114,10 +103,7 @@ def make_preapproval(
     allows: dict[str, list[Any]] = {}
     for method in methods or [plan.method]:
         for key, values in _method_terms(study, review, method).items():
-            allows[key] = [
-                *(earlier := allows.get(key, [])),
-                *(value for value in values if value not in earlier),
-            ]
+            allows[key] = [*(earlier := allows.get(key, [])), *(value for value in values if value not in earlier)]
     allows["pipeline"] = [plan.name]
     allows["partners"] = [f"{name} {key}" for name, key in plan.keys.items() if name in partner_names]
     allows["guarantee"] = list(_GUARANTEE_LEVELS[: _GUARANTEE_LEVELS.index(privacy["guarantee"]) + 1])

@@ -37,12 +37,7 @@ from wsi_fl.types import UsageError
 _MIN_PATIENTS = 20
 """Patients of a value that a hospital should have for a task on it."""
 _QUANTILE_95 = NormalDist().inv_cdf(0.95)
-_FORMAT, _PURPOSE, _RUN_NAME, _OTHER_VALUE = (
-    "wsi-fl census 1",
-    b"wsi-fl census, version 1\n",
-    "census",
-    "other",
-)
+_FORMAT, _PURPOSE, _RUN_NAME, _OTHER_VALUE = ("wsi-fl census 1", b"wsi-fl census, version 1\n", "census", "other")
 
 
 class _FeasibilityCounts(TypedDict):
@@ -79,12 +74,7 @@ def _exact_counts(study: Study, site: SiteFile, columns: Mapping[str, Sequence[s
 
 
 def run_query(
-    study: Study,
-    identity: Identity,
-    columns: Mapping[str, Sequence[str]],
-    *,
-    epsilon: float,
-    only_enough: bool = False,
+    study: Study, identity: Identity, columns: Mapping[str, Sequence[str]], *, epsilon: float, only_enough: bool = False
 ) -> dict[str, Any]:
     """Return a hospital's signed response to a feasibility query; the same query has the same response, at no cost.
 

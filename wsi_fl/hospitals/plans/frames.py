@@ -69,11 +69,7 @@ def load_preapproval(study: Study, identity: Identity) -> StandingApproval | Non
     document, label = read_object(path, "sign another frame"), study.relative_path(path)
     holder = verify_document(document, identity.root, _PURPOSE, label)
     is_own_key = key_fingerprint(str(document["certificate"])) == key_fingerprint(identity.certificate)
-    if not is_own_key or (holder.name, document["site"], document["format"]) != (
-        identity.name,
-        holder.name,
-        FORMAT,
-    ):
+    if not is_own_key or (holder.name, document["site"], document["format"]) != (identity.name, holder.name, FORMAT):
         raise UsageError(
             f"{label}: not a standing approval of {identity.name} that this version of wsi-fl reads; sign another"
         )

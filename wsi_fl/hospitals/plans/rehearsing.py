@@ -23,16 +23,7 @@ from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _PIPELINE_NAME, _FOLDER_PREFIX = "rehearsal", ".rehearsal-"
-_PRIVATE_FOLDERS = {
-    "federation",
-    "generated",
-    "ledgers",
-    "pipelines",
-    "statistics",
-    "runs",
-    "sites",
-    "stores",
-}
+_PRIVATE_FOLDERS = {"federation", "generated", "ledgers", "pipelines", "statistics", "runs", "sites", "stores"}
 """Folders of a study that a dry run has for itself."""
 _LEDGER_FILES = {"ledger.head.json", "statistics.safetensors"}
 """Files beside a store that belong to the hospital's ledger."""
@@ -176,8 +167,7 @@ def dry_run_lines(document: _DryRunResult) -> Lines:
     sent, by_all = format_size(document["sent_bytes"]), format_size(document["all_bytes"])
     yield TextLine(f"  {document['site']} would send {sent}, all {by_all}")
     yield TextLine(
-        f"  not finite: {wrong}; do not sign this" if wrong else "  all models are finite",
-        "red" if wrong else "",
+        f"  not finite: {wrong}; do not sign this" if wrong else "  all models are finite", "red" if wrong else ""
     )
     yield TextLine(f"  the real run: {describe_cost(PlanCost(**document['cost']))}")
     location = f"the run lies in {document['kept']}" if document["kept"] else "the run was deleted"

@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 
 from wsi_fl import __version__, plugins
 from wsi_fl.hospitals.plans.frames import StandingApproval, find_end_reason
-from wsi_fl.hospitals.trust.certificates import (
-    Identity,
-    key_fingerprint,
-    parse_revocation_list,
-    verify_document,
-)
+from wsi_fl.hospitals.trust.certificates import Identity, key_fingerprint, parse_revocation_list, verify_document
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile

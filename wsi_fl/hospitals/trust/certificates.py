@@ -46,10 +46,7 @@ _CLOCK_SKEW = timedelta(minutes=10)
 """Validity of a certificate before its creation, for slow clocks."""
 _FLARE_ROLE = {"coordinator": "project_admin"}
 """The role that FLARE reads from a certificate."""
-_KEY_EXTENSION, _OCTETS_PREFIX = (
-    x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"),
-    b"\x04\x20",
-)
+_KEY_EXTENSION, _OCTETS_PREFIX = (x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20")
 """The extension of a list entry with the SHA-256 of the key, since plans pin keys, and the DER prefix of its 32 bytes.
 The identifier is a UUID (ITU-T X.667)."""
 _SIGNATURE_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
@@ -192,11 +189,7 @@ def parse_revocation_list(trusted: str) -> RevocationList:
 
 def extend_revocation_list(trusted: str, root_key: str, additions: Mapping[int, str]) -> str:
     """Return the next list, PEM: the previous one and further certificates, key fingerprints by serial number."""
-    previous, issuer, issued_on = (
-        parse_revocation_list(trusted),
-        _parse_certificate(trusted),
-        datetime.now(UTC),
-    )
+    previous, issuer, issued_on = (parse_revocation_list(trusted), _parse_certificate(trusted), datetime.now(UTC))
     builder = x509.CertificateRevocationListBuilder(issuer.subject, issued_on - _CLOCK_SKEW, issuer.not_valid_after_utc)
     builder = builder.add_extension(x509.CRLNumber(previous.number + 1), critical=False)
     for entry in x509.load_pem_x509_crl(previous.text.encode()) if previous.text else ():
@@ -227,23 +220,14 @@ def build_root_certificate(key: str, federation: str) -> str:
 def build_request(key: str, name: str, organization: str) -> str:
     """Return a certificate request (PEM) for a key (PEM)."""
     subject = x509.Name(
-        [
-            x509.NameAttribute(NameOID.COMMON_NAME, name),
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
-        ]
+        [x509.NameAttribute(NameOID.COMMON_NAME, name), x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization)]
     )
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
     return request.public_bytes(Encoding.PEM).decode()
 
 
 def issue_certificate(
-    request: str,
-    root_key: str,
-    root: str,
-    *,
-    role: Role,
-    hosts: tuple[str, ...] = (),
-    days: int = _CERTIFICATE_DAYS,
+    request: str, root_key: str, root: str, *, role: Role, hosts: tuple[str, ...] = (), days: int = _CERTIFICATE_DAYS
 ) -> str:
     """Return the certificate (PEM) for a request (PEM).
 

@@ -237,11 +237,7 @@ def _describe_interceptor(kit: Kit, host: str, port: int) -> str:
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the certificate is only inspected, and nothing is sent
-    with (
-        suppress(OSError, WsiFlError),
-        _open_connection(host, port) as plain,
-        context.wrap_socket(plain) as secured,
-    ):
+    with suppress(OSError, WsiFlError), _open_connection(host, port) as plain, context.wrap_socket(plain) as secured:
         presented_pem = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
         if names := describe_foreign_certificate(presented_pem, (kit.path / "startup" / ROOT_FILE).read_text()):
             return (

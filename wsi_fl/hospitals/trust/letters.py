@@ -20,14 +20,7 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import (
-    Digest,
-    PrintableText,
-    ProtocolError,
-    SiteName,
-    decode_document,
-    encode_document,
-)
+from wsi_fl.federation.documents import Digest, PrintableText, ProtocolError, SiteName, decode_document, encode_document
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verify_certificate
 
 _MAGIC = b"wsi-fl letter 1\n"
@@ -98,10 +91,7 @@ class SealedMessage:
         if n_header > _MAX_HEADER_BYTES or n_signature > _MAX_SIGNATURE_BYTES:
             raise ProtocolError("a message with too long a header arrived")
         start = _PREFIX.size
-        header_bytes, signature = (
-            bytes(view[start : start + n_header]),
-            bytes(view[start + n_header :][:n_signature]),
-        )
+        header_bytes, signature = (bytes(view[start : start + n_header]), bytes(view[start + n_header :][:n_signature]))
         header = decode_document(header_bytes, MessageHeader, "of a message")
         return SealedMessage(header, header_bytes, signature, view[start + n_header + n_signature :])
 

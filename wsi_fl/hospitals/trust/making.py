@@ -194,26 +194,15 @@ def approve_request(
         root.record_certificate(certificate, line),
         verify_certificate(certificate, root.trust_pem).until,
     )
-    target, revocations_pem = (
-        file.parent / f"certificate-{name}.json",
-        parse_revocation_list(root.trust_pem).text,
-    )
-    payload = {
-        "format": _CERTIFICATE_FORMAT,
-        "version": 1,
-        "certificate": certificate,
-        "root": root.certificate,
-    }
+    target, revocations_pem = (file.parent / f"certificate-{name}.json", parse_revocation_list(root.trust_pem).text)
+    payload = {"format": _CERTIFICATE_FORMAT, "version": 1, "certificate": certificate, "root": root.certificate}
     write_json(target, payload | line | {"withdrawn": revocations_pem} | federation)
     fingerprints = {
         "fingerprint": request_fingerprint,
         "file": str(target),
         "root_fingerprint": key_fingerprint(root.certificate),
     }
-    term = {
-        "renewed": previous_key is not None and previous_key not in revoked_keys,
-        "until": until.date().isoformat(),
-    }
+    term = {"renewed": previous_key is not None and previous_key not in revoked_keys, "until": until.date().isoformat()}
     return line | fingerprints | term | {"withdrew": distribute_revocations(folder) if has_revoked else None}
 
 
@@ -275,12 +264,7 @@ def install_certificate(
         federation = str(kit_document["federation"])
         write_flare_files(kit.resolve(), name=name, role=role, federation=federation, host=host, port=port)
     until = verify_certificate(identity.certificate, identity.root).until
-    return {
-        **kit_document,
-        "kit": str(kit),
-        "fingerprint": root_fingerprint,
-        "until": until.date().isoformat(),
-    }
+    return {**kit_document, "kit": str(kit), "fingerprint": root_fingerprint, "until": until.date().isoformat()}
 
 
 def fingerprint_line(owner: str, fingerprint_text: str) -> TextLine:
@@ -351,11 +335,7 @@ def _refuse_taken_name(root: RootCA, document: dict[str, Any], name: str, *, com
             raise UsageError(
                 f"the key of {name} was withdrawn; give --fingerprint of the new one, as {name} reads it to you"
             )
-    elif current not in (
-        None,
-        key_fingerprint(str(document["request"])),
-        _vouching_key(root, document, name),
-    ):
+    elif current not in (None, key_fingerprint(str(document["request"])), _vouching_key(root, document, name)):
         raise UsageError(
             f"{name} has a certificate for another key already, which did not sign this request: `wsi-fl federation "
             f"renew --new-key` does; if that key is lost or stolen, say `wsi-fl federation revoke {name}` first"

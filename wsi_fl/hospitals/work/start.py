@@ -304,12 +304,7 @@ def _admit_shared_plan(study: Study, identity: Identity, address: str) -> None:
 
 
 def _take_part_until_done(
-    study: Study,
-    kit: Kit,
-    plan: FederationPlan,
-    transport: FolderTransport,
-    address: str,
-    without: Sequence[str],
+    study: Study, kit: Kit, plan: FederationPlan, transport: FolderTransport, address: str, without: Sequence[str]
 ) -> Summary:
     """Take part, and resume whenever a peer does."""
     identity, train = kit.load_identity(), plan.pipeline().train

@@ -366,8 +366,7 @@ def check_lines(document: _KitCheck) -> Lines:
     """Yield a line per step, and per site the peers that it reached."""
     for step in document["steps"]:
         yield TextLine(
-            f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}",
-            "" if step["ok"] else "red",
+            f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}", "" if step["ok"] else "red"
         )
     if document["connected"] is not None:
         yield TextLine(f"  connected: {', '.join(document['connected']) or 'nobody'}")

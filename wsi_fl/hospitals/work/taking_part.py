@@ -32,13 +32,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.carrying import load_local_statistics
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.training.going_on import (
-    RunRequest,
-    find_begun_run,
-    note_participants,
-    open_run,
-    require_same,
-)
+from wsi_fl.stages.training.going_on import RunRequest, find_begun_run, note_participants, open_run, require_same
 from wsi_fl.stages.training.summary import Summary
 from wsi_fl.stages.work.console import print_message
 from wsi_fl.study.folder import Study

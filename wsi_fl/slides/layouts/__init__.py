@@ -48,12 +48,7 @@ def detect_layout(archive: Path) -> str:
 
 
 def list_sites(
-    archive: Path,
-    layout: str,
-    *,
-    group_by: str | None = None,
-    clinical: Path | None = None,
-    codes: Path | None = None,
+    archive: Path, layout: str, *, group_by: str | None = None, clinical: Path | None = None, codes: Path | None = None
 ) -> list[ArchiveSite]:
     """Return the sites of an archive, in order.
 

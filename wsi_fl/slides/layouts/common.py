@@ -22,23 +22,8 @@ from wsi_fl.slides.layouts.spreadsheets import (
 )
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.system.files import require_regular_file
-from wsi_fl.system.names import (
-    compose_text,
-    describe_mismatch,
-    drop_companions,
-    file_name_of,
-    glob_paths,
-    is_missing,
-)
-from wsi_fl.types import (
-    MPP_BOUNDS,
-    SPLITS,
-    ExcludedSlide,
-    SlideRecord,
-    UsageError,
-    find_control_character,
-    natural_key,
-)
+from wsi_fl.system.names import compose_text, describe_mismatch, drop_companions, file_name_of, glob_paths, is_missing
+from wsi_fl.types import MPP_BOUNDS, SPLITS, ExcludedSlide, SlideRecord, UsageError, find_control_character, natural_key
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -91,8 +76,7 @@ def read_rows(path: Path, needed: Iterable[str]) -> list[TableRow]:
     needed = tuple(needed)
     n_skipped, header, separator = find_header(text, needed)
     delimiter = separator or max(
-        _DELIMITERS,
-        key=lambda delimiter_choice: len(next(csv.reader([header], delimiter=delimiter_choice), [])),
+        _DELIMITERS, key=lambda delimiter_choice: len(next(csv.reader([header], delimiter=delimiter_choice), []))
     )
     records = _read_records(path, text, delimiter, n_skipped)
     _, names = next(records, (0, []))

@@ -14,10 +14,7 @@ _SEPARATOR = re.compile(r'"?sep=(.)"?[\s,;"]*', re.IGNORECASE)
 _FORMULA = re.compile(r'=\s*"([^"]*)"')
 _SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d{2,3}", re.IGNORECASE)
 _ERROR = re.compile(r"#(REF!|NAME\?|VALUE!|DIV/0!|NUM!|NULL!|SPILL!|CALC!|#+)", re.IGNORECASE)
-PATIENT_NAMES = (
-    *("patient", "patient_id", "case_id"),
-    *("case_submitter_id", "cases.submitter_id", "submitter_id"),
-)
+PATIENT_NAMES = (*("patient", "patient_id", "case_id"), *("case_submitter_id", "cases.submitter_id", "submitter_id"))
 """Possible names of the column of patients; the first present counts."""
 NAMING = frozenset({"slide", "slide_id", "site", *PATIENT_NAMES})
 """Columns with the slide, patient or site of a row."""

@@ -17,14 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from wsi_fl.slides.layouts.common import (
-    ArchiveSite,
-    Sources,
-    apply_splits,
-    group_sites,
-    list_files,
-    read_rows,
-)
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, apply_splits, group_sites, list_files, read_rows
 from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
 from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 

@@ -91,13 +91,7 @@ def drop_leaks(
 def list_scans(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]) -> list[Scan]:
     """Return the slides of a site with their known marks."""
     return [
-        Scan(
-            record.site,
-            record.slide,
-            record.patient,
-            record.split or "train",
-            marks.get(record.slide, frozenset()),
-        )
+        Scan(record.site, record.slide, record.patient, record.split or "train", marks.get(record.slide, frozenset()))
         for record in records
     ]
 

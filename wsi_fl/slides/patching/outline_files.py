@@ -265,10 +265,7 @@ def _class_names(classification: Mapping[str, Any]) -> list[str]:
     parent = classification.get("parentClass")
     names = _require_kind(list, classification.get("names") or [], "names")
     name = classification.get("name")
-    return [
-        *(_class_names(parent) if isinstance(parent, Mapping) else []),
-        *([str(name)] if name else map(str, names)),
-    ]
+    return [*(_class_names(parent) if isinstance(parent, Mapping) else []), *([str(name)] if name else map(str, names))]
 
 
 def _add_geometry(value: Any, group: str, outlines: Outlines) -> None:

@@ -39,11 +39,7 @@ _MAX_FOREIGN_FIT, _MIN_FIT = 0.1, 0.25
 _CORNER_SHARE = 0.005
 """Share of the slide's sides: outlines that near its corner are in a larger unit than pixels."""
 _OUTSIDE_SHARE = 0.05
-_MAGNIFICATIONS = {
-    "of half the magnification": 2.0,
-    "of a quarter of it": 4.0,
-    "of twice the magnification": 0.5,
-}
+_MAGNIFICATIONS = {"of half the magnification": 2.0, "of a quarter of it": 4.0, "of twice the magnification": 0.5}
 _SCALE_TOLERANCE = 0.1
 
 
@@ -169,12 +165,7 @@ def _find_corner(
 
 
 def _describe_misfit(
-    outlines: Outlines,
-    target: _Geometry,
-    slide_geometry: SlideGeometry,
-    corner: tuple[int, int],
-    *,
-    is_settled: bool,
+    outlines: Outlines, target: _Geometry, slide_geometry: SlideGeometry, corner: tuple[int, int], *, is_settled: bool
 ) -> list[str]:
     """Return doubts about the placement of a file's outlines; raise if its unit is wrong and its origin not settled."""
     area = transform_area(target, corner)

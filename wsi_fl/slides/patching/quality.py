@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.regions import close_mask, dilate_mask, drop_small_objects
 from wsi_fl.slides.patching.survey import SlideSurvey
-from wsi_fl.slides.patching.tissue import (
-    ColorPlanes,
-    find_ink,
-    optical_density,
-    split_colors,
-    tissue_fraction,
-)
+from wsi_fl.slides.patching.tissue import ColorPlanes, find_ink, optical_density, split_colors, tissue_fraction
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.types import GridSpec
 

@@ -23,13 +23,7 @@ from wsi_fl.slides.patching.placing import (
     rasterize_area,
     transform_area,
 )
-from wsi_fl.slides.patching.tissue import (
-    NoTissueError,
-    TissueParams,
-    TissueSegmentation,
-    find_tissue,
-    tissue_fraction,
-)
+from wsi_fl.slides.patching.tissue import NoTissueError, TissueParams, TissueSegmentation, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.orientation import read_orientation
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.system.names import find_file

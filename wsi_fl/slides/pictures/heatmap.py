@@ -304,11 +304,7 @@ def _draw_legend(page: Image.Image, top: int, predictions: PatchPredictions, leg
     x_min, bar_top = _MARGIN_PX + 6, top + 34
     room_px = page.width - x_min - _MARGIN_PX
     draw.text(
-        (x_min, top + 16),
-        shorten_to_fit(draw, legend or default, room_px, load_font()),
-        INK,
-        load_font(),
-        anchor="lm",
+        (x_min, top + 16), shorten_to_fit(draw, legend or default, room_px, load_font()), INK, load_font(), anchor="lm"
     )
     _draw_bar(page, (x_min, bar_top), predictions.threshold)
     scale_end = (page.width - _MARGIN_PX, bar_top + _BAR_PX[1] // 2 + 7)

@@ -14,11 +14,6 @@ def read_orientation(path: Path) -> int:
     try:
         with TiffImageFile(path) as picture:
             orientation = picture.tag_v2.get(_ORIENTATION_TAG, 1)
-    except (
-        OSError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-    ):  # Pillow's, for other files
+    except (OSError, SyntaxError, TypeError, ValueError):  # Pillow's, for other files
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

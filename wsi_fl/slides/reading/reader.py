@@ -270,13 +270,7 @@ class Slide:
             level -= 1
 
     def _read_area(
-        self,
-        level: int,
-        xy_l0: tuple[float, float],
-        scale: float,
-        out: NDArray[np.uint8],
-        *,
-        overlapping: bool,
+        self, level: int, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool
     ) -> None:
         """Fill out from this level alone, in parts where that takes many of its pixels."""
         size = (out.shape[1], out.shape[0])

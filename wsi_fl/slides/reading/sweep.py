@@ -65,8 +65,7 @@ def _plan_cuts(image: TiledImage, corners: _Rows, patch: _Rows, size_px: int, *,
     first = np.flatnonzero(begins[by_owner])
     end = np.append(first, len(order))[1:]
     parts = np.stack(
-        [patch[patch_index], row[:, 1], row[:, 2], column[:, 1], column[:, 2], row[:, 3], column[:, 3]],
-        axis=1,
+        [patch[patch_index], row[:, 1], row[:, 2], column[:, 1], column[:, 2], row[:, 3], column[:, 3]], axis=1
     )[order]
     return _CutPlan(np.stack([owner[first], tile[first], first, end], axis=1), parts)
 

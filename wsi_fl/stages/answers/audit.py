@@ -248,13 +248,7 @@ def render_audit_lines(document: AuditDocument) -> Lines:
             rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
             bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
             rows.append(
-                [
-                    f"{site['site']}, {model['model']}",
-                    format_number(local_test["auroc"]),
-                    interval,
-                    *rates,
-                    *bounds,
-                ]
+                [f"{site['site']}, {model['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds]
             )
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield TextTable(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
@@ -304,11 +298,7 @@ def _load_head(context: RunContext, name: str) -> SharedHead:
 
 
 def _unit_statistics(
-    head: SharedHead,
-    mechanism: NoisyStatistics,
-    train: Examples,
-    units: PrivacyUnits,
-    rows: NDArray[np.int64],
+    head: SharedHead, mechanism: NoisyStatistics, train: Examples, units: PrivacyUnits, rows: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return float64[units, k], the contribution of each unit to the class statistics."""
     ((x, y),) = load_batches(train, iter([rows]), augment=None, device=select_device())
@@ -337,11 +327,7 @@ def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -
 
 
 def _write_exposure(
-    path: Path,
-    known_mu: NDArray[np.float64],
-    unknown_mu: NDArray[np.float64],
-    train: Examples,
-    units: PrivacyUnits,
+    path: Path, known_mu: NDArray[np.float64], unknown_mu: NDArray[np.float64], train: Examples, units: PrivacyUnits
 ) -> None:
     """Write μ of all units, the most exposed first, for attackers who know all others or none."""
     _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)

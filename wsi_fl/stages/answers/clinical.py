@@ -92,11 +92,7 @@ def _find_folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
 
 
 def describe_runs(
-    contexts: Sequence[RunContext],
-    *,
-    prevalence: float | None = None,
-    by: str | None = None,
-    least: int = MIN_SUBGROUP,
+    contexts: Sequence[RunContext], *, prevalence: float | None = None, by: str | None = None, least: int = MIN_SUBGROUP
 ) -> dict[str, Any] | None:
     """Return the document of `describe_clinically` without writing it; None without predictions of classes here.
 
@@ -168,12 +164,7 @@ def _load_patient_predictions(context: RunContext, site: SiteFile, by: str | Non
     groups = _group_of_patients(context.study, site, table, patients, by) if by else None
     local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None
     return _SitePatients(
-        patients,
-        predicted,
-        groups,
-        None if local_table is None else _group_by_patient(local_table),
-        table,
-        point,
+        patients, predicted, groups, None if local_table is None else _group_by_patient(local_table), table, point
     )
 
 

@@ -107,8 +107,7 @@ def compare_methods(
     created_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     sites = list(dict.fromkeys(site["site"] for run in selected for site in run.summary["sites"]))
     write_text(
-        folder / "index.html",
-        comparison.render_comparison_page(document, series, created=created_at, sites=sites),
+        folder / "index.html", comparison.render_comparison_page(document, series, created=created_at, sites=sites)
     )
     write_bytes(folder / "figure.png", comparison.render_comparison_png(series, words.SCORES[scores[0]]))
     write_csv(folder / "table.csv", _iterate_table_rows(table, measured))
@@ -420,10 +419,7 @@ def _largest_epsilon(row: _MethodRow, name: str) -> dict[str, float | str | None
     """Return the largest ε of a site over the runs, and its guarantee level."""
     site_rows = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
     epsilons = [site["epsilon"] for site in site_rows if site["epsilon"] is not None]
-    return {
-        "epsilon": max(epsilons, default=None),
-        "guarantee": site_rows[0]["guarantee"] if site_rows else "none",
-    }
+    return {"epsilon": max(epsilons, default=None), "guarantee": site_rows[0]["guarantee"] if site_rows else "none"}
 
 
 def _iterate_table_rows(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Iterator[list[Any]]:

@@ -19,12 +19,7 @@ from wsi_fl.learning.counts import CrossSiteScores
 from wsi_fl.learning.examples import Examples, concatenate_examples
 from wsi_fl.learning.local import predict_examples, predict_with_models, replace_nonfinite
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.predictions import (
-    PredictionTable,
-    measure_predictions,
-    score_tumor_types,
-    score_voting_rules,
-)
+from wsi_fl.learning.predictions import PredictionTable, measure_predictions, score_tumor_types, score_voting_rules
 from wsi_fl.learning.tasks import Task, score_predictions
 from wsi_fl.learning.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.models.shared_head import SharedHead
@@ -41,12 +36,7 @@ from wsi_fl.report.words import (
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import load_cross_site_scores, render_cross_site_lines
 from wsi_fl.stages.answers.predictions import compute_seal, write_predictions
-from wsi_fl.stages.answers.trained import (
-    TrainedModels,
-    available_models,
-    load_prediction_models,
-    load_run_settings,
-)
+from wsi_fl.stages.answers.trained import TrainedModels, available_models, load_prediction_models, load_run_settings
 from wsi_fl.stages.site.data import SiteData
 from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
@@ -261,10 +251,7 @@ def _evaluate_receivers(context: RunContext, released: Sequence[Mapping[str, Any
     rows = []
     for name in filter(context.has_store, context.receivers):
         _, table = _predict_site(
-            context,
-            context.find_site(name),
-            {name: _load_test_part(context.open_data(name))},
-            has_truth=False,
+            context, context.find_site(name), {name: _load_test_part(context.open_data(name))}, has_truth=False
         )
         rows.append({"site": name, "n": len(table), "model": table.model})
     values = {score: [value for row in released if (value := row[score]) is not None] for score in context.task.scores}
@@ -484,11 +471,7 @@ def _render_table(document: Evaluation) -> TextTable:
         return [name, str(values["n"]), *(format_number(values[score]) for score in scores)]
 
     if document["shared"]:
-        rows = [
-            *(format_cells(row["site"], row["own"]) for row in sites),
-            None,
-            format_cells("all", sites[0]),
-        ]
+        rows = [*(format_cells(row["site"], row["own"]) for row in sites), None, format_cells("all", sites[0])]
         return TextTable(f"the shared model on each site's part and the merged test set ({examples})", headings, rows)
     test_set = "merged test set" if document["merged"] is not None else "local test set"
     several = any(row["model"] != "private" for row in sites)

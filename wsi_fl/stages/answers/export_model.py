@@ -189,11 +189,7 @@ def find_model(context: RunContext, model_name: str, site_name: str | None) -> E
             f"found: {', '.join(sites_with_model) or 'none'}"
         )
     return ExportRequest(
-        context,
-        context.find_site(candidates[0]),
-        model_name,
-        role,
-        run.site_folder(candidates[0]).store_facts(),
+        context, context.find_site(candidates[0]), model_name, role, run.site_folder(candidates[0]).store_facts()
     )
 
 
@@ -240,11 +236,7 @@ def _add_resizing(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.M
     if shape.size_px == size_px:
         return network, shape, shape_text
     resize_note = f"; reduced inside to {shape.size_px} px by area, as in training"
-    return (
-        DownsamplingModel(network, shape.size_px).eval(),
-        Images(shape.channels, size_px),
-        shape_text + resize_note,
-    )
+    return (DownsamplingModel(network, shape.size_px).eval(), Images(shape.channels, size_px), shape_text + resize_note)
 
 
 def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
@@ -259,10 +251,7 @@ def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> 
     input_shape = Images(3, spec.size_px)
     if isinstance(shape, Vectors):
         encoder = _load_encoder(request)
-        network, architecture_name = (
-            HeadWithEncoder(encoder.network, network),
-            f"{encoder.name}+{architecture_name}",
-        )
+        network, architecture_name = (HeadWithEncoder(encoder.network, network), f"{encoder.name}+{architecture_name}")
         shape = input_shape
     network, input_shape, shape_text = _add_resizing(network, shape, spec.size_px)
     difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), input_shape)

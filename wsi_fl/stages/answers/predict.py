@@ -148,12 +148,7 @@ def _write_patch_results(
     heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patch_table(folder / _TABLE, patches.xy_l0, patch_side_l0(predictor.meta.spec, base.mpp), columns)
-    row = {
-        "slide": record.slide,
-        "patches": len(patches.xy_l0),
-        "excluded": patches.n_excluded,
-        "score": scores,
-    }
+    row = {"slide": record.slide, "patches": len(patches.xy_l0), "excluded": patches.n_excluded, "score": scores}
     return row, {
         "class": heat.classes[kind],
         "classes": {heat.classes[k]: heatmap.score_class(heat, k) for k in heat.region_classes},
@@ -186,12 +181,7 @@ def _write_slide_results(
         )
         write_bytes(folder / _HEATMAP, picture)
     write_patch_table(folder / _TABLE, patches.xy_l0, side, prediction.columns)
-    row = {
-        "slide": record.slide,
-        "patches": len(patches.xy_l0),
-        "tumor_type": tumor_type,
-        **prediction.document_fields,
-    }
+    row = {"slide": record.slide, "patches": len(patches.xy_l0), "tumor_type": tumor_type, **prediction.document_fields}
     return row, {"encoder": meta.encoder}
 
 

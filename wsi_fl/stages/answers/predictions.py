@@ -55,12 +55,7 @@ def write_predictions(folder: SiteFolder, table: PredictionTable, *, has_truth: 
         has_truth: whether the truth is known; its columns are empty else.
     """
     truth, output_column = COLUMNS[table.task.kind]
-    names = (
-        *_KEY_COLUMNS,
-        *table.extra_columns,
-        *truth,
-        *(output_column.format(name) for name in table.outputs),
-    )
+    names = (*_KEY_COLUMNS, *table.extra_columns, *truth, *(output_column.format(name) for name in table.outputs))
     if table.task.kind == "classes":
         true = [(table.outputs[label] if has_truth else "" for label in table.truth)]
     else:
@@ -72,10 +67,7 @@ def write_predictions(folder: SiteFolder, table: PredictionTable, *, has_truth: 
     numbers = ",%r" * len(table.outputs) + "\n"
     lines: list[str] = []
     example = csv.writer(SimpleNamespace(write=lines.append), lineterminator="")
-    with (
-        atomic_path(_table_path(folder)) as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as file,
-    ):
+    with atomic_path(_table_path(folder)) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerow(names)
         for k, cells in enumerate(examples):
             example.writerow(cells)

@@ -13,13 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.examples import (
-    Examples,
-    build_unlabelled_bags,
-    downsample_pixels,
-    find_allowed_classes,
-    pack_bags,
-)
+from wsi_fl.learning.examples import Examples, build_unlabelled_bags, downsample_pixels, find_allowed_classes, pack_bags
 from wsi_fl.learning.metrics import choose_classes
 from wsi_fl.learning.survival import compute_risk
 from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task

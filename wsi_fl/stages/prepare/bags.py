@@ -18,14 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import (
-    EncodedItem,
-    Encoder,
-    EncoderError,
-    StageSeconds,
-    encode_batches,
-    encode_items,
-)
+from wsi_fl.models.encoder import EncodedItem, Encoder, EncoderError, StageSeconds, encode_batches, encode_items
 from wsi_fl.models.presets import resolution_warning
 from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
@@ -283,12 +276,7 @@ class MosaicBuilder(BagBuilder[SlideRecord]):
         damage = set(plan.survey.notes)
 
         def read_pixels() -> Iterator[NDArray[np.uint8]]:
-            options: Any = {
-                "threads": self.threads,
-                "reader": self.reader,
-                "excluded": unread,
-                "notes": damage,
-            }
+            options: Any = {"threads": self.threads, "reader": self.reader, "excluded": unread, "notes": damage}
             for first, read in read_patches(item, plan.mosaic_xy_l0, self.spec, **options):
                 rows = islice((row for row in count(first) if row not in unread), len(read))
                 small.extend((row, shrink_patch(patch)) for row, patch in zip(rows, read, strict=True))

@@ -70,11 +70,7 @@ def check_sites(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
         )
         raise WsiFlError(f"nothing is stored yet; run {command}")
     copies = list(dict.fromkeys(line for site_scans in scans.values() for line in describe_shared(site_scans)))
-    return {
-        "sites": rows,
-        "copies": copies,
-        "ok": not any(row["damaged"] or row["unavailable"] for row in rows),
-    }
+    return {"sites": rows, "copies": copies, "ok": not any(row["damaged"] or row["unavailable"] for row in rows)}
 
 
 def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list[Scan]]) -> _SiteCheck:

@@ -171,8 +171,7 @@ def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _Impo
         and not isclose(table_mpp, file_facts.mpp_l0, rel_tol=0.01)
     ):
         return ExcludedSlide(
-            record.slide,
-            f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}",
+            record.slide, f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}"
         )
     n_patches, n_features = foreign.features.shape
     slide = _ImportedSlide(record, path, n_patches, n_features, file_facts, hash_features(foreign.features))

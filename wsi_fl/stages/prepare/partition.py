@@ -75,11 +75,7 @@ def partition_images(
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
             counts = _write_store(study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)})
             training = counts["train"].tolist()
-            row: dict[str, Any] = {
-                "site": site.name,
-                "train": sum(training),
-                "test": int(counts["test"].sum()),
-            }
+            row: dict[str, Any] = {"site": site.name, "train": sum(training), "test": int(counts["test"].sum())}
             row["store"] = study.relative_path(study.store_path(site.name))
             rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
         for site in sites:  # last, so that a site file means a complete store

@@ -211,8 +211,7 @@ def build_bag_table(records: Sequence[SlideRecord], subtypes: Subtypes, site: Si
     return BagTable(
         np.array([0 if site.is_receiver else classes.index(name) for name in names], np.int64),
         np.array(
-            [_find_tumor_type(record, subtypes) if has_types else record.tumor_type for record in records],
-            np.str_,
+            [_find_tumor_type(record, subtypes) if has_types else record.tumor_type for record in records], np.str_
         ),
         np.array([record.slide for record in records], np.str_),
         np.array([record.patient for record in records], np.str_),
@@ -299,10 +298,7 @@ def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagn
             excluded.append(ExcludedSlide(slide, f"has a label ({where}) and no features"))
     excluded += [ExcludedSlide(name, f"has no label in {table.name}") for name in files if name not in row_places]
     return TableMatch(
-        records,
-        excluded,
-        account,
-        "" if set(row_places) & set(files) else describe_mismatch(row_places, files),
+        records, excluded, account, "" if set(row_places) & set(files) else describe_mismatch(row_places, files)
     )
 
 

@@ -428,10 +428,7 @@ class _Shards:
 
     def __init__(self, slides: SlideList, plans: Plans, threads: int) -> None:
         self._plans, self._spec, self._threads = plans, plans.spec, threads
-        self.folder, self.content = (
-            slides.study.store_path(slides.site.name).parent,
-            slides.pipeline.store.pixels,
-        )
+        self.folder, self.content = (slides.study.store_path(slides.site.name).parent, slides.pipeline.store.pixels)
         self._reader, self._relative = slides.pipeline.slides.reader, slides.study.relative_path
         self._notes: dict[str, set[str]] = {}
 
@@ -469,12 +466,7 @@ class _Shards:
         notes = {*plan.notes, *self._notes.get(slide, ()), *_describe_lost_tumor(plan, is_stored)}
         note = "; ".join(sorted(notes))
         return Outcome(
-            slide,
-            n_patches - len(unread),
-            unread_note(unread, n_patches),
-            note,
-            content=content,
-            quality=quality,
+            slide, n_patches - len(unread), unread_note(unread, n_patches), note, content=content, quality=quality
         )
 
     def _picture_path(self, slide: str) -> Path:
@@ -533,12 +525,7 @@ class _Shards:
         record, corners = plan.record, contents[2].xy_l0[rows]
         unreadable: dict[int, str] = {}
         notes = self._notes.setdefault(record.slide, set())
-        options: Any = {
-            "threads": self._threads,
-            "reader": self._reader,
-            "excluded": unreadable,
-            "notes": notes,
-        }
+        options: Any = {"threads": self._threads, "reader": self._reader, "excluded": unreadable, "notes": notes}
         if content == "native":
             streams = _require_readable(self._native_streams(plan, corners, unreadable), unreadable)
             stored.write_streams(*contents, streams, unread=unread)

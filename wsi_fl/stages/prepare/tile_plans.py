@@ -94,10 +94,7 @@ def build_tissue_params(study: Study, pipeline: Pipeline, origin: Origin = None)
 def plan_quality(good: int, plan: SlidePlan | AllPatchesExcluded, reasons: NDArray[np.str_]) -> SlideQuality:
     """Return the quality of a slide from its number of good patches and the reasons of excluded ones."""
     return SlideQuality(
-        good=good,
-        aside=dict(Counter(reasons.tolist())),
-        tissue_by=plan.tissue_by,
-        tissue_gain=plan.tissue_gain,
+        good=good, aside=dict(Counter(reasons.tolist())), tissue_by=plan.tissue_by, tissue_gain=plan.tissue_gain
     )
 
 

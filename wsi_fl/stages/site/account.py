@@ -207,11 +207,7 @@ def open_account(
         units = units.add_canaries(canaries)
     released = context.statistics.get(name)
     includes = (STATISTICS_RUN,) if released and pipeline.privacy.enabled else ()
-    named = {
-        "promise": study.snapshot_digest(name),
-        "agreement": run.agreement_digest,
-        "approved": run.approval_time,
-    }
+    named = {"promise": study.snapshot_digest(name), "agreement": run.agreement_digest, "approved": run.approval_time}
     run_name = planned_run or run.identity
     ledger = open_ledger(study, site, run_name, terms, includes, {} if planned_run else named)
     if released:

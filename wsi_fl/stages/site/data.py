@@ -336,13 +336,7 @@ def list_scans(store: PatchStore | BagStore) -> list[Scan]:
     slides, (_, first) = store.table.slide, np.unique(store.table.slide, return_index=True)
     marks, rows = store.compute_marks(), np.sort(first)
     return [
-        Scan(
-            store.meta.site,
-            str(slides[k]),
-            str(store.table.patient[k]),
-            str(store.table.split[k]),
-            marks[name],
-        )
+        Scan(store.meta.site, str(slides[k]), str(store.table.patient[k]), str(store.table.split[k]), marks[name])
         for k in rows.tolist()
         if (name := str(slides[k])) in marks
     ]
@@ -540,12 +534,7 @@ class _BagData(SiteData):
             return replace(examples, task=self.task)
         read = self._patient_means.__getitem__ if self.example == "patient" else self.store.read
         examples = Examples(
-            lambda chosen: read(rows[chosen]),
-            table.label,
-            table.slide,
-            table.patient,
-            allowed,
-            task=self.task,
+            lambda chosen: read(rows[chosen]), table.label, table.slide, table.patient, allowed, task=self.task
         )
         return cache_examples(examples, chunk=_READ_ROWS)
 

@@ -16,12 +16,7 @@ from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, Task
 from wsi_fl.slides.layouts.common import TableRow, filter_site, read_rows, suggest_decimal_point
-from wsi_fl.slides.layouts.spreadsheets import (
-    PATIENT_NAMES,
-    normalize_columns,
-    parse_cell_number,
-    require_typed_name,
-)
+from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, normalize_columns, parse_cell_number, require_typed_name
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.study.site import SiteFile
@@ -30,15 +25,7 @@ from wsi_fl.types import BagTable, UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
 _EVENT_VALUES = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
-_CENSORED_VALUES = {
-    "0": 0.0,
-    "0.0": 0.0,
-    "false": 0.0,
-    "no": 0.0,
-    "alive": 0.0,
-    "living": 0.0,
-    "censored": 0.0,
-}
+_CENSORED_VALUES = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _STATUS_VALUES = _EVENT_VALUES | _CENSORED_VALUES
 _CENSORED_COLUMN = re.compile(r"(?<!un)(?<!not )(?<!not_)censor|cnsr|(?<![a-z])cens(?![a-z])", re.IGNORECASE)
 """Names of censoring columns: `CNSR` of CDISC is 0 where the event was observed."""

@@ -54,10 +54,7 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     if refusal := find_clash(pipeline, list_traits(row)):
         raise UsageError(refusal)
     min_sites = pipeline.train.min_sites
-    n, is_local = (
-        len(context.members if context.uses_files else sites),
-        stores and pipeline.train.from_released,
-    )
+    n, is_local = (len(context.members if context.uses_files else sites), stores and pipeline.train.from_released)
     if min_sites is not None and not is_local and not 2 <= min_sites <= n:
         raise UsageError(f"train.min_sites = {min_sites}: sites learn together from 2 on; there are {n}")
     # a graph of more hops than a round has room for is refused
@@ -216,10 +213,7 @@ def require_statistics(context: RunContext) -> None:
     """Require as many released statistics as agreed; WsiFlError names the missing ones."""
     train, n_available = context.pipeline.train, len(context.statistics)
     missing = [site.name for site in context.members if site.name not in context.statistics]
-    n, is_late = (
-        n_available + len(missing),
-        bool(train.deadline and date.today().isoformat() > train.deadline),
-    )
+    n, is_late = (n_available + len(missing), bool(train.deadline and date.today().isoformat() > train.deadline))
     needed = train.min_sites or (1 if is_late else max(1, n))
     if needed > n:
         raise UsageError(f"statistics of {needed} sites are needed (train.min_sites), but only {n} sites release any")

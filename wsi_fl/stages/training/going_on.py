@@ -133,10 +133,7 @@ def open_run(study: Study, request: RunRequest) -> tuple[RunContext, Summary | N
 
 def require_same(begun: RunContext, signed: RunContext, agreement: str) -> None:
     """Refuse a run that differs from a signed plan, in agreement, method or settings."""
-    if (begun.run.agreement_digest, begun.name) != (
-        agreement,
-        signed.name,
-    ) or begun.pipeline != signed.pipeline:
+    if (begun.run.agreement_digest, begun.name) != (agreement, signed.name) or begun.pipeline != signed.pipeline:
         raise UsageError(
             f"{begun.run.name} belongs to another plan than the one signed here, or has other settings; nothing was "
             "begun"
@@ -180,18 +177,12 @@ def find_begun_run(study: Study, digest: str, approved: str, site: str) -> RunFo
     """Return the run of a plan (its SHA-256) in which a site finished rounds under an approval, valid for one run."""
     runs = list_plan_runs(study, digest)
     return next(
-        (run for run in runs if run.approval_time == approved and run.site_folder(site).list_checkpoints()),
-        None,
+        (run for run in runs if run.approval_time == approved and run.site_folder(site).list_checkpoints()), None
     )
 
 
 def find_summary(
-    study: Study,
-    agreement: str,
-    sites: Sequence[str],
-    without: Sequence[str] = (),
-    *,
-    skip_lost: bool = False,
+    study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, skip_lost: bool = False
 ) -> Summary | None:
     """Return the summary of a finished run of a plan, except the part of sites in `without`.
 
@@ -322,11 +313,7 @@ def _claim_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolde
 
 
 def describe_run(
-    context: RunContext,
-    request: RunRequest,
-    identity: str,
-    run: RunFolder,
-    series: Mapping[str, Any] | None = None,
+    context: RunContext, request: RunRequest, identity: str, run: RunFolder, series: Mapping[str, Any] | None = None
 ) -> None:
     """Write config.toml and manifest.json, with which the run can be repeated."""
     complete = context.pipeline.model_copy(update={"sites": context.names})

@@ -82,12 +82,7 @@ class _RunCost(TypedDict):
 
 
 def dry_run(
-    study: Study,
-    *,
-    method: str,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    backend: str = "mpi",
+    study: Study, *, method: str, pipeline_name: str | None = None, overrides: Sequence[str] = (), backend: str = "mpi"
 ) -> _RunCost:
     """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
@@ -97,10 +92,7 @@ def dry_run(
         assembled = [build_site(context, index) for index in context.running_locally]
         documents = [build_preflight(site, context) for site in assembled]
         preflight.compare_sites(documents)
-        limits, rounds = (
-            {site.name: site.max_epsilon for site in context.sites},
-            context.pipeline.train.rounds,
-        )
+        limits, rounds = ({site.name: site.max_epsilon for site in context.sites}, context.pipeline.train.rounds)
         if warning := check_budgets(documents, limits, rounds):
             print_message(f"  {warning}", "yellow")
         paying = [site for site in assembled if site.name not in context.receivers]
@@ -129,11 +121,7 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
     rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
     schedule = build_schedule(context)
     image_batches = load_batches(
-        site.training_examples(),
-        iter(rows),
-        augment=schedule.make_augment(stream),
-        device=site.device,
-        draws=stream,
+        site.training_examples(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
     )
     start = 0.0
     for number, batch in enumerate(site.units.attach_units(image_batches, rows, site.device)):

@@ -89,8 +89,7 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
     value = "no guarantee (no noise)" if document["epsilon"] is None else f"ε = {document['epsilon']:.3f}"
     if document["delta"] * document["n"] >= 1:
         yield TextLine(
-            f"δ = {document['delta']:g} is not below 1/n: it would allow the publication of whole patches",
-            "yellow",
+            f"δ = {document['delta']:g} is not below 1/n: it would allow the publication of whole patches", "yellow"
         )
     for option in document["ways"]:
         mark = "→" if option["batch_size"] == document["batch_size"] else " "

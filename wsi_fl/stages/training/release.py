@@ -64,8 +64,7 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
 
     pipeline, sites = job.run_on_ranks(prepare_sites)
     rows = job.share_items(
-        sites,
-        lambda job_sites: (_release_site(_build_context(study, pipeline, site), repeat) for site in job_sites),
+        sites, lambda job_sites: (_release_site(_build_context(study, pipeline, site), repeat) for site in job_sites)
     )
     return {"sites": rows} if job.is_first else {}
 
@@ -73,8 +72,7 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
 def _build_context(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
     """Return the context of a single site for `oneshot`, with fresh noise."""
     site_pipeline = pipeline.replace_keys(
-        train={"from_released": False, "folds": None, "fold": None},
-        privacy={"insecure_seed": None, "noise": "own"},
+        train={"from_released": False, "folds": None, "fold": None}, privacy={"insecure_seed": None, "noise": "own"}
     )
     return RunContext.create(study, site_pipeline.model_copy(update={"sites": [site.name]}), STATISTICS_RUN)
 

@@ -124,13 +124,7 @@ def train(
         check_run(context, backend, stores=False)
         return run_launched_rank(context, RunRequest(name))
     return begin_run(
-        study,
-        pipeline,
-        method,
-        name,
-        backend=backend,
-        watcher=watcher or SilentProgress(),
-        is_reported=is_reported,
+        study, pipeline, method, name, backend=backend, watcher=watcher or SilentProgress(), is_reported=is_reported
     )
 
 
@@ -161,12 +155,7 @@ def begin_run(
 
 
 def resume_run(
-    study: Study,
-    run_name: str,
-    *,
-    without: Sequence[str] = (),
-    backend: str = "mpi",
-    watcher: Watcher | None = None,
+    study: Study, run_name: str, *, without: Sequence[str] = (), backend: str = "mpi", watcher: Watcher | None = None
 ) -> Summary:
     """Resume a run from the last round that all its sites had finished, `without` excluded sites.
 
@@ -284,11 +273,7 @@ def train_series(
         )
     series = _build_series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
     for member in series.members:  # all are checked before the first is trained
-        check_run(
-            RunContext.create(study, series.build_pipeline(pipeline, member), method),
-            backend,
-            is_reported=True,
-        )
+        check_run(RunContext.create(study, series.build_pipeline(pipeline, member), method), backend, is_reported=True)
     with RunContext.create(study, pipeline, method) as context:
         _report_series(context, series)
     return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
@@ -310,8 +295,7 @@ def _report_series(context: RunContext, series: _RunSeries) -> None:
     n, target = len(series.members), context.pipeline.privacy.target_epsilon
     if n > 1 and (series.folds or series.sites) and costs_epsilon(context.pipeline):
         print_message(
-            f"  every run is charged on the ledgers by itself: {n} runs cost a site about {n} times as much",
-            "yellow",
+            f"  every run is charged on the ledgers by itself: {n} runs cost a site about {n} times as much", "yellow"
         )
         for site in context.sites:
             if site.real and site.max_epsilon is not None and target and n * target > site.max_epsilon:
@@ -323,11 +307,7 @@ def _report_series(context: RunContext, series: _RunSeries) -> None:
     for name in context.names if series.folds and context.task.kind == "classes" else ():
         if not (context.find_site(name).allows("patches") and context.has_store(name)):
             continue
-        table, classes, n_folds = (
-            context.open_data(name).table,
-            context.open_data(name).classes,
-            series.folds or 1,
-        )
+        table, classes, n_folds = (context.open_data(name).table, context.open_data(name).classes, series.folds or 1)
         for kind, patients in rare_classes(table.patient, table.label, n_folds=n_folds).items():
             print_message(
                 f"  site {name}: {patients} patients of class {classes[kind]} for {n_folds} folds, so some folds test "
@@ -355,14 +335,7 @@ def resume_series(
 
 
 def _complete_series(
-    study: Study,
-    series: _RunSeries,
-    method: str,
-    name: str,
-    pipeline: Pipeline,
-    *,
-    backend: str,
-    watcher: Watcher,
+    study: Study, series: _RunSeries, method: str, name: str, pipeline: Pipeline, *, backend: str, watcher: Watcher
 ) -> SeriesSummary:
     """Finish existing runs and train the others; return the series."""
     runs, members = series.find_runs(study), series.members

@@ -28,13 +28,7 @@ from wsi_fl.learning.examples import (
     sample_patches,
     select_examples,
 )
-from wsi_fl.learning.local import (
-    DPSettings,
-    Learner,
-    predict_examples,
-    replace_nonfinite,
-    take_supervised_step,
-)
+from wsi_fl.learning.local import DPSettings, Learner, predict_examples, replace_nonfinite, take_supervised_step
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
 from wsi_fl.learning.units import Canaries, PrivacyUnits, build_canaries, toss_coins
@@ -342,12 +336,7 @@ def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
 
 
 def build_model(
-    context: RunContext,
-    index: int,
-    role: str,
-    *,
-    common: bool = False,
-    state: Mapping[str, torch.Tensor] | None = None,
+    context: RunContext, index: int, role: str, *, common: bool = False, state: Mapping[str, torch.Tensor] | None = None
 ) -> nn.Module:
     """Return a model of a site: of common kind and seed for a role in COMMON or if `common`, otherwise the site's."""
     site, pipeline, private = context.sites[index], context.pipeline, role not in COMMON and not common

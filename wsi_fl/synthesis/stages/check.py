@@ -36,15 +36,7 @@ from wsi_fl.synthesis.evidence import (
     kernel_distance,
     list_doubts,
 )
-from wsi_fl.synthesis.stages.kinds import (
-    HELD_OUT,
-    Case,
-    Document,
-    Evidence,
-    GeneratorType,
-    pictures_of,
-    shared_phase,
-)
+from wsi_fl.synthesis.stages.kinds import HELD_OUT, Case, Document, Evidence, GeneratorType, pictures_of, shared_phase
 from wsi_fl.synthesis.stages.sample import as_pixels
 from wsi_fl.system.files import site_lock, write_bytes, write_sealed, write_text
 from wsi_fl.types import UsageError, WsiFlError
@@ -198,8 +190,7 @@ def check_lines(document: Document) -> Lines:
     """Yield the verdict, its reasons, and where the pictures are."""
     passed = document["passed"]
     yield TextLine(
-        f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}",
-        "green" if passed else "red",
+        f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}", "green" if passed else "red"
     )
     for reason in document["reasons"]:
         yield TextLine(f"  {reason}", "red")

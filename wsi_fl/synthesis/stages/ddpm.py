@@ -40,16 +40,7 @@ from wsi_fl.synthesis.ddpm import (
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, find_nearest_lpips
-from wsi_fl.synthesis.stages.kinds import (
-    Case,
-    Course,
-    Document,
-    Evidence,
-    GeneratorType,
-    Losses,
-    pictures_of,
-    shape_of,
-)
+from wsi_fl.synthesis.stages.kinds import Case, Course, Document, Evidence, GeneratorType, Losses, pictures_of, shape_of
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.synthesis.state import balance_labels
 from wsi_fl.system.files import site_lock
@@ -127,14 +118,7 @@ def _key_of(denoiser: UNet, *others: Any) -> str:
 
 
 def images_of(
-    study: Study,
-    pipeline: Pipeline,
-    store: PatchStore,
-    denoiser: UNet,
-    *,
-    site: str,
-    watcher: Watcher,
-    part: str,
+    study: Study, pipeline: Pipeline, store: PatchStore, denoiser: UNet, *, site: str, watcher: Watcher, part: str
 ) -> tuple[str, Path]:
     """Return (key, store) of the images that the pipeline draws from a denoiser; draw them where they are not there.
 
@@ -145,11 +129,7 @@ def images_of(
         store: of real patches of the same kind.
         site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
-    ddpm, sampling, shape = (
-        pipeline.find_section(Ddpm),
-        _sampling_of(pipeline.find_section(Ddpm)),
-        denoiser.shape,
-    )
+    ddpm, sampling, shape = (pipeline.find_section(Ddpm), _sampling_of(pipeline.find_section(Ddpm)), denoiser.shape)
     labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.synthetic_path(key)

@@ -23,10 +23,7 @@ _PREAMBLE_BYTES = 128
 _SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
 """The SOP class of whole-slide images."""
 _IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99"))
-_READABLE_SYNTAXES = {
-    _EXPLICIT_SYNTAX,
-    *(f"1.2.840.10008.1.2.4.{number}" for number in ("50", "90", "91")),
-}
+_READABLE_SYNTAXES = {_EXPLICIT_SYNTAX, *(f"1.2.840.10008.1.2.4.{number}" for number in ("50", "90", "91"))}
 """Transfer syntaxes that OpenSlide reads: uncompressed, JPEG baseline, JPEG 2000."""
 _CODECS = {
     _IMPLICIT_SYNTAX: "implicit VR",
@@ -299,10 +296,7 @@ def _read_values(data: mmap.mmap) -> dict[int, bytes]:
     syntax = _decode_text(values.get(_TEXT_TAGS["syntax"], b""))
     dataset: bytes | mmap.mmap = data
     if syntax == _DEFLATED_SYNTAX:
-        dataset, position = (
-            zlib.decompressobj(-zlib.MAX_WBITS).decompress(data[position:], _MAX_INFLATED_BYTES),
-            0,
-        )
+        dataset, position = (zlib.decompressobj(-zlib.MAX_WBITS).decompress(data[position:], _MAX_INFLATED_BYTES), 0)
     for tag, value, next_start in _iterate_elements(
         dataset, position, explicit=syntax != _IMPLICIT_SYNTAX, until=_FRAMES_TAG
     ):

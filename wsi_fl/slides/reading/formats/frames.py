@@ -25,20 +25,13 @@ def find_contradiction(path: Path, colors: str) -> str:
     Args:
         colors: the photometric interpretation.
     """
-    with (
-        require_regular_file(path).open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
+    with require_regular_file(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         frame = _first_frame(data)
     try:
         encoding = _jpeg2000_encoding(frame) if frame.startswith(_CODESTREAM) else _jpeg_encoding(frame)
     except (struct.error, IndexError):  # a damaged frame is reported when it is read
         return ""
-    fits = {
-        _RGB: colors == "RGB",
-        _YBR: colors.startswith("YBR"),
-        _UNTRANSFORMED: colors not in {"YBR_ICT", "YBR_RCT"},
-    }
+    fits = {_RGB: colors == "RGB", _YBR: colors.startswith("YBR"), _UNTRANSFORMED: colors not in {"YBR_ICT", "YBR_RCT"}}
     return "" if fits.get(encoding, True) else encoding
 
 

@@ -11,13 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.reading.formats.levels import select_levels
-from wsi_fl.slides.reading.formats.source import (
-    Mpp,
-    PixelSource,
-    build_array_levels,
-    digest_file,
-    import_extra,
-)
+from wsi_fl.slides.reading.formats.source import Mpp, PixelSource, build_array_levels, digest_file, import_extra
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
