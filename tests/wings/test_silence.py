@@ -393,7 +393,7 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
     file = study.root / "sites" / "S0.toml"
     began = file.read_text()
     file.write_text(began.replace("delta = 1e-5", "delta = 1e-6"))
-    words = "delta = 1e-06 is smaller than the 1e-05 of this run"
+    words = "delta = 1e-06 is below the 1e-05 of this run"
     refused(lambda: resume_run(study, "1", backend="local"), words)
     file.write_text(began.replace("max_epsilon = 50.0", f"max_epsilon = {once}"))
     row = resume_run(study, "1", backend="local")["sites"][0]

@@ -91,8 +91,8 @@ class Comm(Protocol):
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the JSON document of each running site, in site order: plans and tallies, never data.
 
-        Raises `ProtocolError` when a document is not of the agreed kind (none is used then), and `PeerTimeout` when it does
-        not arrive in time.
+        Raises `ProtocolError` when a document is not of the agreed kind (none is used then), and `PeerTimeout` when it
+        does not arrive in time.
 
         Args:
             documents: of the sites in this process; disclosed to all running sites.
@@ -212,8 +212,8 @@ class MpiComm:
         running, n_sites: the sites that have a rank, and how many the study has; default: all ranks.
         names: of all sites of the study, for messages; default: their indices.
         report_waiting: called now and then while this rank waits for peers.
-        report_late: called again and again with the sites that are later than timeout_s; the launcher decides which sites
-            dropped out. Without it such a wait raises PeerTimeout.
+        report_late: called again and again with the sites that are later than timeout_s; the launcher decides which
+            sites dropped out. Without it such a wait raises PeerTimeout.
     """
 
     timeout_s: float

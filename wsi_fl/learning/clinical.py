@@ -313,7 +313,8 @@ def describe_class(
 def describe_subgroups(
     groups: Names, positive: _Flags, case: _Flags, score: _Floats, min_patients: int = MIN_SUBGROUP
 ) -> dict[str, dict[str, object] | None]:
-    """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `min_patients` patients.
+    """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `min_patients`
+    patients.
 
     Values with fewer than `min_patients` cases or others are None too. "" is the group of patients without one.
     """

@@ -154,8 +154,8 @@ def gate_ensemble(
     standard error.
 
     Args:
-        local, federated: predictions float64[n, classes], of the local model cross-validated by patient, of the federated
-            one not overfitted to these examples.
+        local, federated: predictions float64[n, classes], of the local model cross-validated by patient, of the
+            federated one not overfitted to these examples.
         labels: int64[n], of at least two classes.
         patient: str[n]; "" for an unknown one, different from all others.
     """

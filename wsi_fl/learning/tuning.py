@@ -281,7 +281,8 @@ def tune_hyperparameters(
     Args:
         labels: the truth of n examples.
         defaults: the initial settings.
-        train_and_predict: settings, training mask bool[n] → predictions for the other examples by a model trained on these.
+        train_and_predict: settings, training mask bool[n] → predictions for the other examples by a model trained on
+            these.
         folds: number of folds for a choice, where there are enough patients.
 
     Returns:

@@ -58,12 +58,13 @@ class SharedHead(nn.Module):
     Attributes:
         shape: (columns, d + 1).
         sums: float32[k + columns], packed sums and counts, and the public variances of the noise by column.
-        released: float64[k + columns], this site's release, and `noiseless_statistics` float64[k], the same without noise.
-        local_sums: float64[columns, d + 1], sums and counts of the local examples, and `scatter` float64[d, d], their scatter
-            about the means of their classes, or about the mean of all for other tasks.
+        released: float64[k + columns], this site's release, and `noiseless_statistics` float64[k], the same without
+            noise.
+        local_sums: float64[columns, d + 1], sums and counts of the local examples, and `scatter` float64[d, d], their
+            scatter about the means of their classes, or about the mean of all for other tasks.
         total_sum_of_squares: for a number, Σ (u − ū)² of the local examples' places in the range.
-        design_effect: the design effect, the variance of means of local examples relative to that of independent ones; 1 for
-            one example per patient.
+        design_effect: the design effect, the variance of means of local examples relative to that of independent ones;
+            1 for one example per patient.
         rows_per_unit: number of examples averaged in a unit: 1, or the mean number of the local patients.
         clip_scale: divisor of a unit's z before the sum: 1, or the clipping norm where units are patients.
         n_sites: number of sites in the mean `sums`; 0 before the exchange.
@@ -542,8 +543,8 @@ def _shrink_slope(
 
     The gradient Σ r z has the mean V C β, with the information V and the covariance C of z, here `within`, and the
     variance sampled · C + noise · I. The prior of β is isotropic; its scale is such that z explains from 1 % to three
-    times the variance of residuals (`residual_variance`, in parts of the value in V), averaged by evidence (MacKay, "Bayesian
-    interpolation", Neural Computation 1992).
+    times the variance of residuals (`residual_variance`, in parts of the value in V), averaged by evidence (MacKay,
+    "Bayesian interpolation", Neural Computation 1992).
     """
     spread, axes = torch.linalg.eigh(within)
     spread, coefficients = spread.clamp(min=_TINY), axes.mT @ gradient / information

@@ -233,7 +233,8 @@ def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
         axes.plot(x, [point["aggregated"] for point in points], color=ACCENT, marker="o", ms=4)
         axes.set(xlabel="generated images of each class", ylabel="accuracy")
         points_text = "; ".join(
-            f"{point['per_class']}: {format_number(point['aggregated'])}, sites {format_number(point['mean'])} on average"
+            f"{point['per_class']}: {format_number(point['aggregated'])}, sites {format_number(point['mean'])} "
+            "on average"
             for point in points
         )
         alt = f"Accuracy of the aggregated predictions over generated images of each class: {points_text}."

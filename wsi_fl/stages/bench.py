@@ -1,4 +1,5 @@
-"""`run_benchmark`: benefit of methods for hospitals sampled from one table of features, with local and pooled baselines.
+"""`run_benchmark`: benefit of methods for hospitals sampled from one table of features, with local and pooled
+baselines.
 
 Every method trains linear heads in memory, by the same loop as studies, without stores, runs and ledgers.
 """
@@ -723,7 +724,8 @@ def _read_folder(path: Path, labels: Path | None, excluded: list[ExcludedSlide])
     if not entries:
         why = "" if slides & set(files) else f"{describe_mismatch(slides, files)}; "
         raise UsageError(
-            f"{labels}: none of its slides has a label and features in {path}; {why}{_describe_skipped_slides(excluded)}"
+            f"{labels}: none of its slides has a label and features in {path}; "
+            f"{why}{_describe_skipped_slides(excluded)}"
         )
     means, label, patient = zip(*entries, strict=True)
     if len({len(mean) for mean in means}) > 1:

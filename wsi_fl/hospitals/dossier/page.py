@@ -95,7 +95,8 @@ def make_dossier(
     """
     if not plan_path(study).is_file():
         raise UsageError(
-            f"{study.relative_path(plan_path(study))}: no plan lies here; sign one with `wsi-fl federation approve PLAN`"
+            f"{study.relative_path(plan_path(study))}: no plan lies here; sign one with `wsi-fl federation "
+            "approve PLAN`"
         )
     opened_kit, plan = (Kit.open(kit) if kit else None), FederationPlan.load(plan_path(study))
     name = site or (opened_kit.name if opened_kit and opened_kit.role == "hospital" else None)

@@ -69,7 +69,8 @@ def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
 
 
 def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Any]:
-    """Return the replies that the server passed on, by hospital, or ProtocolError; failures alone if any hospital failed.
+    """Return the replies that the server passed on, by hospital, or ProtocolError; failures alone if any hospital
+    failed.
 
     Args:
         replies: by site; a site without a reply is missing, or has an empty document.

@@ -146,8 +146,8 @@ class _MethodRow:
     Attributes:
         settings: distinguish the row from others of its method.
         values: per run, {site: {metric: value or None}} by the model's site, or by the left-out site.
-        patient_scores: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient in
-            one test part per seed.
+        patient_scores: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient
+            in one test part per seed.
     """
 
     method: str

@@ -154,7 +154,8 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
         raise UsageError("compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')")
     if receiver_run := next((run for run in runs if not run.summary["sites"]), None):
         raise UsageError(
-            f"{study.relative_path(receiver_run.folder.path)}: only a site without labels is here, with nothing to compare"
+            f"{study.relative_path(receiver_run.folder.path)}: only a site without labels is here, with "
+            "nothing to compare"
         )
     first = runs[0]
     for run in runs[1:]:
@@ -162,7 +163,8 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
         run_question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
         if run_question != first_question:
             raise UsageError(
-                f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); compare runs of one target"
+                f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); "
+                "compare runs of one target"
             )
         if run.division != first.division:
             raise UsageError(
@@ -286,7 +288,8 @@ def _pipeline_like(study: Study, pipeline: Pipeline, run: FinishedRun) -> Pipeli
 def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> FinishedRun:
     name, overrides = _training_recipe(study, reference)
     watcher.print_message(
-        f"  no run yet of local models without DP, {reference.repetition}; training it: {_training_command(name, overrides)}"
+        f"  no run yet of local models without DP, {reference.repetition}; training it: "
+        f"{_training_command(name, overrides)}"
     )
     context = RunContext.create(study, reference.pipeline, LOCAL_METHOD)
     backend = "local" if context.may_merge or len(context.sites) == 1 else "mpi"

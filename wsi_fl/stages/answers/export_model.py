@@ -330,7 +330,7 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
     """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
 
     Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
-    is exported without the site's exact statistics (`solve_released_head`), and its scores are those of the exported head.
+    is exported without the site's exact statistics (`solve_released_head`), and its scores are the exported head's.
     """
     context, evaluation = request.context, request.context.run.read_evaluation()
     is_head_only = request.model_name == "shared" and context.method.is_oneshot
@@ -420,7 +420,8 @@ def _render_card(card: Mapping[str, Any]) -> str:
     benefit_text = None
     if gain:
         ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
-        score_text = f"In the run federation{ensemble_note} reached {format_number(gain['federated']['mean'], 2)} in {gain['measure']}"
+        score = format_number(gain["federated"]["mean"], 2)
+        score_text = f"In the run federation{ensemble_note} reached {score} in {gain['measure']}"
         benefit_text = worth.build_benefit_finding(gain, score_text, "local models without differential privacy").text
     context = {
         "card": card,

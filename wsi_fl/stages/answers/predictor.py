@@ -212,7 +212,8 @@ class Predictor:
         raise WsiFlError(
             f"{record.slide}: not in the store of site {self.site.name}, "
             f"whose features of {encoder_label} were imported, so "
-            f"a new slide can't be encoded here; {receiver_hint if METHODS[self.run.manifest['method']].is_oneshot else ''}"
+            "a new slide can't be encoded here; "
+            f"{receiver_hint if METHODS[self.run.manifest['method']].is_oneshot else ''}"
             f"give its features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
         )
 

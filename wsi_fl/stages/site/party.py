@@ -222,6 +222,7 @@ def restore_study(study: Study, run: RunFolder, *, is_resumed: bool = False) -> 
         )
         if is_resumed and initial_delta is not None and current_delta is not None and current_delta < initial_delta:
             raise UsageError(
-                f"sites/{name}.toml: delta = {current_delta:g} is smaller than the {initial_delta:g} of this run; start a new run"
+                f"sites/{name}.toml: delta = {current_delta:g} is below the {initial_delta:g} of this run; "
+                "start a new run"
             )
     return restored

@@ -130,7 +130,8 @@ def load_local_statistics(context: RunContext, name: str) -> tuple[ReleasedStati
     label = study.relative_path(study.release_path(name))
     if (statistics := context.statistics.get(name)) is None:
         raise UsageError(
-            f"site {name} has released no statistics, and this plan sends them; there: `wsi-fl statistics --site {name}`"
+            f"site {name} has released no statistics, and this plan sends them; there: `wsi-fl statistics "
+            f"--site {name}`"
         )
     terms = build_terms(site, context.pipeline, find_guarantee(context.method, context.pipeline))
     ledger = open_ledger(study, site, STATISTICS_RUN, terms)

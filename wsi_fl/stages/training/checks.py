@@ -138,7 +138,8 @@ def _check_disclosures(context: RunContext) -> None:
             contents = ", ".join(f'"{content}"' for content in dict.fromkeys(disclosure.content for disclosure in bare))
             raise UsageError(
                 f"sites/{site.name}.toml: a {forbidden[0].content} without differential privacy may not leave this "
-                f"site; add allow = [{contents}] there{', or switch privacy on' if forbidden[0].protection == 'dp' else ''}"
+                f"site; add allow = [{contents}] "
+                f"there{', or switch privacy on' if forbidden[0].protection == 'dp' else ''}"
             )
     if row.find_disclosure("buffer") is not None and len(context.sites) < 2:
         raise UsageError(f"{name} needs two sites or more, which exchange buffers")

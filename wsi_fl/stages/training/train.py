@@ -228,7 +228,7 @@ def _start_run(context: RunContext, backend: str, watcher: Watcher) -> Summary:
 
 
 def summary_lines(summary: Summary, return_command: str = "") -> Lines:
-    """Yield the summary for people; `return_command`: the command for the return of a site, by default `train --resume`."""
+    """Yield the summary for people; `return_command` brings a site back, by default `train --resume`."""
     for row in summary["sites"]:
         yield TextLine(f"  {row['site']}: {row['rounds']} rounds, {describe_spending(row)}")
     if detection_line := describe_worst_detection(summary["sites"]):

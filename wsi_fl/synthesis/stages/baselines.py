@@ -151,7 +151,8 @@ def baselines_lines(document: dict[str, Any]) -> Lines:
     if len(document["curve"]) > 2:
         for point in document["curve"]:
             yield TextLine(
-                f"  {point['per_class']} generated images of each class: mean {format_number(point['mean'])}, aggregated "
+                f"  {point['per_class']} generated images of each class: mean {format_number(point['mean'])}, "
+                "aggregated "
                 f"{format_number(point['aggregated'])}"
             )
     yield TextLine(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")

@@ -54,7 +54,8 @@ def _drawn(party: RunContext, data: PatchData, shape: BufferShape, index: int) -
     folder, document = GAN.trained(study, site)
     if not is_source_store(data.store, document["store"]):
         raise UsageError(
-            f"{study.relative_path(folder.path)}: was trained on another store of site {site}, which may hold what is for "
+            f"{study.relative_path(folder.path)}: was trained on another store of site {site}, which may hold "
+            "what is for "
             f"testing now; run `wsi-fl synthesize train --site {site} --again`"
         )
     found = GAN.provenance(folder, document)
