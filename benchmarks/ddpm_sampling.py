@@ -21,9 +21,9 @@ import torch
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import Sampling, draw_images
-from wsi_fl.synthesis.stages.check import quality_of
+from wsi_fl.synthesis.stages.check import compute_quality
 from wsi_fl.synthesis.stages.ddpm import KIND, load_denoiser
-from wsi_fl.synthesis.stages.kinds import HELD_OUT, pictures_of
+from wsi_fl.synthesis.stages.kinds import HELD_OUT, load_images
 from wsi_fl.synthesis.state import balance_labels
 
 
@@ -31,7 +31,7 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
     """Both samplers on the same labels and seed, one batch each."""
     study = Study.find()
     pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
-    denoiser = load_denoiser(KIND.trained(study, site)[0])
+    denoiser = load_denoiser(KIND.require_trained(study, site)[0])
     shape = denoiser.shape
     labels = balance_labels(shape.n_classes, -(-n // shape.n_classes))
     rows: dict[str, Any] = {}
@@ -45,10 +45,10 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
         sets[name] = torch.cat(list(draw_images(denoiser, labels, sampling, seed=0)))
         rows[name] = {"seconds": time.perf_counter() - began}
     with open_store(study, site) as store:
-        held_out = pictures_of(store, shape.resolution, *HELD_OUT).images
-        training = pictures_of(store, shape.resolution, "train").images
+        held_out = load_images(store, shape.resolution, *HELD_OUT).images
+        training = load_images(store, shape.resolution, "train").images
     chosen = np.random.default_rng(0).permutation(len(training))[: len(labels)]
-    quality, note = quality_of(study, pipeline, held_out, sets | {"training": training[chosen]})
+    quality, note = compute_quality(study, pipeline, held_out, sets | {"training": training[chosen]})
     for name in sets:
         rows[name] |= quality.get(name, {})
     whole = rows[f"ddpm {shape.chain}"]["seconds"]

@@ -33,7 +33,7 @@ from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.work.console import ProgressBars
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study, find_shipped_folder
-from wsi_fl.synthesis.stages.baselines import baselines
+from wsi_fl.synthesis.stages.baselines import run_baselines
 
 SITES = ("A", "B", "C")
 TEST_SHARE = 0.2
@@ -138,7 +138,9 @@ def measured(study: Study, setting: Setting, seed: int, args: argparse.Namespace
     overrides = ["mpcpa.unchecked=true", "evaluate.bootstrap=0", f"ddpm.seed={seed}", f"train.seed={seed}"]
     overrides += args.set
     with ProgressBars(f"{setting.name}, seed {seed}") as watcher:
-        document = baselines(study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher)
+        document = run_baselines(
+            study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher
+        )
     runs = {method: right(study.root / run).tolist() for method, run in document["runs"].items()}
     seconds = time.perf_counter() - began
     return {"setting": setting.name, "seed": seed, "seconds": seconds, "right": runs, "table": document}

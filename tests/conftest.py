@@ -460,21 +460,21 @@ def as_ranks(monkeypatch):
 def train_generator(study, *, site, overrides=(), **given):
     """`synthesize train` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
-    from wsi_fl.synthesis.stages.kinds import kind_of
+    from wsi_fl.synthesis.stages.kinds import load_kind
     from wsi_fl.synthesis.stages.train import train_generator
 
     pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
-    return train_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site, **given)
+    return train_generator(study, pipeline, load_kind(pipeline.find_section(Synthesis).generator), site, **given)
 
 
 def check(study, *, site, overrides=()):
     """`synthesize check` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.check import check_generator
-    from wsi_fl.synthesis.stages.kinds import kind_of
+    from wsi_fl.synthesis.stages.kinds import load_kind
 
     pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
-    return check_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site)
+    return check_generator(study, pipeline, load_kind(pipeline.find_section(Synthesis).generator), site)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from wsi_fl.synthesis.ddpm import (
 )
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.stages.ddpm import KIND
-from wsi_fl.synthesis.stages.sample import sample
+from wsi_fl.synthesis.stages.sample import sample_generator
 from wsi_fl.types import WsiFlError
 
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def study(tmp_path_factory):
 
 
 def test_training_keeps_json_and_safetensors_alone(study):
-    folder = KIND.folder(study, "S1")
+    folder = KIND.find_folder(study, "S1")
     document = folder.read_document()
     assert document["finished"] and document["sha256"] == folder.compute_digest("denoiser")
     assert folder.read_metrics()[-1]["iteration"] == 6
@@ -227,14 +227,14 @@ def test_other_settings_want_again_and_wrong_ones_are_named(study):
 
 
 def test_sampling_waits_for_a_passed_check(study):
-    folder = KIND.folder(study, "S1")
+    folder = KIND.find_folder(study, "S1")
     folder.check_path.unlink(missing_ok=True)
-    refused(lambda: sample(study, site="S1", n_per_class=3), "was not run", error=WsiFlError)
+    refused(lambda: sample_generator(study, site="S1", n_per_class=3), "was not run", error=WsiFlError)
     document = check(study, site="S1")
     assert document["passed"] and document["memorization"]["n_generated"] == 10, document["reasons"]
     page = (study.root / document["files"]["page"]).read_text()
     assert "Nearest training images" in page and "Closest pairs" in page and "Passed" in page
-    made = sample(study, site="S1", n_per_class=3, as_site=True)
+    made = sample_generator(study, site="S1", n_per_class=3, as_site=True)
     with PatchStore(study.root / made["store"]) as store:
         assert np.bincount(store.table.label).tolist() == [3, 3] and store.meta.spec.size_px == 8
     assert made["generator"]["sampling"] == document["sampling"]
@@ -250,5 +250,5 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     interrupted(other, more, signal.SIGKILL, 2, KIND)
     train_generator(other, site="S1", overrides=more)
     assert same(*(load_file(one.denoiser_path("S1") / "denoiser.safetensors") for one in (whole, other)))
-    lines = [line["iteration"] for line in KIND.folder(other, "S1").read_metrics()]
+    lines = [line["iteration"] for line in KIND.find_folder(other, "S1").read_metrics()]
     assert lines == sorted(set(lines))

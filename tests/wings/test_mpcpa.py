@@ -18,8 +18,8 @@ from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.stages.baselines import baselines
-from wsi_fl.synthesis.stages.mpcpa import _ready
+from wsi_fl.synthesis.stages.baselines import run_baselines
+from wsi_fl.synthesis.stages.mpcpa import _prepare_denoiser
 from wsi_fl.system.files import read_json, read_lines
 from wsi_fl.types import WsiFlError
 
@@ -169,7 +169,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):
     """Planted: what it draws are its training images, all but invisibly changed."""
     study, six = own, "ddpm.samples_per_class=6"
 
-    def planted(denoiser, labels, sampling, *, seed, told=None):
+    def planted(denoiser, labels, sampling, *, seed, progress=None):
         with PatchStore(study.store_path("S1")) as store:
             rows = np.flatnonzero(store.table.split == "train")[: len(labels)]
             pixels = store.read(rows).reshape(len(rows), 8, 2, 8, 2, 3).mean((2, 4)).round().astype(int)
@@ -186,15 +186,17 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):
         line for line in before if line.get("released")
     ]
     pipeline = study.load_pipeline(study.pipeline_name(None), [six, "mpcpa.unchecked=true"])
-    _ready(study, pipeline, "S1", SilentProgress())
+    _prepare_denoiser(study, pipeline, "S1", SilentProgress())
     real(study, "S1", ["generator", "model"])
-    refused(lambda: _ready(study, pipeline, "S1", SilentProgress()), "S1", "is not released", error=WsiFlError)
+    refused(
+        lambda: _prepare_denoiser(study, pipeline, "S1", SilentProgress()), "S1", "is not released", error=WsiFlError
+    )
 
 
 @pytest.mark.slow
 def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(own):
     study = own
-    document = baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
+    document = run_baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
     rows = {row["row"]: row["accuracy"] for row in document["rows"]}
     joined = ["mean A", "mean B", "aggregated A", "aggregated B", "all original", "all generated", "FedAvg"]
     assert list(rows) == [*(f"{kind}{k}" for kind in "AB" for k in (1, 2, 3)), *joined]
@@ -206,9 +208,9 @@ def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(own):
     assert document["curve"][-1]["aggregated"] == rows["aggregated B"]
     assert set(document["curve"][1]["sites"]) == set(SITES)
     n_runs = len(list(study.runs_path.glob("0*")))
-    baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
+    run_baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
     assert len(list(study.runs_path.glob("0*"))) == n_runs, "runs that are there are not made again"
-    more = lambda: baselines(study, backend="local", overrides=["mpcpa.curve=[6]"])  # noqa: E731
+    more = lambda: run_baselines(study, backend="local", overrides=["mpcpa.curve=[6]"])  # noqa: E731
     refused(more, "6 images", "5 are drawn")
     page = write_report(study, document["run"]).read_text(encoding="utf-8")
     assert "How many generated images" in page and "9 transfers" in page

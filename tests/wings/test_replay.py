@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_one_line_and_privacy_that_is_not_there_is_not_pret
 @pytest.mark.parametrize("buffer", [14_300, 700_000, 10_000_000])
 def test_a_buffer_that_memory_cannot_hold_is_refused_before_any_is_drawn(study, buffer, monkeypatch):
     monkeypatch.setattr(buffers, "free_bytes", lambda: 10**6)
-    monkeypatch.setattr(buffers, "_drawn", lambda *_: pytest.fail("it was drawn"))
+    monkeypatch.setattr(buffers, "_draw_buffer", lambda *_: pytest.fail("it was drawn"))
     begun = partial(run, study, "replay", f"replay.buffer={buffer}")
     refused(begun, f"replay.buffer = {buffer}: ", "0.001 GB are free; at most ")
 

@@ -122,7 +122,7 @@ KINDS = (
     SummaryRow,
     _RunProposal,
     _FolderClaim,
-    mpcpa.Size,
+    mpcpa.SizeNotice,
     _ScoringOffer,
 )
 KINDS += (
@@ -138,7 +138,7 @@ KINDS += (
     StatisticsOffer,
     StatisticsFile,
 )
-KINDS += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
+KINDS += (mpcpa.ImagesNotice, mpcpa.DenoiserNotice, mpcpa.ClassifierNotice)
 
 
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):

@@ -28,7 +28,7 @@ from wsi_fl.stores.shards import pack_store
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stages.gan import KIND, _load_gan
-from wsi_fl.synthesis.stages.sample import sample
+from wsi_fl.synthesis.stages.sample import sample_generator
 from wsi_fl.synthesis.state import quantize_images
 from wsi_fl.synthesis.stylegan2 import upsample_maps
 from wsi_fl.system.files import read_lines, write_sealed
@@ -74,7 +74,7 @@ def checked(trained):
 
 
 def digest_of(study):
-    return KIND.trained(study, "S1")[0].compute_digest("after")
+    return KIND.require_trained(study, "S1")[0].compute_digest("after")
 
 
 def tensors(study, phase="after"):
@@ -82,7 +82,7 @@ def tensors(study, phase="after"):
 
 
 def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
-    folder, document = KIND.trained(trained, "S1")
+    folder, document = KIND.require_trained(trained, "S1")
     assert document["finished"] and document["margin"] > 0
     for phase, iterations in (("before", 4), ("after", 6)):
         assert document["phases"][phase]["iterations"] == iterations
@@ -102,8 +102,8 @@ def test_other_settings_want_again(trained, tmp_path):
     study = make_study(tmp_path / "study")
     train_generator(study, site="S1", overrides=["gan.privacy_iterations=0"])
     assert not (study.generator_path("S1") / "after.safetensors").exists()
-    assert KIND.trained(study, "S1")[1]["phases"].keys() == {"before"}
-    train_generator(study, site="S1", again=True)
+    assert KIND.require_trained(study, "S1")[1]["phases"].keys() == {"before"}
+    train_generator(study, site="S1", restart=True)
     assert (study.generator_path("S1") / "after.safetensors").exists()
 
 
@@ -111,7 +111,7 @@ def test_other_settings_want_again(trained, tmp_path):
 def halfway(trained, tmp_path):
     """A training that was killed just before its end: checkpoints of iterations 4 and 6."""
     study = Study(shutil.copytree(trained.root, tmp_path / "halfway"))
-    folder = KIND.folder(study, "S1")
+    folder = KIND.find_folder(study, "S1")
     folder.write_document(folder.read_document() | {"finished": False})
     assert folder.list_iterations() == [4, 6]
     return study, folder, [folder.path / "state" / f"iteration_{k:07d}.safetensors" for k in (4, 6)]
@@ -121,7 +121,7 @@ def said_of(study):
     """(lines that were said, lines of `check`) of a training that goes on."""
     damaged = check_stores(study, site="S1")["sites"][0]["damaged"]
     lines = []
-    train_generator(study, site="S1", watcher=SimpleNamespace(update=lambda *_: None, say=lines.append))
+    train_generator(study, site="S1", watcher=SimpleNamespace(update=lambda *_: None, print_message=lines.append))
     return lines, damaged
 
 
@@ -130,8 +130,8 @@ def test_a_checkpoint_that_is_gone_is_said_in_one_line_and_made_again(trained, h
     newest.unlink()
     (line,), (damaged,) = said_of(study)
     assert line == damaged and newest.name in line and "goes on from iteration 4" in line and "\n" not in line
-    assert folder.iterations() == [4, 6] and same(tensors(study), tensors(trained))
-    assert folder.metrics()[-1]["iteration"] == 6 and said_of(study) == ([], [])
+    assert folder.list_iterations() == [4, 6] and same(tensors(study), tensors(trained))
+    assert folder.read_metrics()[-1]["iteration"] == 6 and said_of(study) == ([], [])
 
 
 def test_a_checkpoint_in_another_s_place_is_refused(halfway):
@@ -178,7 +178,7 @@ def interrupted(study, settings, how, after, kind=KIND):
     command += ["--generator", kind.name]
     command += [word for one in settings for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
-    folder = kind.folder(study, "S1")
+    folder = kind.find_folder(study, "S1")
     deadline = time.monotonic() + 300
     while max(folder.list_iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
@@ -186,7 +186,7 @@ def interrupted(study, settings, how, after, kind=KIND):
         time.sleep(0.005)
     process.send_signal(how)
     said = process.communicate()[1]
-    refused(lambda: kind.trained(study, "S1"), "has not finished", error=WsiFlError)
+    refused(lambda: kind.require_trained(study, "S1"), "has not finished", error=WsiFlError)
     return process.returncode, said
 
 
@@ -214,7 +214,7 @@ def test_a_real_site_gets_no_untrained_distance(tmp_path):
 def test_the_verdict_has_all_that_was_asked_for(checked):
     study, document = checked
     assert document["passed"], document["reasons"]
-    assert document == KIND.folder(study, "S1").read_check()
+    assert document == KIND.find_folder(study, "S1").read_check()
     assert document["generator"] == {"phase": "after", "sha256": digest_of(study)}
     for phase in ("before", "after"):
         for what in ("nearest sample", "projection"):
@@ -251,19 +251,19 @@ def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
     write_sealed(path, document)
-    refused(lambda: sample(study, site="S1", n_per_class=2), "another generator", error=WsiFlError)
+    refused(lambda: sample_generator(study, site="S1", n_per_class=2), "another generator", error=WsiFlError)
     path.unlink()
     found = wsi_fl("synthesize", "sample", "--site", "S1", "--n-per-class", "3", cwd=study.root)
     assert found.returncode == 1 and found.stderr.count("wsi-fl: error") == 1
     assert "`synthesize check` was not run" in found.stderr
     assert not (study.root / "stores" / "S1-synthetic").exists()
-    told = sample(study, site="S1", n_per_class=3, despite_failed_check=True)
+    told = sample_generator(study, site="S1", n_per_class=3, despite_failed_check=True)
     assert told["generator"]["check"] == "not run"
 
 
 def test_a_synthetic_store_is_a_patch_store_that_says_so_and_takes_the_place_of_no_real_one(checked):
     study, _ = checked
-    document = sample(study, site="S1", n_per_class=5, name="twin", seed=3, as_site=True)
+    document = sample_generator(study, site="S1", n_per_class=5, name="twin", seed=3, as_site=True)
     with open_store(study, "twin") as store:
         table, provenance = store.table, json.loads(store.meta.generator)
         assert (len(store), store.meta.spec.size_px, len(np.unique(table.patient))) == (10, 16, 10)
@@ -282,14 +282,14 @@ def test_a_synthetic_store_is_a_patch_store_that_says_so_and_takes_the_place_of_
     with open_store(study, "S1") as store:
         assert store.meta.generator is None
     refused(lambda: train_generator(study, site="twin"), "synthetic already")
-    refused(lambda: sample(study, site="S1", n_per_class=2, name="S1"), "real patches")
-    refused(lambda: sample(study, site="S1", n_per_class=0), "at least 1")
-    refused(lambda: sample(study, site="S2", n_per_class=2), "unknown site")
+    refused(lambda: sample_generator(study, site="S1", n_per_class=2, name="S1"), "real patches")
+    refused(lambda: sample_generator(study, site="S1", n_per_class=0), "at least 1")
+    refused(lambda: sample_generator(study, site="S2", n_per_class=2), "unknown site")
 
 
 def test_models_train_on_a_synthetic_store(checked):
     study, _ = checked
-    sample(study, site="S1", n_per_class=8, name="both", as_site=True)
+    sample_generator(study, site="S1", n_per_class=8, name="both", as_site=True)
     given = {"pipeline_name": "gan", "backend": "local"}
     both = 'sites=["both", "S1"]'
     summary = train(study, method="fedavg", overrides=[both, "privacy.enabled=false"], **given)
@@ -300,7 +300,7 @@ def test_models_train_on_a_synthetic_store(checked):
 
 def test_features_of_synthetic_patches_say_so_too(own):
     study = own
-    sample(study, site="S1", n_per_class=8, name="both", as_site=True)
+    sample_generator(study, site="S1", n_per_class=8, name="both", as_site=True)
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
     known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
@@ -314,10 +314,10 @@ def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(
     study = own
     path = study.root / "sites" / "S1.toml"
     path.write_text(path.read_text().replace("real = false", "real = true"))
-    refused(lambda: sample(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
+    refused(lambda: sample_generator(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
     assert not study.store_path("S1-synthetic").exists()
     path.write_text(path.read_text() + '\nallow = ["generator"]\n')
-    assert sample(study, site="S1", n_per_class=2, as_site=True)["site_file"]
+    assert sample_generator(study, site="S1", n_per_class=2, as_site=True)["site_file"]
 
 
 def soft_images(rng, n):
@@ -332,7 +332,7 @@ def plant_copier(study, coarse, labels):
     With one latent dimension, normalised, z is −1 or 1: two styles per class. The 4-px features are made independent of
     the style, so the first image is linear in its own style, for which two linear systems are solved.
     """
-    folder, document = KIND.trained(study, "S1")
+    folder, document = KIND.require_trained(study, "S1")
     copier = _load_gan(folder, "after").double()
     synthesis = copier.synthesis
     z = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(labels) // 2)[:, None]
@@ -375,7 +375,7 @@ def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_f
     assert (copying["copies_training"], copying["copies_held_out"]) == (24, 0)
     assert any("reproduced almost exactly" in reason for reason in document["reasons"])
     words = ("not passed", "--despite-failed-check")
-    refused(lambda: sample(study, site="S1", n_per_class=2), *words, error=WsiFlError)
+    refused(lambda: sample_generator(study, site="S1", n_per_class=2), *words, error=WsiFlError)
     assert not study.store_path("S1-synthetic").exists()
-    told = sample(study, site="S1", n_per_class=2, despite_failed_check=True)
+    told = sample_generator(study, site="S1", n_per_class=2, despite_failed_check=True)
     assert told["generator"]["check"] == "failed" and told["generator"]["reasons"]

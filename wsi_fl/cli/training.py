@@ -117,8 +117,8 @@ def train(
     if row is not None:
         options.pop("method")
         baseline_module = import_module(row.baselines)
-        work = partial(baseline_module.baselines, study, **options, backend=backend)
-        run_work("train", work, as_json, baseline_module.baselines_lines)
+        work = partial(baseline_module.run_baselines, study, **options, backend=backend)
+        run_work("train", work, as_json, baseline_module.render_baseline_lines)
         return
 
     def run_training(watcher: Watcher) -> Summary | SeriesSummary:

@@ -70,8 +70,8 @@ class Disclosure:
         protection: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
             permission alone, given by name in the site's file.
         timing: all rounds, once (in the first round), or before the first or after the last round.
-        stage_module: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
-            `bring_generated` and `hand_over_models` before and after the rounds, and `count_bytes`.
+        stage_module: the module of the stage that makes or sends it outside the loop: `load_buffer` of a buffer,
+            `provide_images` and `send_models` before and after the rounds, and `count_bytes`.
     """
 
     kind: DisclosureKind
@@ -118,7 +118,7 @@ class Method:
         disclosures: everything that leaves a site.
         learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
         variants: (key, value) of a pipeline → the method in place of this one for that value.
-        baselines: the module with `baselines`, which trains it and its paper's baselines, and `baselines_lines`, which
+        baselines: the module with `run_baselines`, which trains it and its paper's baselines, and `render_baseline_lines`, which
             prints their table; "" for none.
     """
 

@@ -32,12 +32,12 @@ def _resolve_options(
     name: str | None, overrides: list[str] | None, generator: str | None
 ) -> tuple[Study, PipelineFile, GeneratorType]:
     from wsi_fl.synthesis.keys import Synthesis
-    from wsi_fl.synthesis.stages.kinds import kind_of
+    from wsi_fl.synthesis.stages.kinds import load_kind
 
     study = find_study()
     generator_override = [f"synthesis.generator={generator}"] if generator else []
     pipeline = study.load_pipeline(study.pipeline_name(name), [*(overrides or []), *generator_override])
-    return study, pipeline, kind_of(pipeline.find_section(Synthesis).generator)
+    return study, pipeline, load_kind(pipeline.find_section(Synthesis).generator)
 
 
 @app.command()
@@ -51,10 +51,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    from wsi_fl.synthesis.stages.train import train_generator, trained_lines
+    from wsi_fl.synthesis.stages.train import render_training_lines, train_generator
 
-    work = partial(train_generator, *_resolve_options(pipeline, overrides, generator), site, again=restart)
-    run_work("synthesize train", work, as_json, trained_lines)
+    work = partial(train_generator, *_resolve_options(pipeline, overrides, generator), site, restart=restart)
+    run_work("synthesize train", work, as_json, render_training_lines)
 
 
 @app.command()
@@ -77,9 +77,9 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
-    from wsi_fl.synthesis.stages.sample import sample, sampled_lines
+    from wsi_fl.synthesis.stages.sample import render_sample_lines, sample_generator
 
-    document = sample(
+    document = sample_generator(
         find_study(),
         site=site,
         n_per_class=n_per_class,
@@ -89,7 +89,7 @@ def sample(
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
-    print_document(document, as_json, sampled_lines)
+    print_document(document, as_json, render_sample_lines)
 
 
 @app.command()
@@ -102,8 +102,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
-    from wsi_fl.synthesis.stages.check import check_generator, check_lines
+    from wsi_fl.synthesis.stages.check import check_generator, render_verdict_lines
 
     work = partial(check_generator, *_resolve_options(pipeline, overrides, generator), site)
-    if not run_work("synthesize check", work, as_json, check_lines)["passed"]:
+    if not run_work("synthesize check", work, as_json, render_verdict_lines)["passed"]:
         raise typer.Exit(1)

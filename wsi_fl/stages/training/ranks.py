@@ -100,7 +100,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
                 watcher.print_message(f"  {notice}")
                 site.folder.log(notice)
         for disclosure in method.list_disclosures("before"):
-            disclosure.load_stage().bring_generated(context, sites, comm, watcher)
+            disclosure.load_stage().provide_images(context, sites, comm, watcher)
         report, schedule = _make_reporter(sites, context.pipeline, watcher), build_schedule(context)
         rounds = schedule.rounds
         loop.run(sites, method, schedule, comm, report)
@@ -117,7 +117,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             report_alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
         ).run()
         for disclosure in method.list_disclosures("after"):
-            disclosure.load_stage().hand_over_models(context, sites, comm)
+            disclosure.load_stage().send_models(context, sites, comm)
     rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
         site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})

@@ -138,7 +138,7 @@ def build_site(context: RunContext, index: int) -> Site:
     if context.statistics:
         _load_released(context, site)
     if buffer := context.method.find_disclosure("buffer"):
-        site.buffer = buffer.load_stage().agreed_buffer(context, index)
+        site.buffer = buffer.load_stage().load_buffer(context, index)
     return site
 
 

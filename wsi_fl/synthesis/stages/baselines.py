@@ -23,11 +23,11 @@ from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError
 
-_OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
-_LETTERS = {"A": _OWN, "B": _BOTH}
+_REGULAR, _MPCPA, _JOINT, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
+_ROW_PREFIXES = {"A": _REGULAR, "B": _MPCPA}
 
 
-def baselines(
+def run_baselines(
     study: Study,
     *,
     pipeline_name: str | None = None,
@@ -43,107 +43,114 @@ def baselines(
     watcher = watcher or SilentProgress()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.load_pipeline(name, overrides)
-    party = RunContext.create(study, pipeline, _BOTH)
-    if not party.may_merge or len(party.sites) < 2:
+    context = RunContext.create(study, pipeline, _MPCPA)
+    if not context.may_merge or len(context.sites) < 2:
         raise UsageError(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
             'all allow = ["patches"]'
         )
-    mpcpa, drawn = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
-    if (most := max(mpcpa.curve, default=0)) > drawn:
-        raise UsageError(f"mpcpa.curve: {most} images of each class, but ddpm.samples_per_class = {drawn} are drawn")
+    mpcpa, samples_per_class = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
+    if (largest := max(mpcpa.curve, default=0)) > samples_per_class:
+        raise UsageError(
+            f"mpcpa.curve: {largest} images of each class, but ddpm.samples_per_class = {samples_per_class} are drawn"
+        )
 
-    def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
-        with RunContext.create(study, pipeline, method) as one:
-            inputs = {name: one.open_data(name).digest() for name in one.names}
-        if last := find_finished_run(study, method, pipeline, inputs):  # same settings, same data
-            run = last.folder
+    def run_method(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
+        with RunContext.create(study, pipeline, method) as context:
+            inputs = {name: context.open_data(name).digest() for name in context.names}
+        if existing := find_finished_run(study, method, pipeline, inputs):  # same settings, same data
+            run = existing.folder
         else:
             watcher.print_message(f"  training {method}")
             summary = begin_run(study, pipeline, method, name, backend=backend, watcher=watcher)
             run = RunFolder(study.find_run(summary["run"]))
-        known = run.read_evaluation()
-        if known and known.get("aggregated"):
-            known["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
-            return run, known
+        evaluation = run.read_evaluation()
+        if evaluation and evaluation.get("aggregated"):
+            evaluation["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
+            return run, evaluation
         return run, evaluate(study, str(run.path))
 
     runs, evaluations = {}, {}
-    for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
-        runs[method], evaluations[method] = done(method, pipeline)
-    curve = {0: evaluations[_OWN], min(mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
+    for method in (_MPCPA, _REGULAR, _JOINT, _GENERATED, _FEDAVG):
+        runs[method], evaluations[method] = run_method(method, pipeline)
+    curve = {
+        0: evaluations[_REGULAR],
+        min(mpcpa.per_class or samples_per_class, samples_per_class): evaluations[_MPCPA],
+    }
     for n in mpcpa.curve:
-        curve[n] = curve.get(n) or done(_BOTH, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
-    document = _document(party, runs, evaluations)
-    document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
-    runs[_BOTH].write("mpcpa", document)
+        curve[n] = curve.get(n) or run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
+    document = _build_document(context, runs, evaluations)
+    document["curve"] = [_build_point(pipeline, n, evaluation) for n, evaluation in sorted(curve.items())]
+    runs[_MPCPA].write("mpcpa", document)
     return document
 
 
-def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, object]:
+def _build_point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, object]:
     """Return a point of the paper's Figure 5: accuracies with n generated images of each class per denoiser."""
-    together = evaluation["aggregated"]["rules"][pipeline.find_section(Mpcpa).aggregate]
+    aggregated = evaluation["aggregated"]["rules"][pipeline.find_section(Mpcpa).aggregate]
     return {
         "per_class": n,
-        "sites": {one["site"]: one["accuracy"] for one in evaluation["sites"]},
+        "sites": {site_scores["site"]: site_scores["accuracy"] for site_scores in evaluation["sites"]},
         "mean": evaluation["merged"]["accuracy"]["mean"],
-        "aggregated": together["accuracy"],
+        "aggregated": aggregated["accuracy"],
     }
 
 
-def _document(
-    party: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Mapping[str, Any]]
+def _build_document(
+    context: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    study, pipeline = party.study, party.pipeline
+    study, pipeline = context.study, context.pipeline
     return {
-        "run": study.relative_path(runs[_BOTH].path),
+        "run": study.relative_path(runs[_MPCPA].path),
         "runs": {method: study.relative_path(run.path) for method, run in runs.items()},
         "seed": pipeline.train.seed,
-        "n_test": evaluations[_BOTH]["sites"][0]["n"],
+        "n_test": evaluations[_MPCPA]["sites"][0]["n"],
         "aggregate": pipeline.find_section(Mpcpa).aggregate,
-        "rows": list(_rows(pipeline, evaluations)),
-        "aggregated": {name: evaluations[m]["aggregated"]["rules"] for name, m in _LETTERS.items()},
+        "rows": list(_build_rows(pipeline, evaluations)),
+        "aggregated": {name: evaluations[method]["aggregated"]["rules"] for name, method in _ROW_PREFIXES.items()},
         "transfers": {
-            "mpcpa": runs[_BOTH].require_summary()["communication"]["messages"],
-            "fedavg": 2 * len(party.sites) * pipeline.train.rounds,
+            "mpcpa": runs[_MPCPA].require_summary()["communication"]["messages"],
+            "fedavg": 2 * len(context.sites) * pipeline.train.rounds,
         },
-        "memorization": [_memorization(study, name) for name in party.names],
+        "memorization": [_read_memorization(study, name) for name in context.names],
     }
 
 
-def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str | float | None]]:
-    def scores(one: Mapping[str, Any]) -> dict[str, float | None]:
-        return {name: one[name] for name in SCORES}
+def _build_rows(
+    pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, str | float | None]]:
+    def select_scores(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
+        return {name: evaluation[name] for name in SCORES}
 
-    def means(method: str) -> dict[str, float | None]:
+    def mean_scores(method: str) -> dict[str, float | None]:
         """Return means over the sites' models, trained alike from different initial weights."""
         return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
 
-    for letter, method in _LETTERS.items():
-        for k, one in enumerate(evaluations[method]["sites"], 1):
-            yield {"row": f"{letter}{k}", "site": one["site"], **scores(one)}
-    for letter, method in _LETTERS.items():
-        yield {"row": f"mean {letter}", **means(method)}
-    for letter, method in _LETTERS.items():
-        one = evaluations[method]["aggregated"]["rules"][pipeline.find_section(Mpcpa).aggregate]
-        yield {"row": f"aggregated {letter}", **scores(one)}
-    for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
-        yield {"row": label, **means(method)}
+    for prefix, method in _ROW_PREFIXES.items():
+        for k, evaluation in enumerate(evaluations[method]["sites"], 1):
+            yield {"row": f"{prefix}{k}", "site": evaluation["site"], **select_scores(evaluation)}
+    for prefix, method in _ROW_PREFIXES.items():
+        yield {"row": f"mean {prefix}", **mean_scores(method)}
+    for prefix, method in _ROW_PREFIXES.items():
+        evaluation = evaluations[method]["aggregated"]["rules"][pipeline.find_section(Mpcpa).aggregate]
+        yield {"row": f"aggregated {prefix}", **select_scores(evaluation)}
+    for label, method in (("all original", _JOINT), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
+        yield {"row": label, **mean_scores(method)}
 
 
-def _memorization(study: Study, site: str) -> dict[str, object]:
+def _read_memorization(study: Study, site: str) -> dict[str, object]:
     """Return a site's row of Table 4 with the result of its check."""
     check = read_json(study.denoiser_path(site) / "check.json")
-    kept = ("least", "median", "held_out_least", "held_out_median", "n_generated", "below_paper", "copies")
+    keys = ("least", "median", "held_out_least", "held_out_median", "n_generated", "below_paper", "copies")
     return {
         "site": site,
         "passed": check["passed"],
-        **{key: check["memorization"][key] for key in (*kept, "duplicates")},
+        **{key: check["memorization"][key] for key in (*keys, "duplicates")},
         "page": check["files"]["page"],
     }
 
 
-def baselines_lines(document: dict[str, Any]) -> Lines:
+def render_baseline_lines(document: dict[str, Any]) -> Lines:
     """Yield accuracies of all models, transfers, and distances of all denoisers' images."""
     rows = [[row["row"], *(format_number(row[name]) for name in SCORES)] for row in document["rows"]]
     title = f"on {document['n_test']} test images of all sites"

@@ -40,32 +40,41 @@ from wsi_fl.synthesis.ddpm import (
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, find_nearest_lpips
-from wsi_fl.synthesis.stages.kinds import Case, Course, Document, Evidence, GeneratorType, Losses, pictures_of, shape_of
-from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
+from wsi_fl.synthesis.stages.kinds import (
+    CheckCase,
+    CheckEvidence,
+    Document,
+    GeneratorTrainer,
+    GeneratorType,
+    Losses,
+    build_shape,
+    load_images,
+)
+from wsi_fl.synthesis.stages.sample import synthetic_meta, transpose_images, write_synthetic
 from wsi_fl.synthesis.state import balance_labels
 from wsi_fl.system.files import site_lock
 from wsi_fl.types import UsageError
 
-_SHOWN_STEPS = 25
-_SHOWN = 9
-_DRAWING = 1
+_PREVIEW_STEPS = 25
+_PAGE_IMAGES = 9
+_SAMPLER_VERSION = 1
 """Version of drawing images from a denoiser."""
 
 
-class _DdpmCourse(Course):
+class _DdpmTrainer(GeneratorTrainer):
     state: DdpmState
 
     def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
         ddpm = pipeline.find_section(Ddpm)
-        _sampling_of(ddpm)  # refused before the training
+        _read_sampling(ddpm)  # refused before the training
         if ddpm.resolution % 2 ** (len(ddpm.channels) - 1) or any(width % 8 for width in ddpm.channels):
             raise UsageError(
                 f"ddpm.channels = {ddpm.channels}: use multiples of 8, and no more of them than "
                 f"{ddpm.resolution} px can be halved"
             )
         super().__init__(store, ddpm)
-        shape = shape_of(ddpm, DdpmShape, store, widths=ddpm.channels)
-        steps = ddpm.steps or count_training_steps(len(self.pictures), shape.n_classes, ddpm.batch_size)
+        shape = build_shape(ddpm, DdpmShape, store, widths=ddpm.channels)
+        steps = ddpm.steps or count_training_steps(len(self.real_images), shape.n_classes, ddpm.batch_size)
         self.phases = {"denoiser": steps}
         self.settings = {
             "shape": asdict(shape),
@@ -78,18 +87,18 @@ class _DdpmCourse(Course):
     def step(self) -> Losses:
         return {"loss": step(self.state, self.images, self.labels)}
 
-    def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
-        return {"loss": sum(losses["loss"] or 0.0 for losses in told) / len(told)}
+    def summarize_losses(self, phase: Phase, losses: Sequence[Losses]) -> Document:
+        return {"loss": sum(entry["loss"] or 0.0 for entry in losses) / len(losses)}
 
-    def kept(self, document: Document, phase: Phase, digest: str) -> Document:
+    def describe_network(self, document: Document, phase: Phase, digest: str) -> Document:
         return {"sha256": digest}
 
-    def show(self, labels: NDArray[np.int64]) -> Tensor:
-        how = Sampling("ddim", min(_SHOWN_STEPS, self.state.shape.chain))
-        return torch.cat(list(draw_images(self.state.average, labels, how, seed=0)))
+    def draw_preview(self, labels: NDArray[np.int64]) -> Tensor:
+        sampling = Sampling("ddim", min(_PREVIEW_STEPS, self.state.shape.chain))
+        return torch.cat(list(draw_images(self.state.average, labels, sampling, seed=0)))
 
 
-def _sampling_of(settings: Ddpm) -> Sampling:
+def _read_sampling(settings: Ddpm) -> Sampling:
     """Return the pipeline's parameters of drawing images.
 
     Raises:
@@ -110,15 +119,22 @@ def load_denoiser(folder: GeneratorFolder) -> UNet:
     return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape(**shape)), select_device())
 
 
-def _key_of(denoiser: UNet, *others: Any) -> str:
+def _compute_key(denoiser: UNet, *others: Any) -> str:
     """Return a digest of everything the drawn images depend on, the name of their folder."""
-    digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([_SAMPLER_VERSION, *others], sort_keys=True).encode())
     digest.update(np.ascontiguousarray(flatten_parameters(denoiser), "<f4").tobytes())
     return digest.hexdigest()[:24]
 
 
-def images_of(
-    study: Study, pipeline: Pipeline, store: PatchStore, denoiser: UNet, *, site: str, watcher: Watcher, part: str
+def ensure_images(
+    study: Study,
+    pipeline: Pipeline,
+    store: PatchStore,
+    denoiser: UNet,
+    *,
+    site: str,
+    watcher: Watcher,
+    progress_name: str,
 ) -> tuple[str, Path]:
     """Return (key, store) of the pipeline's images of a denoiser, drawn unless they exist.
 
@@ -126,34 +142,34 @@ def images_of(
 
     Args:
         store: of real patches of the same kind.
-        site: the denoiser's site; `part`: the name in progress reports.
+        site: the denoiser's site; `progress_name`: the name in progress reports.
     """
-    ddpm, sampling, shape = (pipeline.find_section(Ddpm), _sampling_of(pipeline.find_section(Ddpm)), denoiser.shape)
+    ddpm, sampling, shape = (pipeline.find_section(Ddpm), _read_sampling(pipeline.find_section(Ddpm)), denoiser.shape)
     labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
-    key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
+    key = _compute_key(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.synthetic_path(key)
 
-    def told(done: int) -> None:
-        watcher.update(part, done, len(labels), "images")
+    def report_progress(done: int) -> None:
+        watcher.update(progress_name, done, len(labels), "images")
 
     with site_lock(path.parent, site, wait=True):
         if not path.exists():
-            batches = draw_images(denoiser, labels, sampling, seed=ddpm.seed, progress=told)
-            real = store.meta
-            grid = (real.spec.size_px, real.spec.mpp)
-            meta = synthetic_meta(site, real.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
-            write_synthetic(path, meta, labels, as_pixels(batches), shape.channels)
+            batches = draw_images(denoiser, labels, sampling, seed=ddpm.seed, progress=report_progress)
+            real_meta = store.meta
+            grid = (real_meta.spec.size_px, real_meta.spec.mpp)
+            meta = synthetic_meta(site, real_meta.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
+            write_synthetic(path, meta, labels, transpose_images(batches), shape.channels)
     return key, path
 
 
-class _Ddpm(GeneratorType):
+class _DdpmType(GeneratorType):
     name = "ddpm"
     remedy = "lower ddpm.lr"
 
-    def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
-        return _DdpmCourse(pipeline, store)
+    def build_trainer(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> GeneratorTrainer:
+        return _DdpmTrainer(pipeline, store)
 
-    def told(self, document: Document) -> Document:
+    def summarize_training(self, document: Document) -> Document:
         settings = document["settings"]
         return {
             "kind": "ddpm",
@@ -162,114 +178,126 @@ class _Ddpm(GeneratorType):
             "sha256": document["sha256"],
         }
 
-    def drawn_as(self, document: Document, check: Document | None) -> Document:
+    def describe_sampling(self, document: Document, check: Document | None) -> Document:
         steps, sampling = document["settings"]["steps"], check["sampling"] if check else None
         return {"kind": "ddpm", "iterations": steps, "sampling": sampling}
 
-    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
+    def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches of images; of an unchecked denoiser by DDIM."""
         denoiser = load_denoiser(folder)
-        known = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
-        return draw_images(denoiser, labels, Sampling(**known), seed=provenance["seed"])
+        sampling = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
+        return draw_images(denoiser, labels, Sampling(**sampling), seed=provenance["seed"])
 
-    def evidence(self, case: Case) -> Evidence:
+    def collect_evidence(self, case: CheckCase) -> CheckEvidence:
         """Return the measurements of a site's denoiser on the images of other sites' draws."""
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.find_section(Ddpm)
-        key, generated = _images(case)
-        to_training = evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-        held = evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        found = evidence.judge_copies(to_training, held, len(evidence.find_duplicates(training.images.numpy())))
-        comparisons, lpips = _compared(case, generated, held)
-        distances = {"denoiser": to_training.distance}
+        key, generated = _load_generated(case)
+        generated_nearest = evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+        held_out_nearest = evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        memorization = evidence.judge_copies(
+            generated_nearest, held_out_nearest, len(evidence.find_duplicates(training.images.numpy()))
+        )
+        comparisons, lpips = _compare_distances(case, generated, held_out_nearest)
+        distances = {"denoiser": generated_nearest.distance}
         if len(held_out):
-            distances["held_out"] = held.distance
-        order = torch.from_numpy(to_training.relative.argsort(kind="stable")[:_SHOWN])
-        twins = torch.from_numpy(to_training.row)[order]
-        return Evidence(
+            distances["held_out"] = held_out_nearest.distance
+        order = torch.from_numpy(generated_nearest.relative.argsort(kind="stable")[:_PAGE_IMAGES])
+        twins = torch.from_numpy(generated_nearest.row)[order]
+        return CheckEvidence(
             training=training,
             held_out=held_out,
             samples={"denoiser": generated},
             comparisons={"denoiser": comparisons} if comparisons else {},
-            n_fresh=int((held.distance > 0).sum()),
+            n_fresh=int((held_out_nearest.distance > 0).sum()),
             lpips=lpips,
             document={
                 "kind": "ddpm",
-                "sampling": asdict(_sampling_of(ddpm)),
+                "sampling": asdict(_read_sampling(ddpm)),
                 "seed": ddpm.seed,
-                "memorization": asdict(found),
+                "memorization": asdict(memorization),
                 "projection": None,
                 "images": {"key": key, "per_class": ddpm.samples_per_class},
             },
-            notes=_cautions(found, held, lpips),
+            notes=_list_cautions(memorization, held_out_nearest, lpips),
             distances=distances,
             axis="Euclidean distance to the nearest training image",
-            rows=[("denoiser", generated[order]), ("real", training.images[twins])],
+            image_rows=[("denoiser", generated[order]), ("real", training.images[twins])],
             picture=("pairs", "closest_pairs.png"),
-            reasons=found.reasons,
+            reasons=memorization.reasons,
         )
 
 
-KIND = _Ddpm()
+KIND = _DdpmType()
 
 
-def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
+def is_current_check(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
     """Return whether a check used this pipeline's images."""
     return (
         check is not None
-        and check["sampling"] == asdict(_sampling_of(pipeline.find_section(Ddpm)))
+        and check["sampling"] == asdict(_read_sampling(pipeline.find_section(Ddpm)))
         and check["images"]["per_class"] == pipeline.find_section(Ddpm).samples_per_class
         and check["seed"] == pipeline.find_section(Ddpm).seed
     )
 
 
-def _images(case: Case) -> tuple[str, Tensor]:
+def _load_generated(case: CheckCase) -> tuple[str, Tensor]:
     """Return (key of the generated store, its images)."""
     denoiser, site = load_denoiser(case.folder), case.site
     with open_store(case.study, site) as store:
-        key, path = images_of(case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site)
+        key, path = ensure_images(
+            case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, progress_name=site
+        )
     with PatchStore(path) as store:
-        return key, pictures_of(store, denoiser.shape.resolution, "train").images
+        return key, load_images(store, denoiser.shape.resolution, "train").images
 
 
-def _compared(
-    case: Case, generated: Tensor, held: evidence.Nearest
+def _compare_distances(
+    case: CheckCase, generated: Tensor, held_out_nearest: evidence.Nearest
 ) -> tuple[dict[str, evidence.Comparison], Lpips | None]:
     """Compare training with held-out images by their nearest generated one, in L2 and LPIPS; return LPIPS too."""
     memory = case.memory_bytes
-    reached = [
-        evidence.find_nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
-        for one in (case.training, case.held_out)
+    distances = [
+        evidence.find_nearest(real_set.images.numpy(), generated.numpy(), memory_bytes=memory).distance
+        for real_set in (case.training, case.held_out)
     ]
-    among = evidence.find_nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
-    if not (by_pixels := evidence.compare_relative(reached, (among, held.distance))):
+    usual_distances = evidence.find_nearest_other(
+        case.training.images.numpy(), case.training.patient, memory_bytes=memory
+    )
+    if not (by_pixels := evidence.compare_relative(distances, (usual_distances, held_out_nearest.distance))):
         return {}, None
-    found = {"nearest sample": by_pixels}
+    comparisons = {"nearest sample": by_pixels}
     if case.pipeline.find_section(LpipsKeys).weights is None:
-        return found, None
-    lpips, gan, seed = case.lpips(), case.pipeline.find_section(Gan), case.pipeline.find_section(Ddpm).seed
-    some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
-    reached = [
-        find_nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
-        for one in (some, held_out)
+        return comparisons, None
+    lpips, gan, seed = case.load_lpips(), case.pipeline.find_section(Gan), case.pipeline.find_section(Ddpm).seed
+    training, held_out = (real_set.sample_rows(gan.check_images, seed) for real_set in (case.training, case.held_out))
+    distances = [
+        find_nearest_lpips(lpips, real_set.images, generated[: gan.check_samples], memory_bytes=memory)
+        for real_set in (training, held_out)
     ]
-    if by_lpips := evidence.compare_relative(reached, case.usual_lpips(lpips, some, held_out, case.training)):
-        found["nearest sample, LPIPS"] = by_lpips
-    return found, lpips
+    if by_lpips := evidence.compare_relative(
+        distances, case.compute_usual_lpips(lpips, training, held_out, case.training)
+    ):
+        comparisons["nearest sample, LPIPS"] = by_lpips
+    return comparisons, lpips
 
 
-def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | None) -> list[str]:
+def _list_cautions(
+    memorization: evidence.Memorization, held_out_nearest: evidence.Nearest, lpips: Lpips | None
+) -> list[str]:
     notes = []
-    if z.below_paper and z.held_out_below_paper:
+    if memorization.below_paper and memorization.held_out_below_paper:
         notes.append(
-            f"{z.below_paper} of {z.n_generated} generated images are nearer than the paper's "
-            f"0.1 to a training image, and so are {z.held_out_below_paper} of {z.n_held_out} "
+            f"{memorization.below_paper} of {memorization.n_generated} generated images are nearer than the paper's "
+            f"0.1 to a training image, and so are {memorization.held_out_below_paper} of {memorization.n_held_out} "
             "held-out real images: the threshold means nothing at this resolution."
         )
-    if z.duplicates:
-        notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")
-    if twins := int((held.distance == 0).sum()):
-        notes.append(f"{twins} held-out images are exact duplicates of training images; left out of the comparison.")
+    if memorization.duplicates:
+        notes.append(f"{memorization.duplicates} training images are exact duplicates; those are copied first.")
+    if n_duplicates := int((held_out_nearest.distance == 0).sum()):
+        notes.append(
+            f"{n_duplicates} held-out images are exact duplicates of training images; left out of the comparison."
+        )
     if lpips is None:
         notes.append("LPIPS was not computed: lpips.weights is not set.")
     return notes

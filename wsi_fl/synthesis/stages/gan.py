@@ -24,35 +24,35 @@ from wsi_fl.synthesis.gan import GanState, describe_terms, draw_samples, project
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, compute_margin, embed_images, find_nearest_lpips
 from wsi_fl.synthesis.stages.kinds import (
-    Case,
-    Course,
+    CheckCase,
+    CheckEvidence,
+    DistancePair,
     Document,
-    Evidence,
+    GeneratorTrainer,
     GeneratorType,
     Losses,
-    Pair,
-    Pictures,
-    lpips_of,
-    picked,
-    shape_of,
-    shared_phase,
+    RealImages,
+    build_shape,
+    draw_indices,
+    load_site_lpips,
+    select_shared_phase,
 )
 from wsi_fl.synthesis.state import balance_labels, normalize_pixels
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 
 _MARGIN_IMAGES = 256
-_SHOWN = 9
+_PAGE_IMAGES = 9
 
 
-class _GanCourse(Course):
+class _GanTrainer(GeneratorTrainer):
     state: GanState
 
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
         gan = pipeline.find_section(Gan)
         super().__init__(store, gan)
-        shape = shape_of(gan, GanShape, store)
+        shape = build_shape(gan, GanShape, store)
         self._gan = gan
-        self._lpips = lpips_of(study, pipeline, site) if gan.privacy_iterations else None
+        self._lpips = load_site_lpips(study, pipeline, site) if gan.privacy_iterations else None
         self._keepaway: Keepaway | None = None
         self.phases = {"before": gan.iterations}
         if gan.privacy_iterations:
@@ -70,31 +70,31 @@ class _GanCourse(Course):
 
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
-            self._keepaway = self._kept_away()
+            self._keepaway = self._build_keepaway()
         return step(self.state, self.images, self.labels, self._keepaway)
 
-    def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
-        return {"phase": phase, **told[-1], "augmentation": self.state.ada.p}
+    def summarize_losses(self, phase: Phase, losses: Sequence[Losses]) -> Document:
+        return {"phase": phase, **losses[-1], "augmentation": self.state.ada.p}
 
-    def kept(self, document: Document, phase: Phase, digest: str) -> Document:
+    def describe_network(self, document: Document, phase: Phase, digest: str) -> Document:
         state = self.state
         entry = {"sha256": digest, "iterations": state.iteration, "augmentation": state.ada.p}
         return {"phases": document["phases"] | {phase: entry}, "margin": state.margin}
 
-    def show(self, labels: NDArray[np.int64]) -> Tensor:
+    def draw_preview(self, labels: NDArray[np.int64]) -> Tensor:
         return draw_samples(self.state.average, labels, seed=0)
 
-    def _kept_away(self) -> Keepaway:
+    def _build_keepaway(self) -> Keepaway:
         """Return the privacy loss, with a margin from distances between the site's images and fixed references."""
         gan, state, lpips = self._gan, self.state, self._lpips
         assert lpips is not None
         if state.margin is None:
-            few = self.pictures.some(_MARGIN_IMAGES, gan.seed)
-            state.margin = compute_margin(lpips, normalize_pixels(few.images), gan.privacy_quantile)
+            margin_images = self.real_images.sample_rows(_MARGIN_IMAGES, gan.seed)
+            state.margin = compute_margin(lpips, normalize_pixels(margin_images.images), gan.privacy_quantile)
         if not gan.privacy_images:
             return Keepaway(lpips, state.margin)
-        many = normalize_pixels(self.pictures.some(gan.privacy_images, gan.seed).images)
-        return Keepaway(lpips, state.margin, embed_images(lpips, many))
+        references = normalize_pixels(self.real_images.sample_rows(gan.privacy_images, gan.seed).images)
+        return Keepaway(lpips, state.margin, embed_images(lpips, references))
 
 
 def _load_gan(folder: GeneratorFolder, phase: Phase) -> Generator:
@@ -102,24 +102,24 @@ def _load_gan(folder: GeneratorFolder, phase: Phase) -> Generator:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Measurement:
     """Measurements of one generator: samples, projections of training images, and distances to both."""
 
     samples: Tensor
-    nearest: Pair
-    projected: Pair
+    nearest_distances: DistancePair
+    projection_distances: DistancePair
     projections: Tensor
 
 
-class _Gan(GeneratorType):
+class _GanType(GeneratorType):
     name = "gan"
     remedy = "lower gan.lr or raise gan.r1_gamma"
 
-    def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
-        return _GanCourse(study, pipeline, site, store)
+    def build_trainer(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> GeneratorTrainer:
+        return _GanTrainer(study, pipeline, site, store)
 
-    def told(self, document: Document) -> Document:
-        settings, phase = document["settings"], shared_phase(document)
+    def summarize_training(self, document: Document) -> Document:
+        settings, phase = document["settings"], select_shared_phase(document)
         return {
             "iterations": settings["iterations"],
             "privacy_iterations": settings["privacy_iterations"],
@@ -129,8 +129,8 @@ class _Gan(GeneratorType):
             "lpips": _lpips_label(document),
         }
 
-    def drawn_as(self, document: Document, check: Document | None) -> Document:
-        phase = shared_phase(document)
+    def describe_sampling(self, document: Document, check: Document | None) -> Document:
+        phase = select_shared_phase(document)
         return {
             "phase": phase,
             "iterations": document["phases"][phase]["iterations"],
@@ -138,67 +138,81 @@ class _Gan(GeneratorType):
             "lpips": _lpips_label(document),
         }
 
-    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
+    def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         generator = _load_gan(folder, provenance["phase"])
         yield draw_samples(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
-    def evidence(self, case: Case) -> Evidence:
-        gan, lpips = case.pipeline.find_section(Gan), case.lpips()
-        training, held_out = (one.some(gan.check_images, gan.seed) for one in (case.training, case.held_out))
-        real = (training, held_out)
-        rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
-        sought = (training.at(rows[0]), held_out.at(rows[1]))
+    def collect_evidence(self, case: CheckCase) -> CheckEvidence:
+        gan, lpips = case.pipeline.find_section(Gan), case.load_lpips()
+        training, held_out = (
+            real_set.sample_rows(gan.check_images, gan.seed) for real_set in (case.training, case.held_out)
+        )
+        real_sets = (training, held_out)
+        rows = [draw_indices(len(real_set), gan.projections, gan.seed + 1) for real_set in real_sets]
+        targets = (training.select_rows(rows[0]), held_out.select_rows(rows[1]))
         phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
         for phase in phases:  # progress counts all phases from the start
-            case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
-        found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
-        usual = case.usual_lpips(lpips, training, held_out, every=training)
-        of_sought = (usual[0][rows[0]], usual[1][rows[1]])
-        comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
-        distances = {name: one.projected[0] for name, one in found.items()}
-        order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
-        shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
-        shifted = asdict(compare_paired(distances["after"], distances["before"])) if "after" in found else None
+            case.watcher.update(f"projections {phase}", 0, len(targets[0]) + len(targets[1]))
+        measurements = {phase: _measure_generator(case, lpips, real_sets, targets, phase) for phase in phases}
+        usual_distances = case.compute_usual_lpips(lpips, training, held_out, references=training)
+        target_distances = (usual_distances[0][rows[0]], usual_distances[1][rows[1]])
+        comparisons = {
+            phase: _compare_distances(measurement, usual_distances, target_distances)
+            for phase, measurement in measurements.items()
+        }
+        distances = {name: measurement.projection_distances[0] for name, measurement in measurements.items()}
+        order = torch.from_numpy(distances["before"].argsort()[:_PAGE_IMAGES])
+        page_images = {"real": targets[0].images} | {
+            name: measurement.projections for name, measurement in measurements.items()
+        }
+        shift = asdict(compare_paired(distances["after"], distances["before"])) if "after" in measurements else None
         spreads = {name: asdict(summarize_distances(values)) for name, values in distances.items()}
-        return Evidence(
+        return CheckEvidence(
             training=training,
             held_out=held_out,
-            samples={name: one.samples for name, one in found.items()},
-            comparisons={name: both for name, both in comparisons.items() if both},
-            n_fresh=int((usual[1] > 0).sum()),
+            samples={name: measurement.samples for name, measurement in measurements.items()},
+            comparisons={name: by_distance for name, by_distance in comparisons.items() if by_distance},
+            n_fresh=int((usual_distances[1] > 0).sum()),
             lpips=lpips,
             document={
                 "truncation": gan.truncation,
-                "projection": {"steps": gan.projection_steps, **spreads, "moved": shifted},
-                "nearest": {name: asdict(summarize_distances(one.nearest[0])) for name, one in found.items()},
+                "projection": {"steps": gan.projection_steps, **spreads, "moved": shift},
+                "nearest": {
+                    name: asdict(summarize_distances(measurement.nearest_distances[0]))
+                    for name, measurement in measurements.items()
+                },
             },
-            notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
-            distances={str(name): one for name, one in distances.items()},
+            notes=[] if "after" in measurements else ["The generator was trained without the privacy loss."],
+            distances={str(name): values for name, values in distances.items()},
             axis="LPIPS between a training image and its projection",
-            rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
+            image_rows=[(name, images[order]) for name, images in page_images.items()],  # Fig. 4
             picture=("projections", "projections.png"),
         )
 
 
-KIND = _Gan()
+KIND = _GanType()
 
 
 def _lpips_label(document: Document) -> str | None:
     return (document["settings"]["privacy"] or {}).get("lpips")
 
 
-def _measured(
-    case: Case, lpips: Lpips, real: tuple[Pictures, Pictures], sought: tuple[Pictures, Pictures], phase: Phase
-) -> _Found:
+def _measure_generator(
+    case: CheckCase,
+    lpips: Lpips,
+    real_sets: tuple[RealImages, RealImages],
+    targets: tuple[RealImages, RealImages],
+    phase: Phase,
+) -> _Measurement:
     """Measure training and held-out images alike, with the same starting points of projections."""
     gan = case.pipeline.find_section(Gan)
     generator = _load_gan(case.folder, phase)
     n_classes = generator.shape.n_classes
     labels = balance_labels(n_classes, -(-gan.check_samples // n_classes))
     samples = draw_samples(generator, labels, seed=gan.seed, truncation=gan.truncation)
-    both = torch.cat([one.images for one in real])
-    nearest = find_nearest_lpips(lpips, both, samples, memory_bytes=case.memory_bytes)
-    images = torch.cat([one.images for one in sought])
+    all_images = torch.cat([real_set.images for real_set in real_sets])
+    nearest = find_nearest_lpips(lpips, all_images, samples, memory_bytes=case.memory_bytes)
+    images = torch.cat([real_set.images for real_set in targets])
     distances, projections = project_images(
         generator,
         lpips,
@@ -208,13 +222,20 @@ def _measured(
         seed=gan.seed,
         progress=lambda done: case.watcher.update(f"projections {phase}", done, len(images)),
     )
-    distance, n, m = distances.double().numpy(), len(real[0]), len(sought[0])
-    return _Found(samples, (nearest[:n], nearest[n:]), (distance[:m], distance[m:]), projections[:m])
+    distance, n_training, n_targets = distances.double().numpy(), len(real_sets[0]), len(targets[0])
+    return _Measurement(
+        samples,
+        (nearest[:n_training], nearest[n_training:]),
+        (distance[:n_targets], distance[n_targets:]),
+        projections[:n_targets],
+    )
 
 
-def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
+def _compare_distances(
+    measurement: _Measurement, usual_distances: DistancePair, target_distances: DistancePair
+) -> dict[str, Comparison]:
     """Return the comparisons, empty where copying cannot be separated from likeness."""
-    if not (by_samples := compare_relative(found.nearest, usual)):
+    if not (by_samples := compare_relative(measurement.nearest_distances, usual_distances)):
         return {}
-    by_projections = compare_relative(found.projected, usual_of_sought, min_held_out=1)
+    by_projections = compare_relative(measurement.projection_distances, target_distances, min_held_out=1)
     return {"nearest sample": by_samples} | ({"projection": by_projections} if by_projections else {})

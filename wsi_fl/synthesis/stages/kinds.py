@@ -29,18 +29,18 @@ from wsi_fl.types import UsageError, WsiFlError
 
 HELD_OUT = ("test", "val")
 """Splits outside of every generator's training set."""
-_LEAST_IMAGES = 2
+_MIN_IMAGES = 2
 
 Document = dict[str, Any]
 _Shape = TypeVar("_Shape")
-Pair = tuple[NDArray[np.float64], NDArray[np.float64]]
+DistancePair = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Distances of training and of held-out images."""
 Losses = dict[str, float | None]
 """Losses of one step; None where not computed."""
 
 
 @dataclass(frozen=True)
-class Pictures:
+class RealImages:
     """Real images at the generator's resolution: uint8[n, c, h, h], their labels int64[n] and patients str[n]."""
 
     images: Tensor
@@ -50,27 +50,27 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def at(self, rows: NDArray[np.intp]) -> Pictures:
+    def select_rows(self, rows: NDArray[np.intp]) -> RealImages:
         """Return the images of the given rows."""
-        return Pictures(self.images[rows], self.labels[rows], self.patient[rows])
+        return RealImages(self.images[rows], self.labels[rows], self.patient[rows])
 
-    def some(self, n: int, seed: int) -> Pictures:
+    def sample_rows(self, n: int, seed: int) -> RealImages:
         """Return at most n random images, in order."""
-        return self.at(picked(len(self), n, seed))
+        return self.select_rows(draw_indices(len(self), n, seed))
 
 
-def picked(n_all: int, n: int, seed: int) -> NDArray[np.intp]:
+def draw_indices(n_rows: int, n: int, seed: int) -> NDArray[np.intp]:
     """Draw at most n row numbers, in order."""
-    return np.sort(np.random.default_rng(seed).permutation(n_all)[:n])
+    return np.sort(np.random.default_rng(seed).permutation(n_rows)[:n])
 
 
-class Course(ABC):
+class GeneratorTrainer(ABC):
     """A training in progress.
 
     Attributes:
         settings: everything the training depends on, as in the folder's document; the same when resumed.
         phases: the last iteration of each saved network, in order.
-        pictures: the training set, on the CPU; `images` and `labels` are the same on the `device`.
+        real_images: the training set, on the CPU; `images` and `labels` are the same on the `device`.
     """
 
     settings: Document
@@ -91,32 +91,32 @@ class Course(ABC):
                 f"{name}.resolution = {section.resolution}: site {site} stores patches of {size_px} px; "
                 "generate no larger ones"
             )
-        self.pictures = pictures_of(store, section.resolution, "train")
-        if len(self.pictures) < _LEAST_IMAGES:
+        self.real_images = load_images(store, section.resolution, "train")
+        if len(self.real_images) < _MIN_IMAGES:
             raise WsiFlError(f"site {site}: its store has no training patches")
         self.device, self.checkpoint_every = select_device(), section.checkpoint_every
-        self.images = self.pictures.images.to(self.device)
-        self.labels = self.pictures.labels.to(self.device)
+        self.images = self.real_images.images.to(self.device)
+        self.labels = self.real_images.labels.to(self.device)
 
     @abstractmethod
     def step(self) -> Losses:
         """Take one step."""
 
     @abstractmethod
-    def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
+    def summarize_losses(self, phase: Phase, losses: Sequence[Losses]) -> Document:
         """Return the logged values of the steps since the last line."""
 
     @abstractmethod
-    def kept(self, document: Document, phase: Phase, digest: str) -> Document:
+    def describe_network(self, document: Document, phase: Phase, digest: str) -> Document:
         """Return the changes of the document for a saved network."""
 
     @abstractmethod
-    def show(self, labels: NDArray[np.int64]) -> Tensor:
+    def draw_preview(self, labels: NDArray[np.int64]) -> Tensor:
         """Return an image uint8[c, h, h] per label by the moving average, with the same seed at every checkpoint."""
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckCase:
     """A generator and real images for the check of copying."""
 
     study: Study
@@ -124,8 +124,8 @@ class Case:
     site: str
     folder: GeneratorFolder
     document: Document
-    training: Pictures
-    held_out: Pictures
+    training: RealImages
+    held_out: RealImages
     watcher: Watcher
 
     @property
@@ -133,21 +133,23 @@ class Case:
         """The largest memory for comparing two sets of images."""
         return self.pipeline.find_section(LpipsKeys).memory_mb << 20
 
-    def lpips(self) -> Lpips:
+    def load_lpips(self) -> Lpips:
         """Return LPIPS with the pipeline's weights."""
-        return lpips_of(self.study, self.pipeline, self.site)
+        return load_site_lpips(self.study, self.pipeline, self.site)
 
-    def usual_lpips(self, lpips: Lpips, some: Pictures, held_out: Pictures, every: Pictures) -> Pair:
+    def compute_usual_lpips(
+        self, lpips: Lpips, training: RealImages, held_out: RealImages, references: RealImages
+    ) -> DistancePair:
         """Return LPIPS of training and held-out images to the nearest training image of another patient."""
-        patients, memory = (some.patient, every.patient), self.memory_bytes
+        patients, memory = (training.patient, references.patient), self.memory_bytes
         return (
-            find_nearest_lpips(lpips, some.images, every.images, patients, memory_bytes=memory),
-            find_nearest_lpips(lpips, held_out.images, every.images, memory_bytes=memory),
+            find_nearest_lpips(lpips, training.images, references.images, patients, memory_bytes=memory),
+            find_nearest_lpips(lpips, held_out.images, references.images, memory_bytes=memory),
         )
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CheckEvidence:
     """The measurements of a check.
 
     Attributes:
@@ -158,12 +160,12 @@ class Evidence:
         lpips: None for Euclidean distances only.
         document, notes: entries of the verdict for this kind, and cautions.
         distances, axis: for the histogram.
-        rows, picture: images uint8[n, c, h, h] for display side by side; key and name of their file.
+        image_rows, picture: images uint8[n, c, h, h] for display side by side; key and name of their file.
         reasons: of a failed check, besides those of the comparisons.
     """
 
-    training: Pictures
-    held_out: Pictures
+    training: RealImages
+    held_out: RealImages
     samples: Mapping[str, Tensor]
     comparisons: Mapping[str, Mapping[str, Comparison]]
     n_fresh: int
@@ -172,7 +174,7 @@ class Evidence:
     notes: Sequence[str]
     distances: Mapping[str, NDArray[np.float64]]
     axis: str
-    rows: Sequence[tuple[str, Tensor]]
+    image_rows: Sequence[tuple[str, Tensor]]
     picture: tuple[str, str]
     reasons: Sequence[str] = ()
 
@@ -189,48 +191,48 @@ class GeneratorType(ABC):
     remedy: ClassVar[str]
 
     @abstractmethod
-    def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
+    def build_trainer(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> GeneratorTrainer:
         """Return a new training on the patches of a site's open store."""
 
     @abstractmethod
-    def told(self, document: Document) -> Document:
+    def summarize_training(self, document: Document) -> Document:
         """Return the entries of `synthesize train --json` for this kind."""
 
     @abstractmethod
-    def drawn_as(self, document: Document, check: Document | None) -> Document:
+    def describe_sampling(self, document: Document, check: Document | None) -> Document:
         """Return the sampling parameters of a generator, for a store's provenance."""
 
     @abstractmethod
-    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
+    def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches uint8[b, c, h, h] on the CPU, an image for each label int64[n]."""
 
     @abstractmethod
-    def evidence(self, case: Case) -> Evidence:
+    def collect_evidence(self, case: CheckCase) -> CheckEvidence:
         """Return the measurements of a check."""
 
-    def folder(self, study: Study, site: str) -> GeneratorFolder:
+    def find_folder(self, study: Study, site: str) -> GeneratorFolder:
         """Return the folder of a site's generator, existing or not."""
         return GeneratorFolder.find_folder(study, study.load_site(site).name, self.name)
 
-    def trained(self, study: Study, site: str) -> tuple[GeneratorFolder, Document]:
+    def require_trained(self, study: Study, site: str) -> tuple[GeneratorFolder, Document]:
         """Return folder and document of a generator with a finished training.
 
         Raises:
             WsiFlError: for a missing generator or an unfinished training.
         """
-        folder = self.folder(study, site)
+        folder = self.find_folder(study, site)
         document = folder.read_document()
-        where = study.relative_path(folder.path)
+        location = study.relative_path(folder.path)
         command = f"`wsi-fl synthesize train --site {site} --generator {self.name}`"
         if document is None:
-            raise WsiFlError(f"{where}: no generator yet; run {command}")
+            raise WsiFlError(f"{location}: no generator yet; run {command}")
         if not document["finished"]:
-            raise WsiFlError(f"{where}: its training has not finished; {command} goes on with it")
+            raise WsiFlError(f"{location}: its training has not finished; {command} goes on with it")
         return folder, document
 
-    def provenance(self, folder: GeneratorFolder, document: Document) -> Document:
+    def build_provenance(self, folder: GeneratorFolder, document: Document) -> Document:
         """Return the provenance of samples of the shareable network, drawn as in its check."""
-        digest = folder.compute_digest(shared_phase(document))
+        digest = folder.compute_digest(select_shared_phase(document))
         state, reasons = check_state(folder, digest)
         return {
             "site": document["site"],
@@ -238,11 +240,11 @@ class GeneratorType(ABC):
             "check": state,
             "reasons": reasons,
             "differential_privacy": False,
-            **self.drawn_as(document, folder.read_check() if state != "not run" else None),
+            **self.describe_sampling(document, folder.read_check() if state != "not run" else None),
         }
 
 
-def kind_of(name: str) -> GeneratorType:
+def load_kind(name: str) -> GeneratorType:
     """Return a kind by name and import only its libraries, a matter of seconds.
 
     Raises:
@@ -254,7 +256,7 @@ def kind_of(name: str) -> GeneratorType:
     return kind
 
 
-def shared_phase(document: Document) -> Phase:
+def select_shared_phase(document: Document) -> Phase:
     """Return the phase of the shareable network: of a GAN the one with the privacy loss, if trained."""
     phases: tuple[Phase, ...] = ("after", "before")
     return next((phase for phase in phases if phase in document["phases"]), "denoiser")
@@ -272,20 +274,20 @@ def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
     return ("passed" if check["passed"] else "failed"), list(check["reasons"])
 
 
-def outcome(provenance: Document) -> str:
+def describe_outcome(provenance: Document) -> str:
     """Return state and reasons of a check without a pass as text."""
-    word = "not passed" if provenance["check"] == "failed" else provenance["check"]
-    return f"{word}: {'; '.join(provenance['reasons'])}"
+    state = "not passed" if provenance["check"] == "failed" else provenance["check"]
+    return f"{state}: {'; '.join(provenance['reasons'])}"
 
 
-def shape_of(section: Gan | Ddpm, made: Callable[..., _Shape], store: PatchStore, **others: Any) -> _Shape:
+def build_shape(section: Gan | Ddpm, shape_class: Callable[..., _Shape], store: PatchStore, **others: Any) -> _Shape:
     """Build the shape of networks from a store, a section's settings of the same names, and others."""
-    names = signature(made).parameters.keys() & type(section).model_fields.keys()
-    known = {name: getattr(section, name) for name in names}
-    return made(**known | {"channels": store.n_channels, "n_classes": len(store.meta.classes)} | others)
+    names = signature(shape_class).parameters.keys() & type(section).model_fields.keys()
+    values = {name: getattr(section, name) for name in names}
+    return shape_class(**values | {"channels": store.n_channels, "n_classes": len(store.meta.classes)} | others)
 
 
-def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
+def load_images(store: PatchStore, resolution: int, *splits: str) -> RealImages:
     """Return the patches of these splits, reduced to the resolution, in memory."""
     parts = [load_patches(store, split, resolution) for split in splits]
     shape = (0, resolution, resolution, store.n_channels)
@@ -293,10 +295,10 @@ def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
     images = np.ascontiguousarray(np.concatenate(pixels).transpose(0, 3, 1, 2))
     labels = np.concatenate([part.label for part in parts])
     patient = np.concatenate([part.patient for part in parts])
-    return Pictures(torch.from_numpy(images), torch.from_numpy(labels), patient)
+    return RealImages(torch.from_numpy(images), torch.from_numpy(labels), patient)
 
 
-def lpips_of(study: Study, pipeline: Pipeline, site: str) -> Lpips:
+def load_site_lpips(study: Study, pipeline: Pipeline, site: str) -> Lpips:
     """Return LPIPS with the pipeline's weights.
 
     Raises:

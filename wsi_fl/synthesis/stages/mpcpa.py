@@ -38,7 +38,7 @@ from wsi_fl.synthesis.ddpm import DdpmShape, UNet, build_denoiser, flatten_param
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
-from wsi_fl.synthesis.stages.ddpm import checked_as, images_of, load_denoiser
+from wsi_fl.synthesis.stages.ddpm import ensure_images, is_current_check, load_denoiser
 from wsi_fl.synthesis.stages.kinds import check_state
 from wsi_fl.synthesis.stages.train import train_generator
 from wsi_fl.system.files import atomic_path
@@ -51,162 +51,170 @@ _HOPS = {"denoiser": 0, "package": 1, "model": 2}
 """Hops of denoisers and their packages before the first round, and of classifiers after the last."""
 
 
-class Size(TypedDict):
+class SizeNotice(TypedDict):
     """The number of values of a site's next release to the server, for its memory."""
 
     values: Annotated[int, Field(ge=1, le=1 << 30)]
 
 
-class Ready(TypedDict):
+class ImagesNotice(TypedDict):
     """Whether a site has its generated training images."""
 
     images: bool
 
 
-class Denoiser(TypedDict):
+class DenoiserNotice(TypedDict):
     """The schema of a site's denoiser."""
 
     schema: Digest
 
 
-class Classifier(TypedDict):
+class ClassifierNotice(TypedDict):
     """The schema of a site's classifier, and the last round of its training."""
 
     schema: Digest
     rounds: RoundNumber
 
 
-def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+def provide_images(context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
     """Provide the sites with generated training images; finished steps are not repeated.
 
     Raises:
         WsiFlError: for a denoiser without a passed check, which is not released.
         NoCommonPlan: for denoisers of different shapes.
     """
-    checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
-    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.read_document("package"))} for site in sites]
-    if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
-        _exchange(party, sites, comm, watcher, checked=checked)
+    digests = {site.name: _prepare_denoiser(context.study, context.pipeline, site.name, watcher) for site in sites}
+    local_notices: list[ImagesNotice] = [
+        {"images": _has_all_images(context.study, site.folder.read_document("package"))} for site in sites
+    ]
+    if not all(notice["images"] for notice in comm.gather(local_notices, ImagesNotice, patient=True)):
+        _exchange_denoisers(context, sites, comm, watcher, digests=digests)
     for site in sites:
-        _learn_from(party, site)
+        _set_training_examples(context, site)
 
 
-def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
+def _prepare_denoiser(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
     """Train and check a site's denoiser unless done; return the digest of the checked one."""
     train_generator(study, pipeline, DDPM, site, watcher=watcher)
-    folder, _ = DDPM.trained(study, site)
+    folder, _ = DDPM.require_trained(study, site)
     state, reasons = check_state(folder, folder.compute_digest("denoiser"))
-    if state == "not run" or not checked_as(folder.read_check(), pipeline):
+    if state == "not run" or not is_current_check(folder.read_check(), pipeline):
         document = check_generator(study, pipeline, DDPM, site, watcher=watcher)
         state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
     if state != "passed":
-        why = f"the check was not passed: {'; '.join(reasons)}"
+        explanation = f"the check was not passed: {'; '.join(reasons)}"
         if not pipeline.find_section(Mpcpa).unchecked or study.load_site(site).real:
-            raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
-        watcher.print_message(f"  {site}: its denoiser is released by mpcpa.unchecked although {why}")
+            raise WsiFlError(f"site {site}: its denoiser is not released, {explanation}")
+        watcher.print_message(f"  {site}: its denoiser is released by mpcpa.unchecked although {explanation}")
     return folder.compute_digest("denoiser")
 
 
-def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
+def _has_all_images(study: Study, package: Mapping[str, Any] | None) -> bool:
     return bool(package and all(study.synthetic_path(key).exists() for key in package["images"].values()))
 
 
-def _exchange(
-    party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, checked: Mapping[str, str]
+def _exchange_denoisers(
+    context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, digests: Mapping[str, str]
 ) -> None:
     """Exchange denoisers by the server, draw their images and record each site's images in the run."""
-    study, names = party.study, party.names
-    for name, known in checked.items():
-        if DDPM.trained(study, name)[0].compute_digest("denoiser") != known:
+    study, names = context.study, context.names
+    for name, checked_digest in digests.items():
+        if DDPM.require_trained(study, name)[0].compute_digest("denoiser") != checked_digest:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
-    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name)) for site in sites}
-    mine: list[Denoiser] = [{"schema": denoisers[site.index].shape.schema} for site in sites]
-    agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
-    if len(set(agreed)) > 1:
-        odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
+    denoisers = {site.index: load_denoiser(DDPM.find_folder(study, site.name)) for site in sites}
+    local_notices: list[DenoiserNotice] = [{"schema": denoisers[site.index].shape.schema} for site in sites]
+    schemas = [notice["schema"] for notice in comm.gather(local_notices, DenoiserNotice, patient=True)]
+    if len(set(schemas)) > 1:
+        differing_site = next(
+            k for k, site_schema in zip(comm.running, schemas, strict=True) if site_schema != schemas[0]
+        )
         raise NoCommonPlan(
-            f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; "
+            f"site {names[differing_site]}: its denoiser has another shape than that of {names[comm.running[0]]}; "
             "the sites need the same [ddpm], classes and channels"
         )
-    star = _Star(sites, comm, names, _ROUND)
+    exchange = _ServerExchange(sites, comm, names, _ROUND)
     releases = {
-        site.index: release_once(site.ledger, _ROUND, flatten_parameters(denoisers[site.index]), agreed[0], "generator")
+        site.index: release_once(
+            site.ledger, _ROUND, flatten_parameters(denoisers[site.index]), schemas[0], "generator"
+        )
         for site in sites
     }
-    held = star.gather("denoiser", releases, dict.fromkeys(comm.running, agreed[0]))
-    packages = star.broadcast(held, next(iter(releases.values())).vector.size, agreed[0])
+    uploads = exchange.gather("denoiser", releases, dict.fromkeys(comm.running, schemas[0]))
+    packages = exchange.broadcast(uploads, next(iter(releases.values())).vector.size, schemas[0])
     for site in sites:
         vectors = packages[site.index]
-        if party.method.learns_from == "generated":
+        if context.method.learns_from == "generated":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
-        shape, drawn = denoisers[site.index].shape, {}
-        for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
-            denoiser = build_denoiser(vectors[other], shape).to(select_device())
-            drawn[names[other]], _ = images_of(
+        shape, image_keys = denoisers[site.index].shape, {}
+        for origin in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
+            denoiser = build_denoiser(vectors[origin], shape).to(select_device())
+            image_keys[names[origin]], _ = ensure_images(
                 study,
-                party.pipeline,
-                _patches(party, site.name).store,
+                context.pipeline,
+                _site_patches(context, site.name).store,
                 denoiser,
-                site=names[other],
+                site=names[origin],
                 watcher=watcher,
-                part=site.name,
+                progress_name=site.name,
             )
-        site.folder.write_document("package", {"images": {name: drawn[name] for name in names if name in drawn}})
+        site.folder.write_document(
+            "package", {"images": {name: image_keys[name] for name in names if name in image_keys}}
+        )
 
 
-def _patches(party: RunContext, site: str) -> PatchData:
+def _site_patches(context: RunContext, site: str) -> PatchData:
     """Return the patches of a site; the plan refuses other data."""
-    data = party.open_data(site)
+    data = context.open_data(site)
     assert isinstance(data, PatchData)
     return data
 
 
-def _learn_from(party: RunContext, site: Site) -> None:
+def _set_training_examples(context: RunContext, site: Site) -> None:
     """Set a site's training set: its local examples, unless all are generated, and the images."""
     package = site.folder.read_document("package")
     assert package is not None
-    parts = [] if party.method.learns_from == "generated" else [site.train]
-    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.find_section(Mpcpa).per_class
-    parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
+    parts = [] if context.method.learns_from == "generated" else [site.train]
+    size, per_class = _site_patches(context, site.name).shape.size_px, context.pipeline.find_section(Mpcpa).per_class
+    parts += [_load_generated(context.study, key, size, per_class) for key in package["images"].values()]
     site.train = concatenate_examples(parts)
     site.units = row_units(len(site.train))
 
 
-def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
+def _load_generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
     """Return the images of one denoiser, or the first of each class, as classes alternate."""
     store = PatchStore(study.synthetic_path(key))
-    every = load_patches(store, "train", size_px)
-    n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
-    return select_examples(every, np.arange(n))
+    examples = load_patches(store, "train", size_px)
+    n = len(examples) if per_class is None else min(len(examples), per_class * len(store.meta.classes))
+    return select_examples(examples, np.arange(n))
 
 
-def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> None:
+def send_models(context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
     """Send every classifier to the server's folder `aggregate/`, for aggregated predictions.
 
     Files have the study's site names: text of a peer is never part of a path.
     """
     learners = {site.index: site.learners["private"] for site in sites}
-    mine: list[Classifier] = []
+    local_notices: list[ClassifierNotice] = []
     for site in sites:
         finished = max((line["round"] for line in site.folder.read_metrics()), default=0)
-        mine.append({"schema": schema_digest(learners[site.index].model), "rounds": finished})
-    told = comm.gather(mine, Classifier, patient=True)
-    agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
-    last = max(one["rounds"] for one in told) + 1
+        local_notices.append({"schema": schema_digest(learners[site.index].model), "rounds": finished})
+    notices = comm.gather(local_notices, ClassifierNotice, patient=True)
+    schemas = {k: notice["schema"] for k, notice in zip(comm.running, notices, strict=True)}
+    last_round = max(notice["rounds"] for notice in notices) + 1
     releases = {
         site.index: release_once(
-            site.ledger, last, learners[site.index].parameter_vector(), agreed[site.index], "model"
+            site.ledger, last_round, learners[site.index].parameter_vector(), schemas[site.index], "model"
         )
         for site in sites
     }
-    began = time.perf_counter()
-    held = _Star(sites, comm, party.names, last).gather("model", releases, agreed)
-    for index, vector in held.items():
-        path = party.run.path / "aggregate" / f"{party.names[index]}.safetensors"
+    start_time = time.perf_counter()
+    uploads = _ServerExchange(sites, comm, context.names, last_round).gather("model", releases, schemas)
+    for index, vector in uploads.items():
+        path = context.run.path / "aggregate" / f"{context.names[index]}.safetensors"
         with atomic_path(path) as temporary:
-            save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
+            save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": schemas[index]})
     for site in sites:
-        site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")
+        site.folder.log(f"sent its model to the server, {time.perf_counter() - start_time:.2f} s")
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
@@ -214,15 +222,15 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     if not isinstance(shape, Images):
         return None
     ddpm = pipeline.find_section(Ddpm)
-    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
-    return 4 * UNet(wanted).n_values
+    ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
+    return 4 * UNet(ddpm_shape).n_values
 
 
 # ---- the star
 
 
 @dataclass(frozen=True)
-class _Star:
+class _ServerExchange:
     """One exchange of releases between the sites and a server: uploads, packages back (MPCPA, section 3.3).
 
     The first running site's process hosts the server. Transfers between this site and the server are recorded too, as
@@ -244,68 +252,73 @@ class _Star:
         """The index of the server's host site."""
         return self.comm.running[0]
 
-    def gather(self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]) -> dict[int, _Vector]:
+    def gather(self, label: str, releases: Mapping[int, Release], schemas: Mapping[int, str]) -> dict[int, _Vector]:
         """Send every site's release float32[d] to the server; return them there by site, elsewhere {}.
 
         Args:
-            what: the name of a release in `transfers.jsonl`.
+            label: the name of a release in `transfers.jsonl`.
             releases: of the sites of this process.
-            agreed: the schema of each site's release; WsiFlError for another one.
+            schemas: the schema of each site's release; WsiFlError for another one.
         """
-        mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
-        sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
-        found = {k: self._carry(what, (k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes}
-        return {k: vector for k, vector in found.items() if vector is not None}
+        local_sizes: list[SizeNotice] = [{"values": releases[site.index].vector.size} for site in self.sites]
+        sizes = zip(self.comm.running, self.comm.gather(local_sizes, SizeNotice), strict=True)
+        vectors = {
+            k: self._transfer_payload(label, (k, self.hub), releases.get(k), notice["values"], schemas[k])
+            for k, notice in sizes
+        }
+        return {k: vector for k, vector in vectors.items() if vector is not None}
 
-    def broadcast(self, held: Mapping[int, _Vector], size: int, schema: str) -> dict[int, dict[int, _Vector]]:
+    def broadcast(self, uploads: Mapping[int, _Vector], size: int, schema: str) -> dict[int, dict[int, _Vector]]:
         """Send each site the others' releases in one package; return them for the sites of this process.
 
         Args:
-            held: the releases at the server, of `gather`.
+            uploads: the releases at the server, of `gather`.
             size: number of values of one release, the same for all, as `schema` is.
         """
-        found: dict[int, dict[int, _Vector]] = {}
-        bundled = hashlib.sha256(f"package of {schema}".encode()).hexdigest()
+        packages: dict[int, dict[int, _Vector]] = {}
+        package_schema = hashlib.sha256(f"package of {schema}".encode()).hexdigest()
         for receiver in self.comm.running:
             others = [k for k in self.comm.running if k != receiver]
             parts: list[_Vector] = []
             if others:
-                load: Release | _Vector | None = np.concatenate([held[k] for k in others]) if held else None
-                if isinstance(load, np.ndarray) and receiver != self.hub:
-                    own, ledger = digest_values(held[self.hub]), self._site(self.hub).ledger
-                    load = ledger.relay_mixture(self.round, load, own_sha256=own, schema=bundled, weight=1.0)
+                payload: Release | _Vector | None = np.concatenate([uploads[k] for k in others]) if uploads else None
+                if isinstance(payload, np.ndarray) and receiver != self.hub:
+                    hub_digest, ledger = digest_values(uploads[self.hub]), self._find_site(self.hub).ledger
+                    payload = ledger.relay_mixture(
+                        self.round, payload, own_sha256=hub_digest, schema=package_schema, weight=1.0
+                    )
                 pair, total = (self.hub, receiver), size * len(others)
-                arrived = self._carry("package", pair, load, total, bundled)
-                parts = [] if arrived is None else np.split(arrived, len(others))
+                received = self._transfer_payload("package", pair, payload, total, package_schema)
+                parts = [] if received is None else np.split(received, len(others))
             if receiver in self.comm.sites:
-                found[receiver] = dict(zip(others, (part.copy() for part in parts), strict=True))
-        return found
+                packages[receiver] = dict(zip(others, (part.copy() for part in parts), strict=True))
+        return packages
 
-    def _carry(
-        self, what: str, pair: tuple[int, int], load: Release | _Vector | None, size: int, agreed: str
+    def _transfer_payload(
+        self, label: str, pair: tuple[int, int], payload: Release | _Vector | None, size: int, expected_schema: str
     ) -> _Vector | None:
         """Send a payload of this process from one site to another and record it; return it at the receiver."""
-        began, (sender, receiver) = time.perf_counter(), pair
-        values = load.vector if isinstance(load, Release) else load
+        start_time, (sender, receiver) = time.perf_counter(), pair
+        values = payload.vector if isinstance(payload, Release) else payload
         vector = None if values is None else np.asarray(values, np.float32)
-        arrived = vector if sender == receiver else None
+        received = vector if sender == receiver else None
         if sender != receiver:
-            outgoing = [Outgoing(sender, receiver, 1.0, load)] if isinstance(load, Release) else []
+            outgoing = [Outgoing(sender, receiver, 1.0, payload)] if isinstance(payload, Release) else []
             expected = [pair] if receiver in self.comm.sites else []
-            hop = _HOPS[what]
+            hop = _HOPS[label]
             for message in self.comm.exchange(outgoing, expected, round_=self.round, hop=hop, size=size):
-                arrived = np.array(message.vector, np.float32)
-                other = "" if message.schema == agreed else "it has another architecture"
-                problem = message.refused or other
-                if problem or not np.isfinite(arrived).all():
-                    whose = f"the {what} from site {self.names[sender]}"
-                    raise WsiFlError(f"{whose} is no use: {problem or 'it is not finite'}")
+                received = np.array(message.vector, np.float32)
+                mismatch = "" if message.schema == expected_schema else "it has another architecture"
+                problem = message.refused or mismatch
+                if problem or not np.isfinite(received).all():
+                    subject = f"the {label} from site {self.names[sender]}"
+                    raise WsiFlError(f"{subject} is no use: {problem or 'it is not finite'}")
         if vector is not None:
-            ends = (_SERVER, self.names[receiver]) if what == "package" else (self.names[sender], _SERVER)
-            line = {"what": what, "from": ends[0], "to": ends[1], "bytes": HEADER_BYTES + vector.nbytes}
-            seconds = round(time.perf_counter() - began, 6)
-            self._site(sender).folder.record_transfer(line | {"seconds": seconds})
-        return arrived
+            endpoints = (_SERVER, self.names[receiver]) if label == "package" else (self.names[sender], _SERVER)
+            record = {"what": label, "from": endpoints[0], "to": endpoints[1], "bytes": HEADER_BYTES + vector.nbytes}
+            seconds = round(time.perf_counter() - start_time, 6)
+            self._find_site(sender).folder.record_transfer(record | {"seconds": seconds})
+        return received
 
-    def _site(self, index: int) -> Site:
+    def _find_site(self, index: int) -> Site:
         return next(site for site in self.sites if site.index == index)

@@ -22,7 +22,7 @@ from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
-from wsi_fl.synthesis.stages.kinds import kind_of, outcome
+from wsi_fl.synthesis.stages.kinds import describe_outcome, load_kind
 from wsi_fl.synthesis.state import balance_labels
 from wsi_fl.system.files import site_lock, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
@@ -30,7 +30,7 @@ from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 _SLIDE = "synthetic"
 
 
-def sample(
+def sample_generator(
     study: Study,
     *,
     site: str,
@@ -52,51 +52,51 @@ def sample(
         WsiFlError: when the check of exactly this generator was not passed, unless `despite_failed_check`.
         UsageError: for the name of a store or site that is not synthetic.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     name = name or f"{site}-synthetic"
     if n_per_class < 1:
         raise UsageError("--n-per-class must be at least 1")
-    target = validate_model(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
+    site_file = validate_model(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
     source = study.load_site(site)
     no_gan = study.denoiser_path(source.name).exists() and not study.generator_path(source.name).exists()
-    kind = kind_of(generator or ("ddpm" if no_gan else "gan"))
-    folder, document = kind.trained(study, site)
-    made_by = kind.provenance(folder, document) | {"seed": seed}
-    if made_by["check"] != "passed" and not despite_failed_check:
+    kind = load_kind(generator or ("ddpm" if no_gan else "gan"))
+    folder, document = kind.require_trained(study, site)
+    provenance = kind.build_provenance(folder, document) | {"seed": seed}
+    if provenance["check"] != "passed" and not despite_failed_check:
         raise WsiFlError(
             f"site {site}: no shareable set is written, the check of this generator was "
-            f"{outcome(made_by)}. --despite-failed-check writes it all the same"
+            f"{describe_outcome(provenance)}. --despite-failed-check writes it all the same"
         )
     if as_site and source.real and not source.allows("generator"):
         raise UsageError(
             f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; add "
             'allow = ["generator"] there if they may'
         )
-    _refuse_taken(study, name)
-    real, shape = document["store"], document["settings"]["shape"]
-    grid = (real["size_px"], real["mpp"])
-    meta = synthetic_meta(name, real["classes"], grid, shape["resolution"], made_by)
+    _require_free_name(study, name)
+    store_facts, shape = document["store"], document["settings"]["shape"]
+    grid = (store_facts["size_px"], store_facts["mpp"])
+    meta = synthetic_meta(name, store_facts["classes"], grid, shape["resolution"], provenance)
     labels = balance_labels(len(meta.classes), n_per_class)
     with site_lock(study.store_path(name).parent, name):
-        images = as_pixels(kind.draw(folder, made_by, labels))
+        images = transpose_images(kind.draw_images(folder, provenance, labels))
         table = write_synthetic(study.store_path(name), meta, labels, images, shape["channels"])
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
-        first = f"# made by {command}; every patch is synthetic"
-        write_text(study.site_path(name), dump_toml(target.model_copy(update={"allow": None}), first))
+        header = f"# made by {command}; every patch is synthetic"
+        write_text(study.site_path(name), dump_toml(site_file.model_copy(update={"allow": None}), header))
     return {
         "site": site,
         "name": name,
         "store": study.relative_path(study.store_path(name)),
         "patches": len(table),
         "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
-        "generator": made_by,
+        "generator": provenance,
         "site_file": study.relative_path(study.site_path(name)) if as_site else None,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - start_time,
     }
 
 
-def _refuse_taken(study: Study, name: str) -> None:
+def _require_free_name(study: Study, name: str) -> None:
     path = study.store_path(name)
     if path.exists():
         with PatchStore(path) as store:
@@ -106,12 +106,12 @@ def _refuse_taken(study: Study, name: str) -> None:
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
 
-def sampled_lines(document: dict[str, Any]) -> Lines:
+def render_sample_lines(document: dict[str, Any]) -> Lines:
     """Yield the written store and the limits of its check."""
     generator = document["generator"]
     yield TextLine(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
-        yield TextLine(f"  written although its check was {outcome(generator)}", "red")
+        yield TextLine(f"  written although its check was {describe_outcome(generator)}", "red")
     yield TextLine("  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow")
 
 
@@ -131,7 +131,7 @@ def write_synthetic(
     return write_columns(path, meta, [shard])
 
 
-def as_pixels(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
+def transpose_images(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
     """Return batches uint8[b, c, h, h] as uint8[b, h, h, c]."""
     for batch in batches:
         yield batch.permute(0, 2, 3, 1).numpy()
