@@ -118,8 +118,8 @@ class Method:
         disclosures: everything that leaves a site.
         learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
         variants: (key, value) of a pipeline → the method in place of this one for that value.
-        baselines: the module with `run_baselines`, which trains it and its paper's baselines, and `render_baseline_lines`, which
-            prints their table; "" for none.
+        baselines: the module with `run_baselines`, which trains it and its paper's baselines, and
+            `render_baseline_lines`, which prints their table; "" for none.
     """
 
     name: str
