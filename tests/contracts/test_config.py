@@ -125,7 +125,7 @@ def test_extends_merges_key_by_key(study):
 def test_extends_may_name_a_shipped_pipeline_and_the_studys_own_shadows_one(study):
     (study.root / "pipelines" / "own.toml").write_text("extends = 'camelyon17'\n[train]\nrounds = 2\n")
     own, base = study.load_pipeline("own"), study.load_pipeline("camelyon17")
-    assert own == base.changed(train={"rounds": 2})
+    assert own == base.replace_keys(train={"rounds": 2})
     (study.root / "pipelines" / "camelyon17.toml").write_text("[train]\nrounds = 77\n")
     assert study.load_pipeline("camelyon17").train.rounds == 77
 

@@ -247,7 +247,7 @@ def test_the_encoder_that_a_refusal_names_is_taken(study, tmp_path):
         lambda: brought(study, "trident", folder, encoder="gigapath"),
         "leave --encoder out, or say --encoder-name gigapath",
     )
-    assert brought(study, "trident", folder)["bags"] == brought(study, "trident", folder, called="other")["bags"] == 4
+    assert brought(study, "trident", folder)["bags"] == brought(study, "trident", folder, new_name="other")["bags"] == 4
     refused(lambda: brought(study, "trident", folder, mpp=4.0), "--mpp 4", "says about 0.5")
     assert brought(study, "trident", folder, mpp=0.55)["bags"] == 4
 

@@ -299,7 +299,7 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     shutil.copy(site_file(study, "C1"), site_file(study, "C3"))
     edit(site_file(study, "C3"), 'name = "C1"', 'name = "C3"')
     refuses("took no part", "C1, C2", site="C3", error=UsageError)
-    refuses("two slides are called", slides=[slides[0], tmp_path / slides[0].name], error=UsageError)
+    refuses("two slides have the name", slides=[slides[0], tmp_path / slides[0].name], error=UsageError)
     RunFolder(study.root / run).record_dropout("C2", "killed")
     refuses("was lost in round 2", site="C2")
     folder = study.root / run / "sites" / "C1"

@@ -321,7 +321,7 @@ def test_methods_that_answer_the_same_question_are_compared_by_its_scores(surviv
 def test_runs_that_answer_other_questions_are_not_compared(survived):
     study, run, _ = survived
     other = trained(study, *NUMBER, OPEN, "train.rounds=1")
-    said = (f"{other}: answers another question (column 'burden'", f"than {run} (time until 'dead'")
+    said = (f"{other}: has another target (column 'burden'", f"than {run} (time until 'dead'")
     refused(lambda: compare_methods(study, [run, other]), *said)
 
 
@@ -392,14 +392,14 @@ def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, chan
 def test_what_means_nothing_is_no_answer(study, target, column, word):
     edit(study, **{column: word})
     with opened(study, *target) as data:
-        assert set(data.answers.aside) <= {"S0_0_0", "S0_0_1"} and data.answers.aside
+        assert set(data.target_labels.excluded) <= {"S0_0_0", "S0_0_1"} and data.target_labels.excluded
 
 
 def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study):
     path = study.root / "S0.csv"
     path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
     with opened(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
-        assert len(data.table) == 2 * N and data.answers.aside == ()
+        assert len(data.table) == 2 * N and data.target_labels.excluded == ()
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_a_decimal_comma_is_refused_with_what_to_write(study):
 def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
     edit(study, burden="")
     with opened(study, *NUMBER) as data:
-        assert len(data.table) == 2 * N - 2 and data.answers.aside == ("S0_0_0", "S0_0_1")
+        assert len(data.table) == 2 * N - 2 and data.target_labels.excluded == ("S0_0_0", "S0_0_1")
     with opened(study, *GRADE, 'target.ignore=["none"]') as data:
         assert len(data.table) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")

@@ -81,7 +81,7 @@ def sums_at(path):
 
 def written(path, letter, vector):
     """Puts another vector, of which the file knows, into the place of a letter's."""
-    facts = letter.facts.model_copy(update={"digest": digest_values(vector)})
+    facts = letter.header.model_copy(update={"digest": digest_values(vector)})
     stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
 
 
@@ -105,7 +105,7 @@ def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
     assert line["mechanism"] == {"sigma": SIGMA, "clip": 1.0, "sample_rate": 1.0, "steps": 1}
     again = released(study, "S0", "privacy.sigma=9.0")
     assert not again["spent"] and len(lines_of(study)) == 2 and again["digest"] == row["digest"]
-    more = released(study, again=True)
+    more = released(study, repeat=True)
     assert more["spent"] and more["digest"] != row["digest"]
     assert more["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
 
@@ -142,7 +142,7 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
 
 def test_a_target_is_met_exactly_and_anew_by_every_release_and_the_noise_never_has_a_fixed_seed(study):
     asked = ["privacy.target_epsilon=2", "privacy.insecure_seed=1"]
-    first, other = (released(study, "S0", *asked, again=again) for again in (False, True))
+    first, other = (released(study, "S0", *asked, repeat=again) for again in (False, True))
     assert first["epsilon"] == pytest.approx(2, abs=1e-3) and other["sigma"] == first["sigma"]
     assert first["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
 
@@ -185,11 +185,11 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
 
     called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "record_transmission", cut)}
     with cut_off(*called.get(place, (stage, "write_statistics", write))):
-        released(study, again=again)
+        released(study, repeat=again)
     left = sums_at(study.release_path("S0")).digest if study.release_path("S0").exists() else None
     assert left == before  # whatever was on its way has not left
     lost = place in ("ledger", "copy")
-    row = released(study, again=again and lost)
+    row = released(study, repeat=again and lost)
     assert row["spent"] == lost  # then the new release takes the place of the lost one
     assert row["epsilon"] == pytest.approx(epsilon([ONCE] * (1 + again), 1e-5))
     digests = [line["released"] for line in lines_of(study) if line.get("released")]
@@ -202,7 +202,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
 def test_what_an_interrupted_second_release_costs_is_said(study):
     first = released(study)
     with cut_off(stage, "write_statistics"):
-        released(study, again=True)
+        released(study, repeat=True)
     row = released(study)
     assert row["digest"] == first["digest"] and not row["spent"]
     assert row["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))  # as the ledger counts it
@@ -215,7 +215,7 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
     with cut_off(stage, "write_statistics"):
         released(study, "S0", target)
     assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
-    refused(lambda: released(study, "S0", target, again=True), "no noise level reaches")  # nothing is left
+    refused(lambda: released(study, "S0", target, repeat=True), "no noise level reaches")  # nothing is left
 
 
 def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path):
@@ -230,7 +230,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     study.release_path("S0").parent.mkdir()
     shutil.copy(other.release_path("S0"), study.release_path("S0"))  # the other study's release is this site's too
     assert not released(study)["spent"]
-    assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
+    assert released(study, repeat=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
 def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
@@ -279,7 +279,7 @@ def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked
     study.release_path("S0").write_bytes(kept)
     assert not released(study)["spent"] and released(study)["epsilon"] == first["epsilon"]
     lost_both(study)
-    assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
+    assert released(study, repeat=True)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -343,7 +343,7 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
         released(study, "S1")
         assert file.read_bytes() == whole
     assert joined(study)["sites"]
-    released(study, "S1", "model.projection=12", again=True)
+    released(study, "S1", "model.projection=12", repeat=True)
     not_joined(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
 
 
@@ -409,7 +409,7 @@ def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
     edit(site_file(study, "S0"), more="max_epsilon = 2.5\ndelta = 1e-5\n")
     row = released(study)
     assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
-    not_released(study, "S0", "above its 2.5", again=True)
+    not_released(study, "S0", "above its 2.5", repeat=True)
     assert not released(study)["spent"]
 
 
@@ -436,7 +436,7 @@ def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose
             head.unlink()
     lose(study.ledger_path("S0"))
     with pytest.raises(UsageError) as caught:
-        released(study, again=again)
+        released(study, repeat=again)
     assert "restore" in str(caught.value) and "--again" not in str(caught.value)
     assert study.release_path("S0").read_bytes() == before
 
@@ -554,7 +554,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     assert [int(head["n_sites"]) for head in heads] == [2, 2]
     both = [sums_at(study.release_path(name)).vector.astype(np.float64) for name in ("S0", "S1")]
     np.testing.assert_allclose(heads[1]["sums"], np.mean(both, 0), rtol=1e-6)
-    assert heads[1]["own"].any() and not heads[1]["released"].any()  # its own rows count at home
+    assert heads[1]["local_sums"].any() and not heads[1]["released"].any()  # its own rows count at home
     assert summary["sites"][1]["epsilon"] is None  # it has released nothing
     assert [row["site"] for row in evaluate(study, summary["run"])["sites"]] == ["S0", "S2"]
 
@@ -616,7 +616,7 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     all_released(study)
     with interrupted_after(2):
         started(study)
-    released(study, "S1", again=True)
+    released(study, "S1", repeat=True)
     refused(lambda: resume_run(study, "1", backend="local"), "class statistics of S1", "statistics/")
 
 

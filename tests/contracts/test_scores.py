@@ -337,20 +337,20 @@ def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_tha
     assert not shut.entries
 
 
-@pytest.mark.parametrize("moment", ["_release", "_pass_counts", "_document"])
+@pytest.mark.parametrize("moment", ["_release_counts", "_pass_counts", "_build_scores"])
 def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
     real, calls = getattr(between.CrossSiteScoring, moment), []
 
     def cut(*given):
         calls.append(given)
-        if moment != "_release" or len(calls) == 2:
+        if moment != "_release_counts" or len(calls) == 2:
             raise KeyboardInterrupt
         return real(*given)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(between.CrossSiteScoring, moment, cut)
         run(three)
-    folder = RunFolder(three.run("1"))
+    folder = RunFolder(three.find_run("1"))
     before = {site: left(three, site) for site in SITES}
     kept = folder.site_folder("S0").read_document("counts")
     assert before["S0"] and kept and told(folder) is None
@@ -468,13 +468,13 @@ def answered(**tables):
 
 def test_models_that_always_say_the_same_are_no_winners():
     always = [[0, 11], [0, 13]]
-    said = "There no model does better than always saying tumour, which has an accuracy of 0.542."
+    said = "There no model does better than always predicting tumour, which has an accuracy of 0.542."
     documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
     assert all(build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
     page = render_coordinator(summary, documents[0])
-    assert "always saying tumour" in page and "does best" not in page and "Darker is higher" not in page
+    assert "always predicting tumour" in page and "does best" not in page and "Darker is higher" not in page
 
 
 def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(three):
@@ -486,4 +486,4 @@ def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(thr
     assert f"{accuracy:.3f}" in text and "guaranteed" in text
     assert str(three.root) not in text and "_patient_" not in text and "_slide_" not in text
     bare = render_coordinator(summary, None)
-    assert "No hospital let counts" in bare and "of models at hospitals" not in bare
+    assert "No hospital released counts" in bare and "of models at hospitals" not in bare

@@ -161,5 +161,5 @@ def test_what_cannot_start_is_refused_before_anything_does(study):
     tried(("needs train.data = patches",), *settings()[2:], *heads)
     assert len(list(study.runs_path.glob("0*"))) == before
     named = "timm:mobilenetv4_conv_small_035"  # timm publishes none of it
-    words = ("timm publishes no weights of it", "model.weights = 'FILE.safetensors'")
+    words = ("timm publishes no weights of this name", "model.weights = 'FILE.safetensors'")
     tried(words, *settings(weights="hub", proxy=named, private=named), error=WsiFlError)
