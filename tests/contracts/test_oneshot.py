@@ -418,7 +418,7 @@ def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request,
         assert max(mu) <= (1 / 1.5 if tail["sigma"] else np.inf)
         assert sum(int(row["rows"]) for row in rows) == 60 and {row["patient"] for row in rows} == PATIENTS
     page = write_report(study, run.name).read_text()
-    assert "Found in the letter of S1" in page and "exposure.csv" not in page
+    assert "Exposure at S1" in page and "exposure.csv" not in page
     text = (run / "audit" / "audit.json").read_text()
     assert not any(f'"{name}"' in text or f">{name}<" in page for name in PATIENTS)
 

@@ -301,7 +301,7 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     refuses("took no part", "C1, C2", site="C3", error=UsageError)
     refuses("two slides have the name", slides=[slides[0], tmp_path / slides[0].name], error=UsageError)
     RunFolder(study.root / run).record_dropout("C2", "killed")
-    refuses("was lost in round 2", site="C2")
+    refuses("dropped out in round 2", site="C2")
     folder = study.root / run / "sites" / "C1"
     (folder / "private.safetensors").rename(tmp_path / "kept")
     refuses("no such model")

@@ -501,7 +501,7 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
     recalls = [row[k] / row.sum() for k, row in enumerate(table) if row.sum()]
     assert merged["accuracy"] == table.trace() / len(truth)
     assert merged["macro_accuracy"] == pytest.approx(np.mean(recalls))
-    assert any("between hospitals" in str(line) for line in render_evaluation_lines(document))
+    assert any("cross-site accuracy" in str(line) for line in render_evaluation_lines(document))
     parts = document["cross_site"]["models"]["shared"]["hospitals"]
     assert all(0 < part["n_classes"] < n_classes for part in parts.values())  # of few examples nothing is told
     for page in (write_report(study, run).read_text(), render_coordinator(folder.read_summary(), kept)):

@@ -60,7 +60,7 @@ def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, real, tm
     assert model["to"] == "the next site in an order drawn again in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
-    facts = _describe_risks(said, real.site("S0"), None, None, audited=False, for_others=False)["assessment"][0][
+    facts = _describe_risks(said, real.load_site("S0"), None, None, audited=False, for_others=False)["assessment"][0][
         "facts"
     ]
     assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
