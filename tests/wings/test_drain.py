@@ -107,10 +107,10 @@ def test_who_is_late_is_left_out_and_what_it_said_is_never_read(identities):
         (me,), others = comm.sites, [k for k in range(3) if k not in comm.sites]
         comm.gather([Said(n=0)], Said)
         time.sleep(1.5 * TIMEOUT_S if me == 2 else 0)
-        told = comm.hand({(me, k): Said(n=10 * me + k) for k in others}, Said, [(k, me) for k in others])
+        told = comm.exchange_documents({(me, k): Said(n=10 * me + k) for k in others}, Said, [(k, me) for k in others])
         assert all(one == {"n": 10 * k + me} for (k, _), one in told.items())
         assert comm.gather([Said(n=me)], Said) == [{"n": k} for k in range(3)]
-        return sorted(k for k, _ in told), list(comm._held)
+        return sorted(k for k, _ in told), list(comm._inbox)
 
     found = three_together(identities, work, timeout_s=TIMEOUT_S)
     assert found == {"C1": ([1], []), "C2": ([0], []), "C3": ([0, 1], [])}
