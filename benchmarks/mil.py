@@ -126,12 +126,12 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
     """(score by each site's model, truth) of all test slides: the probability of tumour and the label, or the risk and
     (time, event).
     """
-    document = evaluate(study, run, overrides=[f"predict.with={answer}"])
+    document = evaluate(study, run, overrides=[f"predict.model={answer}"])
     scores: list[list[float]] = []
     truth: list[Any] = []
     for site in document["sites"]:
         with (study.root / run / "sites" / site["site"] / "predictions.csv").open(encoding="utf-8") as file:
-            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
+            lines = [line for line in csv.DictReader(file) if line["selected"] == "True"]
         columns = [name for name in lines[0] if name.startswith(("p_", "without_event_"))]
         if document["task"] == "survival":
             ends = [float(name.rsplit("_", 1)[1]) for name in columns]

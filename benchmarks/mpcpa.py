@@ -125,7 +125,7 @@ def right(run: Path) -> NDArray[np.float64]:
     models = []
     for path in sorted(run.glob("sites/*/predictions.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            said = [line for line in csv.DictReader(file) if line["answers"] == "True"]
+            said = [line for line in csv.DictReader(file) if line["selected"] == "True"]
         lines = sorted(said, key=lambda line: (line["part"], line["patient"]))
         names = [key for key in lines[0] if key.startswith("p_")]
         truth = [f"p_{line['truth']}" for line in lines]

@@ -121,7 +121,10 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
         delta=DELTA,
         seed=seed,
     )
-    return [one.models.get("proxy") or next(iter(one.models.values())) for one in found.values()]
+    return [
+        one.models.get("proxy") or one.models.get("shared") or next(iter(one.models.values()))
+        for one in found.values()
+    ]
 
 
 def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) -> Stack:
@@ -214,7 +217,7 @@ def judged(found: Estimate, truth: float) -> dict[str, Any]:
     return {
         "covered": bool(found.low <= truth <= found.high),
         "verdict": said_,
-        "wrong": bool((said_ == "join" and truth <= 0) or (said_ == "stay" and truth >= 0)),
+        "wrong": bool((said_ == "join" and truth <= 0) or (said_ == "local" and truth >= 0)),
         "truth": truth,
         "mean": found.mean,
         "width": found.high - found.low,
@@ -240,7 +243,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
                 f"{_mean(mine, 'width'):.3f}",
             ]
             cells.append(f"{100 * _mean(mine, 'covered'):.1f} %")
-            for word in ("join", "stay"):
+            for word in ("join", "local"):
                 told = [row for row in mine if row["verdict"] == word]
                 cells += [
                     f"{100 * len(one) / len(mine):.1f} %" for one in (told, [r for r in told if r["wrong"]])

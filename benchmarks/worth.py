@@ -3,8 +3,8 @@
     wsi-fl init pool && cd pool
     wsi-fl partition IMAGES.npz --sites 1
     wsi-fl features --all --set features.encoder=tf_efficientnet_lite0 --set features.input_px=128
-    wsi-fl directions --from PUBLIC_SLIDES --out directions.safetensors --set features.encoder=…
-    python ../benchmarks/worth.py . --directions directions.safetensors --seeds 5 --out worth.jsonl
+    wsi-fl projection --from PUBLIC_SLIDES --out projection.safetensors --set features.encoder=…
+    python ../benchmarks/worth.py . --directions projection.safetensors --seeds 5 --out worth.jsonl
     python ../benchmarks/worth.py --show worth.jsonl
 
 Every seed draws other rows, for the hospitals and for a test set that none of them has. All variants of a seed learn
@@ -121,7 +121,7 @@ def private(name: str, method: str, epsilon: float, *overrides: str, unit: str =
 
 
 ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
-STACKED = ("train.tune=true", "predict.with=stack")
+STACKED = ("train.tune=true", "predict.model=ensemble")
 """What answers contains the head that the site has alone."""
 VARIANTS = (
     Variant("lone", "regular", ALONE),
@@ -240,19 +240,22 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     began = time.perf_counter()
     overrides = [*variant.overrides, f"train.seed={seed}"]
     if variant.method == "oneshot" and directions:
-        overrides.append(f"model.directions={directions.resolve()}")
+        overrides.append(f"model.projection={directions.resolve()}")
     summary = train(study, method=variant.method, pipeline_name="worth", overrides=overrides, backend="local")
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
     run = RunFolder(study.run(summary["run"]))
     answers = [read_answers(run.site(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
-    merged, shared = document["merged"] or {}, document["models"].get("proxy", {}).get("merged")
+    merged, shared = (
+        document["merged"] or {},
+        (document["models"].get("proxy") or document["models"].get("shared", {})).get("merged"),
+    )
     found = {
         **{score: merged[score]["mean"] for score in SCORES},
         "sites": [site["accuracy"] for site in document["sites"]],
         "shared": shared["accuracy"]["mean"] if shared else None,
-        "receiver": document["receivers"] and document["receivers"]["expected"]["auroc"]["mean"],
+        "receiver": document["inference_sites"] and document["inference_sites"]["expected"]["auroc"]["mean"],
         "right": [sum(one) for one in zip(*right, strict=True)],
         "epsilon": max((site["epsilon"] for site in summary["sites"] if site["epsilon"]), default=None),
         "seconds": seconds,
@@ -369,7 +372,7 @@ def tables(rows: Sequence[Row]) -> str:
         "shared head",
         "receiver's AUROC",
         "gain over lone",
-        "headroom",
+        "gap_closed",
     ]
     titles += ["worst site", "best site", "ε", "s", "messages", "kB", "seeds"]
     for setting in settings:

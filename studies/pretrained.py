@@ -2,7 +2,7 @@
 
     export PYTHONPATH=.:benchmarks                                       # in the repository
     python studies/pretrained.py parts patches.npz encoder.safetensors
-    python studies/pretrained.py join POOL encoder.safetensors --directions directions.safetensors --out rows.csv
+    python studies/pretrained.py join POOL encoder.safetensors --directions projection.safetensors --out rows.csv
     python studies/pretrained.py show studies/rows/pretrained.csv
 
 The weights are of timm's tf_efficientnet_lite0. The npz holds `x` uint8[n, h, w, 3] and `y` int[n]; POOL is a study of
@@ -100,7 +100,7 @@ ROUNDS = ("train.lr=0.03", "train.rounds=60")
 HEADS = (
     Variant("lone head", "regular", ALONE),
     private("one letter", "oneshot", 3),
-    private("ProxyFL, heads", "proxyfl", 3, *ROUNDS, "train.tune=true", "predict.with=stack"),
+    private("ProxyFL, heads", "proxyfl", 3, *ROUNDS, "train.tune=true", "predict.model=ensemble"),
     Variant("pooled head", "joint", ALONE),
 )
 _ANY = {
@@ -216,7 +216,7 @@ def of_networks(study: Study, method: str, seed: int) -> Found:
     sites = [row["accuracy"] for row in document["sites"]]
     found = [(method, document["merged"]["accuracy"]["mean"], document["merged"]["auroc"]["mean"], sites)]
     both = document["sites"][0]["models"] if len(document["models"]) > 1 else ()
-    for role in (one for one in ("proxy", "private", "alone") if one in both):
+    for role in (one for one in ("proxy", "private", "local") if one in both):
         each = [row["models"][role] for row in document["sites"]]
         means = [float(np.mean([one[score] for one in each])) for score in ("accuracy", "auroc")]
         found.append((f"{method}: {role}", means[0], means[1], [one["accuracy"] for one in each]))

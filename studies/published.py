@@ -1,7 +1,7 @@
 """What others published for hospitals with frozen features, on the draws of `wsi-fl bench`: PUBLISHED.md.
 
     wsi-fl bench TABLE --hospitals 4x250:0.9,8x200:1,16x50:0.9,4x500:alike --epsilon 1,3 \\
-        --directions FILE --out ours.csv
+        --projection FILE --out ours.csv
     python studies/published.py run TABLE --directions FILE --out theirs.csv --jobs 2
     python studies/published.py rows ours.csv theirs.csv --out studies/rows/published.csv
     python studies/published.py show studies/rows/published.csv

@@ -1,7 +1,7 @@
 """From how many rows on do rounds pay? The tables and the figure of ROUNDS.md, from the lines of `wsi-fl bench`.
 
     wsi-fl bench digits.npz --method oneshot,proxyfl,fedavg --epsilon 1,3,8 --skew alike,0.9 --seeds 3 \
-        --hospitals 4x250,16x250,4x1000,16x1000,4x4000,4x12000 --directions public.npz --out digits.csv
+        --hospitals 4x250,16x250,4x1000,16x1000,4x4000,4x12000 --projection public.npz --out digits.csv
     python studies/rounds.py rows digits.csv studies/rows/digits.csv     # the mean and the worst hospital of each seed
     python studies/rounds.py show studies/rows/digits.csv studies/images/rounds.png
 """

@@ -179,7 +179,7 @@ rounds = 2
 batch_size = 18
 lr = 0.005
 augment = "none"
-alone = false
+local_baseline = false
 [privacy]
 [evaluate]
 bootstrap = 50
@@ -240,7 +240,7 @@ def write_patches_as_bags(path: Path, meta, patches: PatchTable, x) -> None:
 LARGER = re.sub(
     "rounds = .*",
     "rounds = 3",
-    re.sub("batch_size = .*", "batch_size = 8", SMALL.replace("alone = false\n", "")),
+    re.sub("batch_size = .*", "batch_size = 8", SMALL.replace("local_baseline = false\n", "")),
 )
 """Rounds enough for a site to be lost in one and come back in another, with the settings of users otherwise."""
 

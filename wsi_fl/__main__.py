@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from wsi_fl.cli.main import app
+from wsi_fl.study.renamed import new_name
 from wsi_fl.types import UsageError, WsiFlError, printable
 
 _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -58,6 +59,10 @@ def main() -> None:
 
 def _said_of(error: Any) -> str:
     """Return what a wrong option is told, in numbers that can be read, and with a reason also where it is no number."""
+    words = error.ctx.command_path.split()[1:] if error.ctx else []
+    last = getattr(error, "option_name", "") or error.format_message().partition("'")[2].partition("'")[0]
+    if why := new_name(" ".join(("wsi-fl", *words, last))):
+        return why
     said = _LONG.sub(lambda number: f"{float(number[0]):g}", error.format_message())
     names = [*getattr(error.param, "opts", ())] if getattr(error, "param", None) else []
     given = (value for name in names for value in _values_of(name))

@@ -23,7 +23,7 @@ def given(folder: Path) -> Path:
     study = copied(prepared(folder, EVERYTHING), folder / "given.partial")
     for form in ("clam", "trident", "stamp"):
         _do(("export", "--site", "C1", "--format", form, "--out", f"foreign/{form}"), study)
-    _do(("release", "--all", "--set", "train.data=features", "--set", "privacy.sigma=2"), study)
+    _do(("statistics", "--all", "--set", "train.data=features", "--set", "privacy.sigma=2"), study)
     _do(("federation", "provision", "fed", "--name", "fl", "--folder", "line", "--sites", "C1,C2"), study)
     _clinical(study)
     _generic(study)

@@ -215,7 +215,7 @@ _SUMS = (
     "--set",
     "train.data=features",
     "--set",
-    "train.releases=true",
+    "train.from_released=true",
 )
 _TILE, _READ = ("tile", "--site", "C1"), ("train", "--method", "regular", *LOCAL, "--set", "train.rounds=1")
 _TWO = ("--set", 'sites=["C1","C2"]')
@@ -255,7 +255,7 @@ CASES: dict[str, tuple[Case, int]] = {
     ),
     "released sums": (
         _file(
-            "releases/*.safetensors",
+            "statistics/*.safetensors",
             mutations.blob,
             (*_SUMS, *_TWO),
         ),

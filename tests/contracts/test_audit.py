@@ -462,7 +462,7 @@ def test_an_audit_that_was_changed_is_not_reported(finished, content):
     [
         ("regular", [], True),
         ("proxyfl", [], True),
-        ("oneshot", ["train.releases=true", "train.data=mosaics"], False),
+        ("oneshot", ["train.from_released=true", "train.data=mosaics"], False),
         ("replay", ["privacy.enabled=false"], False),
     ],
 )

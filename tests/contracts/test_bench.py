@@ -82,10 +82,10 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
 def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
     asked = {"methods": ["oneshot"], "cells": cells_of("2x12", "1"), "epsilons": [8.0], "seeds": 2}
     (one,) = bench(npz, out=tmp_path / "b.csv", **asked)["cells"]
-    assert one["alone"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
+    assert one["local"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
 
 
-@pytest.mark.parametrize("skew", ["alike", "lacks", "0.75"])
+@pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
 def test_hospitals_and_test_share_no_patient(skew):
     x, y, patient = table()
     sites, test = drawn(FeatureTable(x, y, patient, ("a", "b")), Cell(3, 8, skew), seed=0)
@@ -93,7 +93,7 @@ def test_hospitals_and_test_share_no_patient(skew):
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert [len(one) for one in parts[:3]] == [8, 8, 8]
     shares = [np.mean(site.y == 0) for site in sites]
-    assert shares == {"alike": [0.5] * 3, "lacks": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
+    assert shares == {"alike": [0.5] * 3, "missing-class": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
 
 
 def test_tables_of_all_forms_say_the_same(tmp_path, npz):
@@ -125,7 +125,7 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     monkeypatch.setattr(module, "_WAYS", ((1, 1e-2),))
     asked = {"methods": ["oneshot"], "cells": cells_of("2x8", "alike"), "seeds": 1}
     document = bench(folder, labels=labels, out=tmp_path / "b.csv", **asked)
-    reasons = {one["slide"]: one["reason"] for one in document["aside"]}
+    reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
     words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
     words |= {
         "z.svs": "has a label (labels.csv line 43) and no features",

@@ -33,7 +33,7 @@ from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
 QUICK = ["train.rounds=1", "train.lr=0.002", "evaluate.bootstrap=0"]
-KINDS = ("alone", "joined", "pooled")
+KINDS = ("local", "federated", "pooled")
 probability = st.floats(0, 1)
 
 
@@ -174,7 +174,7 @@ def test_page_figure_and_table_are_written(series):
     assert page.index("What joining brings each hospital") < page.index(document["findings"][0]["text"][:40])
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
-    with Image.open(study.root / document["worth"]["figure"]) as image:
+    with Image.open(study.root / document["benefit"]["figure"]) as image:
         assert drawn_in_colour(image)
     with Image.open(study.root / document["figure"]) as image:
         assert image.size[0] > 1500 and drawn_in_colour(image)
@@ -185,17 +185,17 @@ def test_page_figure_and_table_are_written(series):
 
 
 def test_what_joining_brings_is_paired_by_seed_and_patch(series):
-    found = (document := series[1])["worth"]
+    found = (document := series[1])["benefit"]
     assert [found[kind] for kind in KINDS] == [document["baseline"], "ProxyFL with DP", None]
     assert [site["site"] for site in found["sites"]] == ["S0", "S1", "S2"]
     rows = {row["label"]: row for row in document["rows"]}
     for site in [*found["sites"], {**found["all"], "site": None}]:
-        for kind in ("alone", "joined"):
+        for kind in ("local", "federated"):
             row = rows[found[kind]]
             expected = row["sites"][site["site"]] if site["site"] else row["accuracy"]["mean"]
             assert site[kind]["mean"] == pytest.approx(expected)
             assert 0 <= site[kind]["low"] <= site[kind]["mean"] <= site[kind]["high"] <= 1
-        assert site["gain"]["mean"] == pytest.approx(site["joined"]["mean"] - site["alone"]["mean"])
+        assert site["gain"]["mean"] == pytest.approx(site["federated"]["mean"] - site["local"]["mean"])
         assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
     assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
     said = [line.text for line in compare_lines(document) if not isinstance(line, Table)]
@@ -386,13 +386,13 @@ def of_all(gain, room):
     known, space = (one and Estimate(*one) for one in (gain, room))
     told = {
         "gain": known.document(),
-        "room": space and space.document(),
-        "headroom": None,
+        "pooled_gain": space and space.document(),
+        "gap_closed": None,
         "measure": "AUROC",
     }
     told |= {
-        "alone": {"mean": 0.6},
-        "joined": {"mean": 0.6 + gain[0]},
+        "local": {"mean": 0.6},
+        "federated": {"mean": 0.6 + gain[0]},
         "pooled": {"mean": 0.6 + (room or [0])[0]},
     }
     return told | {"verdict": verdict(known, space)}
@@ -434,7 +434,7 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
     study, _ = series
     document = compare(study, ["1"])
     (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
-    gain = document["worth"]["all"]
+    gain = document["benefit"]["all"]
     assert said.endswith(f"over {comparison.ALONE}: {worth.verdict_words(gain, worth.ALL)}.")
     page = html.unescape(report(study, "1").read_text(encoding="utf-8"))
     said = f"{worth.gain_words(gain)} over a site alone without DP: {worth.verdict_words(gain, worth.ALL)}."
@@ -449,11 +449,11 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
     def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
         return {0: Said({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
 
-    known = {"alone": answers([0.4] * 4), "joined": answers([0.6] * 4)}
+    known = {"local": answers([0.4] * 4), "federated": answers([0.6] * 4)}
     found = _compared(known | ({"pooled": answers(pooled)} if pooled else {}))
-    assert (found["headroom"] is not None) == share and found["verdict"] == "join"
+    assert (found["gap_closed"] is not None) == share and found["verdict"] == "join"
     few = {kind: {0: Said(dict([*runs[0].answers.items()][:4]))} for kind, runs in known.items()}
-    assert _compared(few)["verdict"] == "not shown" and _compared(few)["gain"]["low"] < 0
+    assert _compared(few)["verdict"] == "inconclusive" and _compared(few)["gain"]["low"] < 0
 
 
 def test_cautions_name_what_spoils_a_comparison():
@@ -468,7 +468,7 @@ def test_cautions_name_what_spoils_a_comparison():
 
 def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3)
-    shared = run(study, "fedavg", "privacy.enabled=false", "train.alone=false")
+    shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
     document = evaluate(study, shared)
     assert document["shared"] and document["merged"]["accuracy"]["sd"] == 0
     (table,) = [line for line in evaluation_lines(document) if isinstance(line, Table)]
@@ -481,7 +481,7 @@ def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
 
 
 def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_says(series):
-    found, rng = copy.deepcopy(series[1]["worth"]), np.random.default_rng(0)
+    found, rng = copy.deepcopy(series[1]["benefit"]), np.random.default_rng(0)
     for site in found["sites"]:
         site["site"] = f"<b>hospital {site['site']}</b>"
     for row in (*found["sites"], found["all"]):
@@ -502,7 +502,7 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
         "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "baseline": ALONE["label"],
         "paired": [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
         "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
-        "worth": found | {"pooled": "Joint without DP"},
+        "benefit": found | {"pooled": "Joint without DP"},
         "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",
     }  # fmt: skip
     page = comparison.render(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
@@ -515,9 +515,9 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
     assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
     fixed = re.findall(r"(?:stroke|fill): #\w+", page.split("</style>")[1])
     assert not fixed, "colours are the page's variables"
-    chart = worth.chart(document["worth"])
+    chart = worth.chart(document["benefit"])
     assert "all sites" in chart.svg and "pooled" in chart.alt
-    with Image.open(io.BytesIO(worth.png(document["worth"]))) as image:
+    with Image.open(io.BytesIO(worth.png(document["benefit"]))) as image:
         assert image.size[0] > 1000
     with Image.open(io.BytesIO(png(drawn, "Accuracy"))) as image:
         colors = {color for _, color in image.convert("RGB").getcolors(2**20)}

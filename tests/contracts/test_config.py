@@ -39,7 +39,7 @@ MISTAKES = {
         ("[train]\nlr = inf", ("train.lr", "finite")),
         ("[train]\nseed = 2024-01-01", ("train.seed", "integer")),
         ("[privacy]\nmode = 'lax'", ("privacy.mode", '"lax"', "'paper' or 'strict'")),
-        ("[predict]\nwith = 'both'", ("predict.with", "'mean', 'alone' or 'stack'")),
+        ("[predict]\nmodel = 'both'", ("predict.model", "'mean', 'local' or 'ensemble'")),
         ("train = 5", ("train is a section, [train]", "rounds")),
         ("sites = ['C1', 5]", ("sites.1 = 5", "string")),
         ("sites = []", ("sites", "at least 1")),
@@ -106,7 +106,7 @@ def test_override_wins_over_the_file(study, override, key, value):
         ("train.rounds.x=5", ("rounds is not a section",)),
         ("train.rounds=", ("train.rounds", "integer")),
         ("rounds=5", ("unknown key 'rounds'",)),
-        ("predict.wiht=mean", ("did you mean 'with'?",)),
+        ("predict.modle=mean", ("did you mean 'model'?",)),
     ],
 )
 def test_mistake_in_an_override_is_one_line(study, override, words):
@@ -226,8 +226,8 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
 
 
 def test_what_answers_is_a_key_called_with(study, tmp_path):
-    pipeline = study.pipeline("p", ["predict.with=mean"])
-    assert pipeline.predict.with_ == "mean" and 'with = "mean"' in dump_toml(pipeline)
+    pipeline = study.pipeline("p", ["predict.model=mean"])
+    assert pipeline.predict.model == "mean" and 'model = "mean"' in dump_toml(pipeline)
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_pipeline(tmp_path / "config.toml") == pipeline
 

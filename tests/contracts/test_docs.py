@@ -4,21 +4,29 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import typer
-from conftest import refused
+from conftest import make_study, refused
 from typer.testing import CliRunner
 
 from wsi_fl import __version__
-from wsi_fl.cli.main import app
+from wsi_fl.__main__ import main
+from wsi_fl.cli.main import GROUPS, MORE, app
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.reference import keys, page
+from wsi_fl.study.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "AGENTS", "SECURITY")]
 PAGES += [*sorted((ROOT / "docs").rglob("[!_]*.md"))]
 PAGES += sorted((ROOT / "studies").glob("*.md"))
 FILES = ("csv", "onnx", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return make_study(tmp_path_factory.mktemp("docs") / "study", n_sites=2)
 
 
 def text_of(name):
@@ -41,12 +49,12 @@ def test_config_explains_a_key_a_section_and_all():
     explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
     assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    What the ε is worth.')
     found = {
-        prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.with")
+        prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.model")
     }
     assert found == {
         "topology": ["topology.graph", "topology.self_weight"],
         "site.real": ["site.real"],
-        "predict.with": ["predict.with"],
+        "predict.model": ["predict.model"],
     }
     every = json.loads(CliRunner().invoke(app, ["config", "--json"]).stdout)
     assert [row["key"] for row in every["keys"]] == [row["key"] for row in keys()]
@@ -112,3 +120,34 @@ def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_pat
 
 def test_the_readme_is_a_first_page():
     assert len(text_of("README.md").splitlines()) <= 110
+
+
+def test_help_and_the_page_of_commands_have_the_same_groups():
+    sections = re.split(r"^## ", text_of("docs/commands.md"), flags=re.M)[1:-1]
+    of_page = {
+        part.split("\n", 1)[0]: {*re.findall(r"^\| `wsi-fl ([a-z-]+)", part, flags=re.M)} for part in sections
+    }
+    assert of_page == {title: {*names, *MORE.get(title, ())} for title, names in GROUPS.items()}
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    of_help = {part.split(":", 1)[0]: part for part in re.split(r"^(?=\S+.*:$)", shown, flags=re.M)}
+    for title, names in GROUPS.items():
+        assert re.findall(r"^  ([a-z-]+) ", of_help[title], flags=re.M) == list(names)
+    program = typer.main.get_command(app)
+    hidden = {name for name in program.list_commands(None) if program.get_command(None, name).hidden}
+    assert hidden == {name for names in MORE.values() for name in names} | {"rank"}
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_refused_in_one_line_that_has_the_new_one(study, monkeypatch, capsys, old, new):
+    table = text_of("CHANGELOG.md").partition("### Renamed before 1.0")[2].partition("\n### ")[0]
+    assert old.removeprefix("wsi-fl ").split()[-1].strip("'-") in table
+    assert new.removeprefix("wsi-fl ").split()[-1].strip("'-") in table
+    words = old.split()[1:] if old.startswith("wsi-fl") else ["train", "--set", f"{old.replace(' ', '')}"]
+    if not old.startswith("wsi-fl") and "=" not in old:
+        words[-1] += "=1"
+    monkeypatch.chdir(study.root)
+    monkeypatch.setattr("sys.argv", ["wsi-fl", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert ended.value.code == 2 and len(said) == 1 and f"{old} was renamed: use {new}" in said[0]

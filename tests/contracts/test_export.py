@@ -135,11 +135,11 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["worth"] is None and "joining" not in text
+    assert card["benefit"] is None and "joining" not in text
     document = compare(copy, [run])
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["worth"]["verdict"] == document["worth"]["all"]["verdict"]
-    assert worth.verdict_words(document["worth"]["all"], worth.ALL) in text
+    assert card["benefit"]["verdict"] == document["benefit"]["all"]["verdict"]
+    assert worth.verdict_words(document["benefit"]["all"], worth.ALL) in text
 
 
 def test_the_card_says_what_the_run_found(done):
@@ -158,7 +158,7 @@ def test_the_card_says_what_the_run_found(done):
     assert card["privacy"]["covered"] and card["license"] is None and card["inputs"]["mpp"] == 1.0
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
-    most = max(site["detection"] for site in card["privacy"]["sites"])
+    most = max(site["max_tpr_at_fpr_1pct"] for site in card["privacy"]["sites"])
     assert 0.01 < most < 1 and f"knows all other data recognises at most {100 * most:.1f}" in text
 
 
@@ -249,7 +249,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         x = rng.normal(size=(60, 12)) + y[:, None]
         patients = [f"p{k}" for k in range(60)]
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
-    run = trained(pair, "oneshot", "train.data=features", "model.directions=4")["run"]
+    run = trained(pair, "oneshot", "train.data=features", "model.projection=4")["run"]
     _, text = card_of(pair, export_model(pair, run, called="shared", form="onnx"))
     assert "None leave with this model: the run was not evaluated." in text
     evaluate(pair, run)
@@ -259,7 +259,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
     assert "as the letters make it" in text and "None leave" not in text
     assert "In the run joining, each hospital with its own sums and models mixed in, reached" in text
     head = SharedHead(2, 12, directions=4)
-    head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("proxy"))
+    head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("shared"))
     x = torch.randn(20, 12)
     say = onnx_of(pair.root / document["out"])
     public = head.as_released()

@@ -83,7 +83,7 @@ def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
     for k, share in enumerate((0.1, 0.9)):
         x, labels = rows_of(100, k, share, d=200)
         tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
-        strength = of_site(skewed.root / run, f"S{k}", "tuned")["strength"]
+        strength = of_site(skewed.root / run, f"S{k}", "tuning")["strength"]
         theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
         theirs.fit(normalised(x), labels)
         right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
@@ -261,12 +261,12 @@ def test_a_joined_model_that_prefers_a_class_is_centred():
 
 def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
     found = gated_stack(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
-    stack = replace(found, own="alone", shared="mean")
+    stack = replace(found, own="local", shared="mean")
     document = json.loads(json.dumps(asdict(stack)))
     assert Stack.of(document) == stack
-    assert roles("stack", stack) == ("alone", "private", "proxy")
+    assert roles("ensemble", stack) == ("local", "private", "proxy")
     earlier = {key: value for key, value in document.items() if key not in ("own", "shared")}
-    assert roles("stack", Stack.of(earlier)) == ("private", "proxy")
+    assert roles("ensemble", Stack.of(earlier)) == ("private", "proxy")
     never = np.array([[0.0, 1.0]])
     assert stack(never, never)[0, 0] == 0
     other = said(ROWS, 0.0, 3)
@@ -274,12 +274,18 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
 
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
-    settings = [*HEADS, "train.tune=true", "predict.with=stack", "train.rounds=3", "privacy.target_epsilon=8"]
+    settings = [
+        *HEADS,
+        "train.tune=true",
+        "predict.model=ensemble",
+        "train.rounds=3",
+        "privacy.target_epsilon=8",
+    ]
     document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
-    assert {row["with"] for row in document["sites"]} == {"stack"}
-    assert document["models"]["stack"]["merged"]["accuracy"]["mean"] > 0.5
-    untuned = [*settings, "train.tune=false", "train.alone=false"]
-    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.alone=true")
+    assert {row["model"] for row in document["sites"]} == {"ensemble"}
+    assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
+    untuned = [*settings, "train.tune=false", "train.local_baseline=false"]
+    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.local_baseline=true")
 
 
 def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
@@ -313,7 +319,7 @@ def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
     write_features(study, "S0", x, labels, patients, splits, slides)
     run = run_of(study, *ALONE)
     row = evaluate(study, run)["sites"][0]["slides"]
-    kept = of_site(study.root / run, "S0", "choice")
+    kept = of_site(study.root / run, "S0", "prediction_model")
     assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"
     assert row["accuracy"] >= 0.8 and row["auroc"] >= 0.8
 
@@ -355,16 +361,18 @@ def studies(tmp_path_factory):
 @pytest.mark.parametrize("method", TALKING)
 def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (seeded(study, method, *settings, f"train.alone={said}") for said in ("true", "false"))
+    with_it, without = (
+        seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false")
+    )
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
         alike(kept(with_it, role), kept(without, role))
-    assert len(kept(with_it, "alone")) == 2 and not kept(without, "alone")
+    assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
     document = evaluate(study, str(with_it))
     for row in document["sites"]:
-        choice = of_site(with_it, row["site"], "choice")
-        assert choice["stack"]["own"] == "alone" and choice["stack"]["weight"] <= 2 / 3
-        assert row["with"] == choice["with"] == ("stack" if choice["stack"]["weight"] else "alone")
-        assert row["accuracy"] == row["models"][row["with"]]["accuracy"]
+        choice = of_site(with_it, row["site"], "prediction_model")
+        assert choice["ensemble"]["own"] == "local" and choice["ensemble"]["weight"] <= 2 / 3
+        assert row["model"] == choice["model"] == ("ensemble" if choice["ensemble"]["weight"] else "local")
+        assert row["accuracy"] == row["models"][row["model"]]["accuracy"]
         assert choice["n"] > 0
 
 
@@ -374,14 +382,14 @@ def test_it_is_the_model_that_training_alone_gives(studies, kind):
     held = [one for one in KINDS[kind] if "val_fraction" not in one]
     joined = seeded(study, "fedavg", *held)
     alone = seeded(study, "regular", *held, "privacy.enabled=false", tune)
-    alike(kept(joined, "alone"), kept(alone, "private"))
+    alike(kept(joined, "local"), kept(alone, "private"))
 
 
 def test_models_that_stay_have_a_rate_of_their_own(studies):
     study, slow = studies["networks"], "train.private_lr=0.0005"
     joined, proxies = (seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
     alone = seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
-    alike(kept(joined, "alone"), kept(alone, "private"))
+    alike(kept(joined, "local"), kept(alone, "private"))
     alike(kept(seeded(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
     alike(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
     with_noise = [kept(seeded(study, "regular", *more), "private") for more in ([slow], [])]
@@ -392,14 +400,14 @@ def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
     study = studies["networks"]
     path = seeded(study, "proxyfl", "train.tune=true")
     alike(
-        kept(path, "alone"),
+        kept(path, "local"),
         kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"),
     )
     for row in evaluate(study, str(path))["sites"]:
-        choice = of_site(path, row["site"], "choice")
+        choice = of_site(path, row["site"], "prediction_model")
         with PatchStore(study.store(row["site"])) as store:
             assert choice["n"] == (store.table.split == "train").sum()
-        assert choice["stack"]["own"] == "alone" and choice["stack"]["shared"] == "proxy"
+        assert choice["ensemble"]["own"] == "local" and choice["ensemble"]["shared"] == "proxy"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -410,13 +418,16 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
         seeded(study, "proxyfl", *settings)
     broken = sorted(study.runs.glob("0*"))[-1]
     resume(study, broken.name, backend="local")
-    for role in ("alone", "private", "proxy"):
+    for role in ("local", "private", "proxy"):
         alike(kept(whole, role), kept(broken, role))
     for site in ("S0", "S1"):
-        assert of_site(whole, site, "choice") == of_site(broken, site, "choice")
+        assert of_site(whole, site, "prediction_model") == of_site(broken, site, "prediction_model")
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.alone={said}") for said in ("true", "false")]
+    runs = [
+        seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}")
+        for said in ("true", "false")
+    ]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

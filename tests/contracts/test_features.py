@@ -90,15 +90,15 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
         return directions(study, sources, out=tmp_path / name, overrides=sets, **{"n": 8, **more})
 
     made = of(*both, name="d.safetensors")
-    assert made["directions"] == 8 and len(made["sources"]) == 5 and not made["left_aside"]
+    assert made["dimensions"] == 8 and len(made["sources"]) == 5 and not made["excluded"]
     assert "test_efficientnet sha256:" in made["encoder"]
     for name in ("README.md", "labels.csv"):
         (public / name).write_text("slide,patient\na,b\n")
     Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
     again = of(*both, name="e.safetensors")
     assert again["digest"] == made["digest"]
-    assert of(*both, name="f.safetensors", n=None, letters=Letters(10**6, 4, 1.0))["directions"] > 32
-    assert again["left_aside"] == ["README.md", "labels.csv", "thumbnail.png"]
+    assert of(*both, name="f.safetensors", n=None, letters=Letters(10**6, 4, 1.0))["dimensions"] > 32
+    assert again["excluded"] == ["README.md", "labels.csv", "thumbnail.png"]
     (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
     assert "3 other files were left aside: README.md, labels.csv, thumbnail.png" in said
     read = read_directions(tmp_path / "d.safetensors", "d")

@@ -143,7 +143,7 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     assert (tests["auroc"]["unit"], tests["auroc"]["n"]) == ("fold", 3)
     gain = row["accuracy"]["mean"] - alone["accuracy"]["mean"]
     assert tests["accuracy"]["difference"] == pytest.approx(gain)
-    joined = compared["worth"]["all"]["joined"]
+    joined = compared["benefit"]["all"]["federated"]
     assert joined["mean"] == pytest.approx(row["accuracy"]["mean"]) and joined["low"] is not None
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
 
@@ -183,7 +183,7 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     refused(asking("train.folds=3"), "train.folds = 3 needs train.fold", "--folds N")
     refused(asking("train.folds=3", "train.fold=4"), "there are train.folds = 3")
     refused(asking("train.fold=1"), "train.fold = 1 needs train.folds")
-    refused(asking(*three, "train.releases=true", method="oneshot"), "train.releases", "own split")
+    refused(asking(*three, "train.from_released=true", method="oneshot"), "train.from_released", "own split")
     refused(asking("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
     monkeypatch.setattr(training, "launched_ranks", lambda: 2)
     refused(lambda: in_series(study, "train.folds=3"), "leave out mpiexec or srun")

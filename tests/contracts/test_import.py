@@ -241,7 +241,7 @@ def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(stu
     brought(study, "trident", folder, called="ours")
     with store_of(study) as store:
         assert store.meta.encoder == "ours; written as uni_v1; so called on import"
-    refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--as ours")
+    refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--encoder-name ours")
 
 
 def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):

@@ -267,7 +267,7 @@ def test_the_encoder_that_a_refusal_names_is_taken(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     refused(
         lambda: brought(study, "trident", folder, encoder="gigapath"),
-        "leave --encoder out, or say --as gigapath",
+        "leave --encoder out, or say --encoder-name gigapath",
     )
     assert (
         brought(study, "trident", folder)["bags"]

@@ -32,7 +32,7 @@ D, ENDS = 24, (6.0, 12.0, 24.0)
 TASKS = [Number(0.0, 10.0), Survival(ENDS)]
 EACH = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
 TARGETS = pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
-HOW = ("privacy.target_epsilon=20", "model.directions=8")
+HOW = ("privacy.target_epsilon=20", "model.projection=8")
 
 
 def oneshot(study, *overrides):
@@ -295,15 +295,15 @@ def study(tmp_path):
 @TARGETS
 def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, target):
     study = make(tmp_path / "study", n_sites=2)
-    exact = [*target, OPEN, "model.directions=8"]
+    exact = [*target, OPEN, "model.projection=8"]
     together = oneshot(study, *exact)
     document = evaluate(study, together)
     assert document["task"] == ("number" if target == NUMBER else "survival")
     for row in document["sites"]:
-        assert row["with"] == "stack" and {"private", "proxy"} <= set(row["models"])
+        assert row["model"] == "ensemble" and {"private", "shared"} <= set(row["models"])
     assert report(study, together).exists()
     release(study, site=None, overrides=exact)
-    by_files = oneshot(study, *exact, "train.releases=true")
+    by_files = oneshot(study, *exact, "train.from_released=true")
     evaluate(study, by_files)
     audited = audit(study, by_files)
     assert [row["refused"] for row in audited["influence"]] == ["", ""]
@@ -311,12 +311,12 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
     for site in study.site_names():
         mine, files = (answers(study.root / run, site) for run in (together, by_files))
         for row, theirs in zip(mine, files, strict=True):
-            names = [name for name in row if name.startswith(("said_", "without_event_"))]
+            names = [name for name in row if name.startswith(("pred_", "without_event_"))]
             said, known = ([float(one[name]) for name in names] for one in (row, theirs))
             assert said == pytest.approx(known, abs=1e-4) and said
-        kept = of_site(study.root / together, site, "choice")["stack"]
+        kept = of_site(study.root / together, site, "prediction_model")["ensemble"]
         assert kept["of_logits"] is False and kept["weight"] < 1
-        assert of_site(study.root / together, site, "tuned")["strength"] > 0
+        assert of_site(study.root / together, site, "tuning")["strength"] > 0
 
 
 @TARGETS
@@ -348,12 +348,12 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
 
 def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
     shared = [*NUMBER, *HOW, "privacy.noise=shared", "privacy.unit=patient"]
-    assert {row["with"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"stack"}
+    assert {row["model"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"ensemble"}
     wrong = study.release("S0")
     release(study, site="S0", overrides=[*NUMBER, *HOW])
     raw = wrong.read_bytes()
     wrong.write_bytes(raw.replace(b"burden", b"burdeN"))
-    by_files = [*NUMBER, *HOW, "train.releases=true", "train.at_least=1"]
+    by_files = [*NUMBER, *HOW, "train.from_released=true", "train.min_sites=1"]
     refused(lambda: oneshot(study, *by_files), "S0", error=WsiFlError)
 
 
@@ -363,9 +363,9 @@ def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
         for site in ("S0", "S1"):
             release(study, site=site, overrides=[*target, *HOW], again=True)
         file.write_text('name = "S2"\nreal = false\nrole = "receiver"\n')
-        run = oneshot(study, *target, *HOW, "train.releases=true")
+        run = oneshot(study, *target, *HOW, "train.from_released=true")
         document = evaluate(study, run)
-        assert document["receivers"]["told_by"] == ["S0", "S1"]
+        assert document["inference_sites"]["reference_sites"] == ["S0", "S1"]
         rows = answers(study.root / run, "S2")
         assert rows and all(row[name] == "" for row in rows for name in truth)
         assert report(study, run).exists()

@@ -103,7 +103,7 @@ def site_of(folder, index, sigma):
     ledger = PrivacyLedger(folder / f"{NAMES[index]}.jsonl", site=NAMES[index], run="r", terms=terms)
     plan = plan_of_round(n=50, batch_size=50, epochs=1, sigma=sigma, clip=1.0, delta=1e-5) if sigma else None
     kept = SiteFolder(folder / NAMES[index])
-    return Site(index, NAMES[index], {"proxy": learner}, (), {}, ledger, kept, CPU, plan, None, 2)
+    return Site(index, NAMES[index], {"shared": learner}, (), {}, ledger, kept, CPU, plan, None, 2)
 
 
 SCHEDULE = SimpleNamespace(colluding=1, dropouts=1, insecure_seed=None)
@@ -152,7 +152,7 @@ def at_a_table(phase="", lost=(), meddle=None):
 
 
 def head_of(site):
-    return site.learners["proxy"].model
+    return site.learners["shared"].model
 
 
 def charges(site):

@@ -25,12 +25,12 @@ HEADS = """
 [model]
 private = "linear_head"
 proxy = "linear_head"
-directions = 4
+projection = 4
 [train]
 data = "features"
 rounds = 2
 batch_size = 6
-alone = false
+local_baseline = false
 [privacy]
 sigma = 4.0
 """
@@ -116,9 +116,9 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     made = release(study, site=None, overrides=given)
     assert [row["n"] for row in made["sites"]] == [n, n]
     assert read_sums(study.release("S0"), "").facts.n == n
-    files = (*given, "train.releases=true")
+    files = (*given, "train.from_released=true")
     brings = replies(study, *files, method="oneshot")  # digests are told, and compared, whole
-    assert [len(one) for one in (brings["directions"], *brings["releases"].values())] == [64] * 3
+    assert [len(one) for one in (brings["projection"], *brings["statistics"].values())] == [64] * 3
     heads = train(study, method="oneshot", overrides=files, backend="local")
     assert [row["n_units"] for row in heads["sites"]] == [n, n]
     assert audit(study, heads["run"])["sites"][0]["tail"]["n"] < n  # of whom the letter holds nothing

@@ -302,21 +302,23 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
         assert row["epsilon"] == pytest.approx(8, abs=0.02) and row["epsilon"] <= 8
         assert (row["rounds"], row["guarantee"]) == (1, "guaranteed")
     document = evaluate(study, summary["run"])
-    assert {row["with"] for row in document["sites"]} == {"stack"}
-    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "stack"))
+    assert {row["model"] for row in document["sites"]} == {"ensemble"}
+    private, stack = (
+        document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble")
+    )
     assert stack > 0.8 > private
     assert report(study, summary["run"]).exists()
 
 
 def test_what_travels_is_noisy_and_what_stays_is_exact(study):
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
-    kept = model(run, "S0", "proxy")
+    kept = model(run, "S0", "shared")
     exact, variances = kept["exact"].view(2, -1), kept["released"][-2:]
     weights = (variances / 4.0).sqrt()[:, None]
     noise = (kept["released"][:-2].view(2, -1) / weights - exact).numpy().ravel()
     assert kstest(noise / 2.0, "norm").pvalue > 1e-4
     assert int(kept["n_sites"]) == 3 and float(variances.max()) == 4.0
-    mean = sum(model(run, f"S{k}", "proxy")["released"] for k in range(3)) / 3
+    mean = sum(model(run, f"S{k}", "shared")["released"] for k in range(3)) / 3
     torch.testing.assert_close(kept["sums"].double(), mean, rtol=1e-5, atol=1e-4)
 
 
@@ -330,7 +332,7 @@ def plain(tmp_path_factory):
 
 def test_without_privacy_the_sums_are_exact(plain):
     _, run, _ = plain
-    kept = model(run, "S0", "proxy")
+    kept = model(run, "S0", "shared")
     torch.testing.assert_close(kept["released"][:-2], kept["exact"], rtol=1e-6, atol=1e-5)
     assert json.loads((run / "summary.json").read_text())["sites"][0]["epsilon"] is None
     _, counts = SharedHead(2, D).unpacked(kept["exact"])
@@ -387,7 +389,7 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
     write_features(study, "S2", x, labels, [f"p{i}" for i in range(1000)], ["train"] * 990 + ["test"] * 10)
     run = study.root / oneshot(study, "privacy.target_epsilon=8")["run"]
     assert "rejected" not in (run / "sites/S0/metrics.jsonl").read_text()
-    assert torch.equal(*(model(run, name, "proxy")["sums"] for name in ("S0", "S1")))
+    assert torch.equal(*(model(run, name, "shared")["sums"] for name in ("S0", "S1")))
 
 
 def an_audit(study, monkeypatch, *overrides):
@@ -458,14 +460,14 @@ def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged)
     assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
     assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
     assert "rejected the model from site 1" in (run / "sites/S0/log.txt").read_text()
-    assert float(model(run, "S0", "proxy")["sums"].abs().max()) < 60
+    assert float(model(run, "S0", "shared")["sums"].abs().max()) < 60
 
 
 SHARED = ["privacy.noise=shared", "privacy.sigma=3.0"]
 
 
 def exact_sums(run, n=3):
-    return [model(run, f"S{k}", "proxy")["exact"] for k in range(n)]
+    return [model(run, f"S{k}", "shared")["exact"] for k in range(n)]
 
 
 def lines_of(study, site):
@@ -480,13 +482,13 @@ def charges(study, n=3):
 
 def head_of(run, site):
     head = SharedHead(2, D)
-    head.load_state_dict(model(run, site, "proxy"))
+    head.load_state_dict(model(run, site, "shared"))
     return head
 
 
 def noise_of_the_sum(run):
     """What the sum of three has beside their exact sums, and what S0 holds."""
-    held = model(run, "S0", "proxy")
+    held = model(run, "S0", "shared")
     return (held["sums"][:-2].double() * 3 - sum(exact_sums(run))).numpy(), held
 
 
@@ -500,7 +502,7 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
     # two honest sites of three carry all of it, so three carry half as much again
     assert kstest(noise / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
     assert held["sums"][-2:].tolist() == pytest.approx([9 / 2] * 2, rel=1e-4)
-    assert all(torch.equal(model(run, f"S{k}", "proxy")["sums"], held["sums"]) for k in (1, 2))
+    assert all(torch.equal(model(run, f"S{k}", "shared")["sums"], held["sums"]) for k in (1, 2))
 
 
 def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(
@@ -515,7 +517,7 @@ def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_i
     monkeypatch.setattr(LocalComm, "exchange", listened)
     run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
     exact = exact_sums(run)
-    sums = model(run, "S1", "proxy")["sums"][:-2].double() * 3
+    sums = model(run, "S1", "shared")["sums"][:-2].double() * 3
     torch.testing.assert_close(sums, sum(exact), rtol=1e-6, atol=1e-5)
     messages = {release.site: release for release in sent}
     assert len(messages) == len({release.digest for release in sent}) == 3
@@ -555,7 +557,7 @@ def test_the_others_go_on_without_a_site_that_vanished(four):
 
 def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(four):
     summary = oneshot(four, *SHARED, "privacy.dropouts=1")
-    head = model(four.root / summary["run"], "S0", "proxy")
+    head = model(four.root / summary["run"], "S0", "shared")
     assert {row["guarantee"] for row in summary["sites"]} == {"shared"}
     assert float(head["sums"][-1]) == pytest.approx(9 / 2, rel=1e-4)  # of four, one may collude and one go
     assert charges(four, 4) == [1, 1, 1, 1]

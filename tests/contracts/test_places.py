@@ -99,4 +99,4 @@ def test_an_exported_model_and_its_card_neither(tmp_path):
 def test_a_letter_neither(tmp_path):
     study = make_hospitals(tmp_path / "study")
     release(study, site="S0", overrides=[*HEADS, "privacy.sigma=2.0"])
-    assert_says_no_place(study.root / "releases", study.root)
+    assert_says_no_place(study.root / "statistics", study.root)

@@ -96,7 +96,7 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
         for p in rows_of(study.root / row["csv"])
     }
     told = rows_of(study.root / run / "sites/C1/predictions.csv")
-    theirs = [p for p in told if p["part"] == "C1" and p["answers"] == "True"]
+    theirs = [p for p in told if p["part"] == "C1" and p["selected"] == "True"]
     assert len(theirs) > 15
     for p in theirs:
         assert ours[p["slide"], p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
@@ -105,11 +105,11 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
 
 def test_document_names_files_that_agree_with_each_other(trained, predicted):
     study, run, slides = trained
-    assert set(predicted) == {"run", "site", "with", "slides", "failed", "table", "seconds"}
+    assert set(predicted) == {"run", "site", "model", "slides", "failed", "table", "seconds"}
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
-        assert set(row) == {"slide", "patches", "set_aside", "score", "heatmap", "geojson", "csv", "json"}
+        assert set(row) == {"slide", "patches", "excluded", "score", "heatmap", "geojson", "csv", "json"}
         lines = rows_of(study.root / row["csv"])
         p = np.sort([float(line["p_tumor"]) for line in lines])[::-1]
         wanted = {"max": p[0], "top_k_mean": p[:20].mean(), "fraction": (p >= 0.5).mean()}
@@ -284,10 +284,10 @@ def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_pa
 def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
     study, run, slides = trained
     where = {"site": "C1", "slides": slides[:1], "out": tmp_path}
-    (row,) = predict(study, run, **where, overrides=["predict.with=private"])["slides"]
-    assert json.loads((study.root / row["json"]).read_text())["with"] == "private"
+    (row,) = predict(study, run, **where, overrides=["predict.model=private"])["slides"]
+    assert json.loads((study.root / row["json"]).read_text())["model"] == "private"
     refused(lambda: predict(study, run, **where, overrides=["train.lr=1"]), "only predict.*")
-    refused(lambda: predict(study, run, **where, overrides=["predict.wit=mean"]), "did you mean 'with'")
+    refused(lambda: predict(study, run, **where, overrides=["predict.modle=mean"]), "did you mean 'model'")
 
 
 def test_bad_input_ends_in_one_line(copied, tmp_path):

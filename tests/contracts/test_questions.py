@@ -309,10 +309,10 @@ def test_survival_is_learned_measured_and_drawn(survived):
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, run, _ = survived
     document = compare(study, [run, trained(study, *LONG)])
-    worth, rows = document["worth"], {row["label"]: row for row in document["rows"]}
+    worth, rows = document["benefit"], {row["label"]: row for row in document["rows"]}
     assert document["scores"] == ["concordance", "integrated_brier"] and worth["measure"] == "concordance"
-    joined, gain = worth["all"]["joined"], worth["all"]["gain"]
-    assert joined["mean"] == pytest.approx(rows[worth["joined"]]["concordance"]["mean"])
+    joined, gain = worth["all"]["federated"], worth["all"]["gain"]
+    assert joined["mean"] == pytest.approx(rows[worth["federated"]]["concordance"]["mean"])
     assert gain["low"] <= gain["mean"] <= gain["high"]
     assert all(row["concordance"]["mean"] > 0.6 for row in document["rows"])
     assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
@@ -349,11 +349,15 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
         assert ("answered by the lone model, and ε buys nothing" in said) == (not n)
         for row in evaluate(study, run)["sites"]:
-            choice = json.loads((study.root / run / f"sites/{row['site']}/choice.json").read_text())
-            reached = choice.get("r2", {"alone": 0.0})
-            assert set(reached) == ({"alone", "private", "proxy", "mean"} if n else {"alone"})
-            assert reached[choice["with"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
-            assert row["with"] == choice["with"] and "alone" in row["models"] and "stack" not in row["models"]
+            choice = json.loads((study.root / run / f"sites/{row['site']}/prediction_model.json").read_text())
+            reached = choice.get("r2", {"local": 0.0})
+            assert set(reached) == ({"local", "private", "proxy", "mean"} if n else {"local"})
+            assert reached[choice["model"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
+            assert (
+                row["model"] == choice["model"]
+                and "local" in row["models"]
+                and "ensemble" not in row["models"]
+            )
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
@@ -475,7 +479,7 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
         ("train.data=features", "set train.data = 'mosaics'"),
         ("train.balance=true", "excludes train.balance: it works with classes alone"),
         ("audit.canaries=4", "excludes audit.canaries: it works with classes alone"),
-        ("predict.with=stack", "excludes predict.with = stack: it works with classes alone"),
+        ("predict.model=ensemble", "excludes predict.model = ensemble: it works with classes alone"),
     ],
 )
 def test_what_works_with_classes_alone_is_refused_for_other_questions(study, override, said):
@@ -492,14 +496,14 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
         rows = list(csv.DictReader((study.root / f"{site}.csv").open()))
         graded = [row | {"grade": names[int(float(row["burden"]) * n_classes)]} for row in rows]
         write_table(study.root / f"{site}.csv", graded)
-    target = ('target.column="grade"', f"target.classes={json.dumps(names)}", "train.alone=false")
+    target = ('target.column="grade"', f"target.classes={json.dumps(names)}", "train.local_baseline=false")
     run = trained(study, *target, method="oneshot")
     document, truth = evaluate(study, run), []
     for site in study.site_names():
         rows = answers(study.root / run, site)
         told = [row for row in rows if sum(one["truth"] == row["truth"] for one in rows) >= FEWEST]
         truth += [row["truth"] for row in told]
-    merged = document["between"]["models"]["shared"]["merged"]
+    merged = document["cross_site"]["models"]["shared"]["merged"]
     assert (merged["n"], merged["auroc"], merged["auroc_within"]) == (len(truth), None, None)
     folder = RunFolder(study.root / run)
     kept = folder.site("S0").kept("scores")
@@ -508,7 +512,7 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
     assert merged["accuracy"] == table.trace() / len(truth)
     assert merged["macro_accuracy"] == pytest.approx(np.mean(recalls))
     assert any("between hospitals" in str(line) for line in evaluation_lines(document))
-    parts = document["between"]["models"]["shared"]["hospitals"]
+    parts = document["cross_site"]["models"]["shared"]["hospitals"]
     assert all(
         0 < part["n_classes"] < n_classes for part in parts.values()
     )  # of few examples nothing is told

@@ -37,7 +37,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 QUIET = [*HEADS, "privacy.sigma=0.5"]
-FILES = [*NOISE, "train.releases=true"]
+FILES = [*NOISE, "train.from_released=true"]
 LABELLED = ["S0", "S1", "S2"]
 
 
@@ -99,7 +99,7 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     summary = joined(study)
     assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
     for document in (planned, summary):
-        assert document["receivers"] == ["S3"] and sites_of(document) == LABELLED
+        assert document["inference_sites"] == ["S3"] and sites_of(document) == LABELLED
     assert "S3: receives" in said(summary_lines(summary))
     assert not study.ledger("S3").exists()
     run = study.root / summary["run"]
@@ -115,12 +115,12 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
 
 def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     study, run, document = evaluated
-    told = document["receivers"]
-    assert told["sites"] == [{"site": "S3", "n": 80, "with": "proxy"}]
-    assert sites_of(document) == told["told_by"] == LABELLED
+    told = document["inference_sites"]
+    assert told["sites"] == [{"site": "S3", "n": 80, "model": "shared"}]
+    assert sites_of(document) == told["reference_sites"] == LABELLED
     with (study.root / run / "sites/S3/predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "proxy" for row in rows)
+    assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "shared" for row in rows)
     truth = rows_of(80, 7)[1]  # which the test knows
     right = np.mean([(float(row["p_tumor"]) > 0.5) == label for row, label in zip(rows, truth, strict=True)])
     expected = told["expected"]["accuracy"]
@@ -146,7 +146,7 @@ def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_
     one, other = ((study.root / run / "sites/S3/predictions.csv").read_text() for run in (first, second))
     assert one == other
     edit(site_file(study, "S3"), "receiver", "member")
-    assert evaluate(study, second)["receivers"]["sites"][0]["site"] == "S3"
+    assert evaluate(study, second)["inference_sites"]["sites"][0]["site"] == "S3"
 
 
 def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
@@ -156,9 +156,11 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
         shutil.rmtree(study.store(name).parent)
         shutil.rmtree(study.ledger(name).parent, ignore_errors=True)
     summary = joined(study)
-    assert summary["sites"] == [] and summary["receivers"] == ["S3"]
+    assert summary["sites"] == [] and summary["inference_sites"] == ["S3"]
     document = evaluate(study, summary["run"])
-    assert document["receivers"]["sites"][0]["n"] == 80 and document["receivers"]["expected"] == {}
+    assert (
+        document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
+    )
     assert "none is here" in said(evaluation_lines(document))
     refused(lambda: compare(study, ["1"]), "a receiver alone")
     assert "S3 receives" in report(study, summary["run"]).read_text()
@@ -174,24 +176,24 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
         return summary, study.root / summary["run"]
 
     summary, run = once()
-    assert summary["receivers"] == ["S3"] and sites_of(summary) == LABELLED
+    assert summary["inference_sites"] == ["S3"] and sites_of(summary) == LABELLED
     assert summary["communication"]["messages"] == 2 + 3  # two letters to the hub, three heads from it
     head = head_of(run, "S3")
     assert int(head.n_sites) == 3 and not (head.own.any() or head.released.any())
     assert not (study.ledger("S3").exists() or (run / "sites/S3/private.safetensors").exists())
     assert torch.equal(head.sums, head_of(run, "S1").sums)
-    told = evaluate(study, summary["run"])["receivers"]
-    assert told["sites"][0]["n"] == 80 and told["told_by"] == LABELLED
+    told = evaluate(study, summary["run"])["inference_sites"]
+    assert told["sites"][0]["n"] == 80 and told["reference_sites"] == LABELLED
     assert resume(study, summary["run"], backend="local") == summary
     site_file(study, "S3").unlink()
     without = once()[1]
-    heads = [model(one, "S1", "proxy")["sums"] for one in (run, without)]
+    heads = [model(one, "S1", "shared")["sums"] for one in (run, without)]
     torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-6)  # the hub gives away fourths, and thirds
     unlabelled(study, "R3")  # it comes first
     unlabelled(study, "S3")
     first = once()[1]
-    assert same(*(model(first, one, "proxy") for one in ("R3", "S3")))
-    assert torch.equal(*(model(first, one, "proxy")["sums"] for one in ("R3", "S1")))
+    assert same(*(model(first, one, "shared") for one in ("R3", "S3")))
+    assert torch.equal(*(model(first, one, "shared")["sums"] for one in ("R3", "S1")))
 
 
 def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study, tmp_path):
@@ -220,7 +222,7 @@ def test_a_receiver_takes_no_part_elsewhere(study):
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
     refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
-    assert sites_of(summary) == LABELLED and not summary["receivers"]
+    assert sites_of(summary) == LABELLED and not summary["inference_sites"]
     release(study, site=None, overrides=QUIET)
     for run in (summary["run"], joined(study)["run"]):
         evaluate(study, run)
@@ -265,8 +267,8 @@ def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
     done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
     assert done.returncode == 0, done.stderr[-2000:]
     by_ranks, by_one = json.loads(done.stdout), joined(study)
-    assert by_ranks["receivers"] == ["S3"] and by_ranks["letters"] == by_one["letters"]
-    assert same(*(model(study.root / run["run"], "S3", "proxy") for run in (by_ranks, by_one)))
+    assert by_ranks["inference_sites"] == ["S3"] and by_ranks["statistics"] == by_one["statistics"]
+    assert same(*(model(study.root / run["run"], "S3", "shared") for run in (by_ranks, by_one)))
 
 
 def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):
@@ -275,22 +277,22 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
-    waits(("1 of 3 letters", "missing: S1, S2", "train.at_least = 1"))
-    until, two_at_least = f"train.until={tomorrow}", "train.at_least=2"
+    waits(("1 of 3 letters", "missing: S1, S2", "train.min_sites = 1"))
+    until, two_at_least = f"train.deadline={tomorrow}", "train.min_sites=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)
-    refused(lambda: joined(study, "train.at_least=4"), "only 3 sites write one")
-    assert list(joined(study, f"train.until={yesterday}")["letters"]) == ["S0"]
+    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites write one")
+    assert list(joined(study, f"train.deadline={yesterday}")["statistics"]) == ["S0"]
     released(study, "S1")
     before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
     two, again = (joined(study, two_at_least, until) for _ in range(2))
     released(study, "S2")
     three = joined(study, two_at_least, until)
     known = {name: sums_at(study.release(name)).digest[:8] for name in LABELLED}
-    assert three["letters"] == known and two["letters"] == {name: known[name] for name in ("S0", "S1")}
+    assert three["statistics"] == known and two["statistics"] == {name: known[name] for name in ("S0", "S1")}
     made = f"made of 3 letters: S0 {known['S0']}"
     assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
-    heads = [model(study.root / run["run"], "S3", "proxy") for run in (two, again, three)]
+    heads = [model(study.root / run["run"], "S3", "shared") for run in (two, again, three)]
     assert same(heads[0], heads[1])
     assert not torch.equal(heads[1]["sums"], heads[2]["sums"]) and int(heads[2]["n_sites"]) == 3
     assert {name: study.ledger(name).read_text() for name in before} == before
@@ -298,12 +300,12 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
 def test_a_run_keeps_the_letters_it_began_with(study):
     released(study, "S0")
-    summary = joined(study, "train.at_least=1")
+    summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
-    refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "releases/")
+    refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "statistics/")
 
 
-@pytest.mark.parametrize("wrong", ["train.until=soon", "train.at_least=0"])
+@pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])
 def test_wrong_terms_are_refused(study, wrong):
     refused(lambda: joined(study, wrong), wrong.split("=")[0])

@@ -41,8 +41,8 @@ from wsi_fl.types import UsageError, Vectors, WsiFlError
 SIGMA = 2.0
 ONCE = Mechanism(SIGMA, 1.0, 1.0, 1)
 NOISE = [*HEADS, f"privacy.sigma={SIGMA}"]
-FILES = [*NOISE, "train.releases=true", "train.at_least=1"]
-START = [*HEADS, "train.start=oneshot", "train.rounds=1"]
+FILES = [*NOISE, "train.from_released=true", "train.min_sites=1"]
+START = [*HEADS, "train.init_from=oneshot", "train.rounds=1"]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def rewritten(path, tensors=None, **document):
 def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
     row = released(study)
     assert row["spent"] and row["n"] == 60 and row["unit"] == "row" and row["guarantee"] == "guaranteed"
-    assert row["file"] == "releases/S0.safetensors" and row["sigma"] == SIGMA
+    assert row["file"] == "statistics/S0.safetensors" and row["sigma"] == SIGMA
     assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
     line, sent = lines_of(study)
     assert line["run"] == "oneshot" and line["released"] == f"model {row['digest']}" and sent["sending"]
@@ -129,7 +129,7 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
         assert list(file.keys()) == ["sums"]
         document = json.loads(file.metadata()["document"])
     facts = {"site": "S0", "encoder": "tiny sha256:0", "data": "features", "example": "patch"}
-    facts |= {"n_features": D, "directions": D, "classes": ["healthy", "tumor"]}
+    facts |= {"n_features": D, "dimensions": D, "classes": ["healthy", "tumor"]}
     assert facts.items() <= document.items()
     assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
     home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
@@ -261,7 +261,7 @@ def lost_both(study):
 
 def store_anew(study):
     """The hospital's machine was lost: its store was made anew, and of what it released nothing is here."""
-    shutil.rmtree(study.root / "releases")
+    shutil.rmtree(study.root / "statistics")
     study.release_at_home("S0").unlink()
 
 
@@ -273,7 +273,7 @@ def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked
     first, kept = released(study), study.release("S0").read_bytes()
     lose(study)
     n = len(lines_of(study))
-    not_released(study, "S0", "put releases/S0.safetensors back", "`wsi-fl release --site S0 --again`")
+    not_released(study, "S0", "put statistics/S0.safetensors back", "`wsi-fl statistics --site S0 --again`")
     assert len(lines_of(study)) == n and not study.release("S0").exists()
     study.release("S0").parent.mkdir(exist_ok=True)  # both ways that it names are open
     study.release("S0").write_bytes(kept)
@@ -312,7 +312,7 @@ OF_OTHERS = [
     {"unit": "patient"},
     {"data": "mosaics"},
     {"classes": ["benign", "tumor"]},
-    {"asks": '{"column":"grade"}'},
+    {"task": '{"column":"grade"}'},
 ]
 DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 
@@ -324,27 +324,27 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
     whole = file.read_bytes()
     for change in OF_OTHERS:
         stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
-        not_joined(study, "releases/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
+        not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release("S0"), file)
     not_joined(study, "these are the sums of site S0")
     home = study.release_at_home("S1")
     for content in DAMAGE:
         file.write_bytes(content)
-        not_joined(study, "releases/S1.safetensors", "damaged release", "copy the file from its site again")
+        not_joined(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
         home.write_bytes(content)  # where no copy is whole
         not_released(study, "S1", "damaged release", "copy the file from its site again")
         home.write_bytes(whole)
     for change in EDITS:
         file.write_bytes(whole)
         rewritten(file, **change)
-        not_joined(study, "releases/S1.safetensors", "edited")
+        not_joined(study, "statistics/S1.safetensors", "edited")
         if "digest" in change:
             file.unlink()
         released(study, "S1")
         assert file.read_bytes() == whole
     assert joined(study)["sites"]
-    released(study, "S1", "model.directions=12", again=True)
-    not_joined(study, "releases/S1.safetensors", "directions = 12", error=UsageError)
+    released(study, "S1", "model.projection=12", again=True)
+    not_joined(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
 
 
 def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
@@ -362,24 +362,24 @@ def write_public(study, name, seed, encoder="tiny sha256:0"):
     return found
 
 
-ALONG = ["model.directions=d.safetensors"]
+ALONG = ["model.projection=d.safetensors"]
 
 
 def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(study):
     found = write_public(study, "d.safetensors", 0)
     for row in all_released(study, *NOISE, *ALONG):
-        assert (row["directions"], row["projection"]) == (8, found.digest)
+        assert (row["dimensions"], row["projection"]) == (8, found.digest)
         assert len(sums_at(study.release(row["site"])).vector) == 2 * 10
-    head = model(study.root / joined(study, *ALONG)["run"], "S0", "proxy")
+    head = model(study.root / joined(study, *ALONG)["run"], "S0", "shared")
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
-    words = ("releases/S0.safetensors", f"projection = {found.digest}"[:40])
+    words = ("statistics/S0.safetensors", f"projection = {found.digest}"[:40])
     not_joined(study, *words, overrides=ALONG, error=UsageError)
     not_released(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
 
 
 def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_in_one_line(study):
-    not_released(study, "S0", "no such file", "wsi-fl directions", overrides=ALONG)
+    not_released(study, "S0", "no such file", "wsi-fl projection", overrides=ALONG)
     (study.root / "d.safetensors").write_bytes(b"nothing")
     not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
@@ -391,10 +391,10 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
 @pytest.mark.parametrize(
     ("key", "agreed", "other", "words"),
     [
-        ("directions", "a", "b", "S2 brings b as the directions of its sums (model.directions)"),
-        ("releases", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
+        ("projection", "a", "b", "S2 brings b as the directions of its sums (model.projection)"),
+        ("statistics", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
-        ("receivers", ["S3"], [], "S2 brings [] as the list of receivers"),
+        ("inference_sites", ["S3"], [], "S2 brings [] as the list of receivers"),
     ],
 )
 def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
@@ -421,7 +421,7 @@ def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
     not_released(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
     study.ledger("S0").write_text(kept)
     rewritten(study.release("S0"), digest="0" * 64)
-    not_released(study, "S0", "lacks the release of releases/S0.safetensors", error=UsageError)
+    not_released(study, "S0", "lacks the release of statistics/S0.safetensors", error=UsageError)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     (row,) = summary["sites"]
     assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5)) and row["rounds"] == 1
     assert row["site"] == "S0" and row["lifetime_epsilon"] == row["epsilon"]
-    assert int(model(alone.root / summary["run"], "S0", "proxy")["n_sites"]) == 3
+    assert int(model(alone.root / summary["run"], "S0", "shared")["n_sites"]) == 3
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
     assert report(alone, summary["run"]).exists()
     assert resume(alone, summary["run"], backend="local") == summary
@@ -498,7 +498,7 @@ def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study,
     vector = letter.vector.copy()
     vector[:-2] *= -1000
     written(study.release("S1"), letter, vector)
-    not_joined(study, "releases/S1.safetensors", "60 rows", "ask its site")
+    not_joined(study, "statistics/S1.safetensors", "60 rows", "ask its site")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -512,8 +512,8 @@ def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
             written(study.release(name), letter, np.concatenate(swapped))
         shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone
     run = joined(study)
-    chosen = json.loads((study.root / run["run"] / "sites/S2/choice.json").read_text())
-    assert (chosen["stack"]["weight"] == 0) is spoilt
+    chosen = json.loads((study.root / run["run"] / "sites/S2/prediction_model.json").read_text())
+    assert (chosen["ensemble"]["weight"] == 0) is spoilt
 
 
 def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeypatch):
@@ -541,7 +541,7 @@ def test_heads_of_files_spend_nothing_and_leave_no_line(study):
     summary = resume(study, "1", backend="local")
     assert [row["rounds"] for row in summary["sites"]] == [1, 1, 1]
     assert {name: study.ledger(name).read_text() for name in before} == before
-    assert (study.root / summary["run"] / "sites/S0/releases.json").exists()
+    assert (study.root / summary["run"] / "sites/S0/statistics.json").exists()
 
 
 def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_part_by_its_file(study, capfd):
@@ -549,9 +549,9 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     released(study, "S1")
     shutil.rmtree(study.store("S1").parent)
     summary = joined(study)
-    assert "not in the sum, for there is no file in releases/: S2" in capfd.readouterr().err
+    assert "not in the sum, for there is no file in statistics/: S2" in capfd.readouterr().err
     assert [row["site"] for row in summary["sites"]] == ["S0", "S2"]
-    heads = [model(study.root / summary["run"], name, "proxy") for name in ("S0", "S2")]
+    heads = [model(study.root / summary["run"], name, "shared") for name in ("S0", "S2")]
     assert [int(head["n_sites"]) for head in heads] == [2, 2]
     both = [sums_at(study.release(name)).vector.astype(np.float64) for name in ("S0", "S1")]
     np.testing.assert_allclose(heads[1]["sums"], np.mean(both, 0), rtol=1e-6)
@@ -561,7 +561,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
 
 
 def test_a_run_of_files_says_what_it_lacks(study):
-    not_joined(study, "no sums of site S0 yet", "wsi-fl release --site S0")
+    not_joined(study, "no sums of site S0 yet", "wsi-fl statistics --site S0")
     released(study)
     not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):
@@ -618,7 +618,7 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     with interrupted_after(2):
         started(study)
     released(study, "S1", again=True)
-    refused(lambda: resume(study, "1", backend="local"), "release of S1", "releases/")
+    refused(lambda: resume(study, "1", backend="local"), "release of S1", "statistics/")
 
 
 @pytest.mark.slow
@@ -632,7 +632,7 @@ def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
     by_ranks, by_one = json.loads(done.stdout), joined(study)
     assert [row["site"] for row in by_ranks["sites"]] == ["S0", "S2"]
     for name in ("S0", "S2"):
-        assert same(*(model(study.root / run["run"], name, "proxy") for run in (by_ranks, by_one)))
+        assert same(*(model(study.root / run["run"], name, "shared") for run in (by_ranks, by_one)))
 
 
 def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
@@ -641,8 +641,8 @@ def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl
     assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]
     assert all(row["spent"] for row in document["sites"])
     settings = [word for override in NOISE for word in ("--set", override)]
-    told = wsi_fl("release", "--all", *settings, cwd=study.root)
+    told = wsi_fl("statistics", "--all", *settings, cwd=study.root)
     assert told.returncode == 0 and told.stderr.count("nothing spent") == 3
-    told = wsi_fl("release", "--site", "S1", "--again", "--json", *settings, cwd=study.root)
+    told = wsi_fl("statistics", "--site", "S1", "--again", "--json", *settings, cwd=study.root)
     assert json.loads(told.stdout)["sites"][0]["spent"]
-    assert wsi_fl("release", cwd=study.root).returncode == 2
+    assert wsi_fl("statistics", cwd=study.root).returncode == 2

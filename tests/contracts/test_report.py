@@ -344,7 +344,7 @@ def test_sentences_say_what_the_run_was(small, case):
 )
 def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
     gain = Estimate((low + high) / 2, low, high)
-    known = {"joined": {"mean": 0.71}, "gain": gain.document(), "headroom": None, "measure": "accuracy"}
+    known = {"federated": {"mean": 0.71}, "gain": gain.document(), "gap_closed": None, "measure": "accuracy"}
     regular = {**small.baselines[1], "gain": {**known, "verdict": verdict(gain, None)}}
     (found,) = headline(replace(small, baselines=[regular]), 4)["verdicts"]
     assert found.tone == tone and said in found.text and "joining reaches 0.71" in found.text

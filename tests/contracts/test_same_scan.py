@@ -213,7 +213,7 @@ def test_a_real_hospital_reads_of_its_copies_in_its_own_log_alone(tmp_path):
     bring(study, "A", tmp_path / "a", bags)
     (study.root / "sites" / "A.toml").write_text('name = "A"\nreal = true\nmax_epsilon = 9.0\ndelta = 1e-3\n')
     heads = [f"model.{role}=mean_head" for role in ("private", "proxy")]
-    made = train(study, method="oneshot", overrides=[*heads, "train.alone=false"], backend="local")
+    made = train(study, method="oneshot", overrides=[*heads, "train.local_baseline=false"], backend="local")
     run = study.root / made["run"]
     log = (run / "sites" / "A" / "log.txt").read_text()
     assert "again (patient other)" in log and "are one scan" in log

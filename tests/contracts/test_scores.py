@@ -186,7 +186,7 @@ def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts
         folder = run(one, method)
         assert told(folder) is None and not left(one, "S0")
         assert not any(line.get("again") for line in lines(one, "S0"))
-        assert evaluate(one, folder.name)["between"] is None
+        assert evaluate(one, folder.name)["cross_site"] is None
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
@@ -242,16 +242,16 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
     study = hospitals(tmp_path / "real", allow='real = true\nallow = ["model", "scores"]')
     simulated = hospitals(tmp_path / "simulated", allow="real = false")
     found, reference = (evaluate(one, run(one, method, *SEEDED).name) for one in (study, simulated))
-    assert reference["between"] is None and reference["merged"] is not None
+    assert reference["cross_site"] is None and reference["merged"] is not None
     # a ring: a proxy that is held is another's last release
     held = [row["models"]["proxy" if method == "proxyfl" else "private"] for row in reference["sites"]]
-    for model in found["between"]["models"].values():
+    for model in found["cross_site"]["models"].values():
         whole = model["merged"]
         same = [one for one in held if all(one[key] == whole[key] for key in ("n", "accuracy"))]
         near = [abs(one["auroc"] - whole["auroc"]) <= whole["auroc_within"] + 1e-9 for one in same]
         assert whole["n"] == 36 and any(near)
     for site in SITES if method == "fedavg" else ():
-        part = found["between"]["models"]["central"]["hospitals"][site]
+        part = found["cross_site"]["models"]["central"]["hospitals"][site]
         exact = reference["sites"][0]["parts"][site]
         assert (part["n"], part["accuracy"]) == (exact["n"], exact["accuracy"])
 
@@ -278,13 +278,13 @@ def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_pa
     options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
     study = features_of(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
     folder = run(study, "oneshot", *options)
-    found = evaluate(study, folder.name)["between"]["models"]
+    found = evaluate(study, folder.name)["cross_site"]["models"]
     whole = found["shared"]["merged"]
     assert list(found) == ["shared"] and whole["n"] == 120
     x, labels = (np.concatenate([rows_of(k)[part][60:] for k in range(3)]) for part in (0, 1))
     for site in SITES:
         head = SharedHead(2, 16)
-        head.load_state_dict(folder.site(site).load_model("proxy"))
+        head.load_state_dict(folder.site(site).load_model("shared"))
         said = head.as_released()(torch.from_numpy(x)).argmax(1).numpy()
         assert whole["accuracy"] == pytest.approx((said == labels).mean())
 

@@ -52,7 +52,7 @@ def study(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done(study):
     """A run of ProxyFL, and the same one interrupted and resumed."""
-    sets = [*settings(), "train.alone=true", "privacy.insecure_seed=1"]
+    sets = [*settings(), "train.local_baseline=true", "privacy.insecure_seed=1"]
     whole = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
     with interrupted_after(3):
         train(study, method="proxyfl", overrides=sets, backend="local")
@@ -70,7 +70,7 @@ def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done,
     whole, again = done
     fresh = begun(study)
     moving = {name for name, p in fresh.named_parameters() if p.requires_grad}
-    for role in ("private", "proxy", "alone"):
+    for role in ("private", "proxy", "local"):
         assert same(model(whole, "S0", role), model(again, "S0", role))
         for site in ("S0", "S1"):
             found = model(whole, site, role)

@@ -208,7 +208,7 @@ class Walk:
             how = "killed"
         self.did[name, how] += 1
         self.observed.deadly = None
-        for file in self.root.glob("*/releases/S0.safetensors"):
+        for file in self.root.glob("*/statistics/S0.safetensors"):
             self.observed.note(load_document(file, "release")["digest"])
 
     def try_something(self, study):
@@ -266,7 +266,7 @@ class Walk:
         backup = self.pick(sorted(self.backups.glob(f"*-{what}")))
         target = self.ledger.parent if what == "budget" else study.root
         newest = self.ledger.read_bytes() if self.ledger.exists() else b""
-        part = self.pick(["."] if what == "budget" else [".", "runs", "stores", "releases"])
+        part = self.pick(["."] if what == "budget" else [".", "runs", "stores", "statistics"])
         if (backup / part).exists():
             shutil.rmtree(target / part, ignore_errors=True)
             shutil.copytree(backup / part, target / part, dirs_exist_ok=True)
@@ -297,7 +297,7 @@ class Walk:
         fresh = self.root / "C"
         shutil.rmtree(fresh, ignore_errors=True)
         source = self.root / self.pick("AB")
-        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("runs", "releases"))
+        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("runs", "statistics"))
         self.train(Study(fresh))
 
 

@@ -27,7 +27,7 @@ def csv_rows(path):
 
 def answers(run, site):
     """What a run says of the examples that a site tests: the rows that count."""
-    return [row for row in csv_rows(run / "sites" / site / "predictions.csv") if row["answers"] == "True"]
+    return [row for row in csv_rows(run / "sites" / site / "predictions.csv") if row["selected"] == "True"]
 
 
 def of_site(run, site, name):

@@ -31,7 +31,7 @@ from wsi_fl.privacy.ledger_file import LedgerFile
 pytestmark = [pytest.mark.slow, needs_flare]
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
 SEEDS = range(1, 1 + int(os.environ.get("WSI_FL_FAULT_SEEDS", "2")))
-SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.at_least=2")
+SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.min_sites=2")
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 FAULTS = (
     "job",
@@ -176,17 +176,17 @@ def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch,
         cron.join()
     assert process.returncode == 0, err
     summary = json.loads(out)
-    print(err, {row["site"]: row["attended"] for row in summary["sites"]}, summary["losses"])
+    print(err, {row["site"]: row["rounds_completed"] for row in summary["sites"]}, summary["losses"])
     assert len(suffered) >= SECONDS / 30
     assert {row["site"] for row in summary["sites"]} | set(summary["lost"]) == set(bed.sites)
     assert len(summary["sites"]) >= 2
     for row in summary["sites"]:
         paid = paid_by(bed, row["site"])
         assert len(paid) == len(set(paid)) == row["rounds"]
-    if all(row["attended"] == [[1, ROUNDS]] for row in summary["sites"]) and not summary["lost"]:
+    if all(row["rounds_completed"] == [[1, ROUNDS]] for row in summary["sites"]) and not summary["lost"]:
         expected, run = bed.locally("proxyfl", *SETTINGS), summary["run"]
         assert all(digests(bed.root / site / run, site) == expected[site] for site in bed.sites)
-    assert max(row["attended"][-1][1] for row in summary["sites"]) == ROUNDS
+    assert max(row["rounds_completed"][-1][1] for row in summary["sites"]) == ROUNDS
 
 
 @pytest.mark.parametrize("what", ["frame", "certificate"])
@@ -201,7 +201,9 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         if what == "frame":
-            said = bed.command("withdraw", "--kit", bed.root / "kits" / "S1", "--study", study.root)
+            said = bed.command(
+                "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root
+            )
         else:
             said = bed.command("revoke", "S1", "--kit", bed.root / "kits")
         assert said.returncode == 0, said.stderr

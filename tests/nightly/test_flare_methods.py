@@ -67,7 +67,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
     """A receiver gets them too, and all have the heads that the same files make."""
     bed = Bed(tmp_path, n=4, furnish=heads)
     *members, _ = bed.sites
-    settings = [*HEADS, "privacy.sigma=2.0", "train.releases=true"]
+    settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     for site in members:
         release(bed.study(site), site=site, pipeline_name=bed.pipeline, overrides=settings)
     bed.sign("oneshot", *settings)
@@ -75,7 +75,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
         said = bed.submit("--plan", bed.plan_file())
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
-    assert list(summary["letters"]) == members
+    assert list(summary["statistics"]) == members
     given = {"method": "oneshot", "pipeline_name": bed.pipeline, "backend": "local"}
     for site in bed.sites:
         study = bed.study(site)

@@ -55,7 +55,7 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
     """The hospital sends nothing more; the others go on where the plan allows it, or end in one line."""
     rounds = 8
     settings = [f"train.rounds={rounds}", *BASE[1:3], "comm.timeout_s=20"]
-    settings += [f"train.at_least={least}"] * bool(least)
+    settings += [f"train.min_sites={least}"] * bool(least)
     group = Group(tmp_path / "group", "proxyfl", settings, federation)
     study, kit = group.study("S1"), Kit.open(group.root / "kit-S1")
     limits = {"epsilon": 5000.0, "runs": 1, "until": "2099-01-31", "allows": {"delta": [1e-5], "code": []}}
@@ -104,7 +104,7 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
 @pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
 def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, monkeypatch, seed, least):
     """Where all are needed nobody is left out, and the models are those of a run that nothing happened to."""
-    settings = [*SETTINGS, f"train.at_least={least}"]
+    settings = [*SETTINGS, f"train.min_sites={least}"]
     with monkeypatch.context() as patch:  # certificates that a clock that is days behind knows too
         patch.setattr(certificates, "datetime", Earlier)
         federation = Federation()

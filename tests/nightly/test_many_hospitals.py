@@ -13,7 +13,7 @@ from wsi_fl.stages.training.train import train
 pytestmark = pytest.mark.slow
 MANY = tuple(f"H{k:02d}" for k in range(20))
 ROUNDS = 6
-SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=90", "train.at_least=10"]
+SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=90", "train.min_sites=10"]
 
 
 def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation):
@@ -30,7 +30,7 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
         reasons = [loss["reason"] for loss in summary["losses"]]
         assert all("did not answer for 90 s" in one or one == "gone, as other sites say" for one in reasons)
         assert [round_ for round_, _ in charged(group.study(site), site)] == list(range(1, ROUNDS + 1))
-        assert [row["attended"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
+        assert [row["rounds_completed"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
 
 
 def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
@@ -54,7 +54,7 @@ def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
         assert {round_ for name, round_ in left if name == site} <= set(paid)
         assert site in went or paid == list(range(1, ROUNDS + 1))
         (row,) = [row for row in summary["sites"] if row["site"] == site]
-        attended = [round_ for first, last in row["attended"] for round_ in range(first, last + 1)]
+        attended = [round_ for first, last in row["rounds_completed"] for round_ in range(first, last + 1)]
         assert set(attended) <= set(paid) and attended[-1] == ROUNDS
         everywhere += attended
     present = {round_: everywhere.count(round_) for round_ in range(1, ROUNDS + 1)}

@@ -284,10 +284,10 @@ def described_at(case, prevalence):
     more = clinical.auroc_difference(score, np.full(len(case), 0.5), case)
     one = clinical.described(score, score > 0.5, case, prevalence) | {
         "net_benefit": clinical.net_benefit(score, case, at, prevalence),
-        "over_alone": asdict(more) if more else None,
+        "over_local": asdict(more) if more else None,
         "subgroups": None,
     }
-    site = {"site": "C1", "on": "own", "with": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
+    site = {"site": "C1", "on": "own", "model": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
     return {
         "prevalence": prevalence,
         "by": None,

@@ -31,7 +31,7 @@ def evaluated(study, path, *overrides):
 
 
 def choice_of(path, site):
-    return json.loads((path / "sites" / site / "choice.json").read_text())
+    return json.loads((path / "sites" / site / "prediction_model.json").read_text())
 
 
 def certain(classes, n_classes=2):
@@ -111,49 +111,49 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
     pipeline = settings_of(study, RunFolder(path), ())
     for row in document["sites"]:
         choice, models = choice_of(path, row["site"]), row["models"]
-        reached, stack = choice["macro_accuracy"], choice["stack"]
-        assert set(reached) == {"alone", "private", "proxy", "mean"} and choice["n"] == 12
+        reached, stack = choice["macro_accuracy"], choice["ensemble"]
+        assert set(reached) == {"local", "private", "proxy", "mean"} and choice["n"] == 12
         joined = {one: reached[one] for one in ("private", "proxy", "mean")}
-        assert stack["own"] == "alone" and reached[stack["shared"]] == max(joined.values())
-        assert choice["with"] == ("stack" if stack["weight"] else "alone")
-        assert row["with"] == choice["with"] == answers_with(RunFolder(path), pipeline, row["site"])
+        assert stack["own"] == "local" and reached[stack["shared"]] == max(joined.values())
+        assert choice["model"] == ("ensemble" if stack["weight"] else "local")
+        assert row["model"] == choice["model"] == answers_with(RunFolder(path), pipeline, row["site"])
         last = metrics(path, row["site"])[-1]
-        assert last["with"] == row["with"]
-        assert last["merged"]["accuracy"] == row["accuracy"] == models[row["with"]]["accuracy"]
+        assert last["model"] == row["model"]
+        assert last["merged"]["accuracy"] == row["accuracy"] == models[row["model"]]["accuracy"]
         assert last["proxy"]["accuracy"] == models["proxy"]["accuracy"]
-        assert row["own"]["auroc"] == models[row["with"]]["own"]["auroc"]
-        assert set(models) == {"private", "proxy", "mean", "alone", "stack"}
+        assert row["own"]["auroc"] == models[row["model"]]["own"]["auroc"]
+        assert set(models) == {"private", "proxy", "mean", "local", "ensemble"}
     spread = document["models"]["mean"]
     assert set(spread) == {"merged", "internal"}
     every = [row["models"]["mean"]["accuracy"] for row in document["sites"]]
     assert spread["merged"]["accuracy"]["mean"] == pytest.approx(np.mean(every))
 
 
-@pytest.mark.parametrize("answer", ["private", "proxy", "mean", "alone", "stack"])
+@pytest.mark.parametrize("answer", ["private", "proxy", "mean", "local", "ensemble"])
 def test_evaluate_answers_as_asked(validated, answer):
     study, path, chosen = validated
-    for row, before in zip(evaluated(study, path, f"predict.with={answer}"), chosen["sites"], strict=True):
-        assert row["with"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
+    for row, before in zip(evaluated(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
+        assert row["model"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
     evaluate(study, str(path))
 
 
 def test_every_round_answers_as_the_run_is_told(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, SEEDED, "predict.with=mean", "train.rounds=1", "train.alone=false")
+    path = run(study, SEEDED, "predict.model=mean", "train.rounds=1", "train.local_baseline=false")
     (line,), row = metrics(path, "S0"), evaluated(study, path)[0]
-    assert (line["with"], row["with"]) == ("mean", "mean")
+    assert (line["model"], row["model"]) == ("mean", "mean")
     assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
-    refused(lambda: evaluated(study, path, "predict.with=alone"), "train.alone = false")
-    refused(lambda: evaluated(study, path, "predict.with=stack"), "trained without")
-    row = evaluated(study, run(study, "predict.with=proxy", "train.rounds=1", method="regular"))[0]
-    assert row["with"] == "private" and set(row["models"]) == {"private"}
+    refused(lambda: evaluated(study, path, "predict.model=local"), "train.local_baseline = false")
+    refused(lambda: evaluated(study, path, "predict.model=ensemble"), "trained without")
+    row = evaluated(study, run(study, "predict.model=proxy", "train.rounds=1", method="regular"))[0]
+    assert row["model"] == "private" and set(row["models"]) == {"private"}
 
 
-@pytest.mark.parametrize(("alone", "answer"), [("true", "alone"), ("false", "private")])
+@pytest.mark.parametrize(("alone", "answer"), [("true", "local"), ("false", "private")])
 def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path, alone, answer):
     study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, SEEDED, "train.rounds=1", f"train.alone={alone}")
-    assert [row["with"] for row in evaluated(study, path)] == [answer] * 2
+    path = run(study, SEEDED, "train.rounds=1", f"train.local_baseline={alone}")
+    assert [row["model"] for row in evaluated(study, path)] == [answer] * 2
     for method, n in (("proxyfl", (24, 12)), ("regular", (36, 0))):  # nothing to choose
         row = dry_run(study, method=method, overrides=SPLIT[:2])["sites"][0]
         assert (row["n_train"], row["n_validation"]) == n
@@ -161,25 +161,25 @@ def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_al
 
 def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, *SPLIT, "predict.with=stack", "train.rounds=1")
+    path = run(study, *SPLIT, "predict.model=ensemble", "train.rounds=1")
     for row in evaluated(study, path):
         choice = choice_of(path, row["site"])
-        said = {choice["with"], choice["by"], row["with"], metrics(path, row["site"])[-1]["with"]}
-        assert said == {"stack"} and 0 <= choice["stack"]["weight"] <= 1
-        assert row["accuracy"] == row["models"]["stack"]["accuracy"]
+        said = {choice["model"], choice["by"], row["model"], metrics(path, row["site"])[-1]["model"]}
+        assert said == {"ensemble"} and 0 <= choice["ensemble"]["weight"] <= 1
+        assert row["accuracy"] == row["models"]["ensemble"]["accuracy"]
 
 
 def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
-    stack = ("predict.with=stack", "train.alone=false")
-    refused(lambda: run(study, *stack), "predict.with = 'stack'", "val_fraction=0.15")
+    stack = ("predict.model=ensemble", "train.local_baseline=false")
+    refused(lambda: run(study, *stack), "predict.model = 'ensemble'", "val_fraction=0.15")
     open_hearts = (*stack, "privacy.enabled=false", "train.tune=true")
-    refused(lambda: run(study, *open_hearts), "predict.with = 'stack'")
+    refused(lambda: run(study, *open_hearts), "predict.model = 'ensemble'")
 
 
 @pytest.mark.slow
 def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
-    settings = [*SPLIT, "predict.with=stack", "train.rounds=3", "privacy.sigma=0.05"]
+    settings = [*SPLIT, "predict.model=ensemble", "train.rounds=3", "privacy.sigma=0.05"]
     whole = run(study, *settings)
     with interrupted_after(5):
         run(study, *settings)
@@ -187,4 +187,6 @@ def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
     resume(study, broken.name, backend="local")
     for site in study.site_names():
         assert choice_of(whole, site) == choice_of(broken, site)
-        assert [one["with"] for one in metrics(whole, site)] == [one["with"] for one in metrics(broken, site)]
+        assert [one["model"] for one in metrics(whole, site)] == [
+            one["model"] for one in metrics(broken, site)
+        ]

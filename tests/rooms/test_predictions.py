@@ -82,7 +82,7 @@ def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
 
     for row in document["sites"]:
         table = pandas.read_csv(folders.site(row["site"]).path / "predictions.csv")
-        mine = table[table.answers]
+        mine = table[table.selected]
         own = mine.part == row["site"]
         for rows, told in ((mine, row), (mine[own], row["own"]), (mine[~own], row["external"])):
             assert {name: told[name] for name in scores(rows)} == scores(rows)
@@ -148,7 +148,7 @@ def evaluate_table(root, task, table, *, sealed):
     write_predictions(folder, table)
     row = {"site": "S0", "n": len(table), **({"predictions": seal_of(folder)} if sealed else {})}
     run.write(
-        "evaluation", {"run": "runs/00001-x", "with": "proxy", "merged": None, "sites": [row], "models": {}}
+        "evaluation", {"run": "runs/00001-x", "model": "proxy", "merged": None, "sites": [row], "models": {}}
     )
     return folder
 

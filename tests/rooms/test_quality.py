@@ -272,7 +272,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
         aside = read_marked(file, "aside")
         kept = places(file["xy_l0"][:])
     pens = {(x, y) for x, y, why in aside if why == "pen"}
-    assert len(pens) >= 5 and not pens & kept and row["set_aside"]["pen"] == len(pens)
+    assert len(pens) >= 5 and not pens & kept and row["excluded"]["pen"] == len(pens)
     assert row["tissue"]["saturation"]["slides"] >= 1
     line = quality_of(study)[slide]
     assert int(line["pen"]) == len(pens) and int(line["good"]) == len(kept)
@@ -320,7 +320,7 @@ def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_the
         picture = one.thumbnail(1536)[0]
     phantom.write_pyramid(path, artefacts.blurred(picture, np.ones(picture.shape[:2], bool), 8.0, MPP), MPP)
     row, line = tiled(study, 'tile.qc=["blur"]'), quality_of(study)[slide]
-    assert line["good"] == "0" and int(line["blur"]) > 10 and row["set_aside"]["blur"] >= int(line["blur"])
+    assert line["good"] == "0" and int(line["blur"]) > 10 and row["excluded"]["blur"] >= int(line["blur"])
     noted = {one.name: one.note for one in gallery(study, site="C1").exhibits}[slide]
     assert noted == f"no patch kept: all set aside ({line['blur']} blur)"
 

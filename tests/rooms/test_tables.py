@@ -87,7 +87,7 @@ def tile_document(n_sites: int, n_failed: int = 0) -> dict:
         "failed": [{"slide": f"x{k}.tif", "reason": "no such slide file"} for k in range(n_failed)],
         "table": {"train": counts, "val": dict.fromkeys(counts, 0), "test": counts},
         "patients": {"train": 20, "test": 1},
-        **{"healthy": 6, "tumor": 8, "train": 7, "store": "s", "set_aside": {}, "tissue": {}},
+        **{"healthy": 6, "tumor": 8, "train": 7, "store": "s", "excluded": {}, "tissue": {}},
     }
     return {"sites": [{"site": f"S{k + 1}", **row} for k in range(n_sites)], "next": ["wsi-fl train"]}
 

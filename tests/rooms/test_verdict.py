@@ -38,7 +38,7 @@ def test_patients_vary_together_and_one_alone_has_no_interval():
 
 def test_where_one_patient_decides_nothing_is_shown():
     found = of(np.where(np.arange(100) == 0, 5.0, 0.0))
-    assert found.low < 0 and verdict(found, None) == "not shown"
+    assert found.low < 0 and verdict(found, None) == "inconclusive"
 
 
 def test_seeds_and_noise_add_their_variance_and_noise_is_the_least_that_seeds_have():
@@ -162,18 +162,18 @@ def test_patients_who_all_say_the_same_leave_others_open(n, value):
     assert found.low == pytest.approx(value - others * (value + 1))
     assert found.high == pytest.approx(value + others * (1 - value)) and found.mean == value
     assert verdict(found, None) == (
-        {1.0: "join", -1.0: "stay"}.get(value, "not shown") if n > 5 else "not shown"
+        {1.0: "join", -1.0: "local"}.get(value, "inconclusive") if n > 5 else "inconclusive"
     )
     share = of(np.ones(n)).between(0.0, 1.0)
     assert (share.low, share.high) == pytest.approx(stats.binomtest(n, n).proportion_ci(method="exact"))
 
 
 def test_nothing_to_gain_takes_more_than_a_few_patients_without_a_difference():
-    same = {"gain": of(np.zeros(20)).between(-1.0, 1.0).document(), "verdict": "not shown"}
+    same = {"gain": of(np.zeros(20)).between(-1.0, 1.0).document(), "verdict": "inconclusive"}
     assert verdict_words(same, "C1") == "it gives the same answers alone, to 20 test patients"
     gain = of(np.array([0.1, -0.1] * 30))
     few, many = (of(np.zeros(n)).between(-1.0, 1.0) for n in (20, 200))
-    assert (verdict(gain, few), verdict(gain, many)) == ("not shown", "nothing to gain")
+    assert (verdict(gain, few), verdict(gain, many)) == ("inconclusive", "nothing to gain")
 
 
 @pytest.mark.parametrize("n", [2, 8, 40])

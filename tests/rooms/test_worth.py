@@ -101,11 +101,11 @@ def around(mean, half):
 
 def test_a_verdict_is_only_what_the_intervals_show():
     assert verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
-    assert verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "stay"
-    assert verdict(around(0.02, 0.03), around(0.1, 0.1)) == "not shown"
+    assert verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
+    assert verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"
     assert verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
-    assert verdict(around(0.03, 0.08), around(0.002, 0.15)) == "not shown"  # nobody knows what there is
-    assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "not shown"  # sure, and next to nothing
-    assert verdict(Estimate(0.3, None, None), None) == "not shown"  # a single patient
-    assert verdict(None, None) == "not shown"
-    assert {"join", "stay", "nothing to gain", "not shown"} == set(words_of_verdicts)
+    assert verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"  # nobody knows what there is
+    assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"  # sure, and next to nothing
+    assert verdict(Estimate(0.3, None, None), None) == "inconclusive"  # a single patient
+    assert verdict(None, None) == "inconclusive"
+    assert {"join", "local", "nothing to gain", "inconclusive"} == set(words_of_verdicts)

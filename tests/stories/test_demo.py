@@ -44,12 +44,12 @@ def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
     runs = {}
     for name, step in _STEPS.items():
         overrides = [*plan, *step.overrides]
-        if name == "together":
-            overrides += ["privacy.unit=patient", "privacy.target_epsilon=8", "model.directions=16"]
+        if name == "federated":
+            overrides += ["privacy.unit=patient", "privacy.target_epsilon=8", "model.projection=16"]
         runs[name] = train(study, method=step.method, overrides=overrides, backend="local")["run"]
-    document = compare(study, [runs["together"], runs["pooled"]])
+    document = compare(study, [runs["federated"], runs["pooled"]])
     page = (study.root / document["page"]).read_text(encoding="utf-8")
-    verdicts = [row["verdict"] for row in document["worth"]["sites"]]
+    verdicts = [row["verdict"] for row in document["benefit"]["sites"]]
     assert page.index("<figure") == page.index('<figure class="worth"')
     assert ("this hospital should join" in page) is helps
     if helps:

@@ -83,8 +83,8 @@ def test_every_command_takes_a_folder_as_a_slide_of_its_name(archive, tiny_weigh
     assert [one["slide"] for one in document["slides"]] == list(NAMES) and not document["failed"]
     one_file = predict(study, run, site="A", slides=[slides[0] / "0.dcm"], out=tmp_path / "out")["slides"][0]
     assert one_file["slide"] == "0" and one_file["patches"] == document["slides"][0]["patches"]
-    made = directions(study, slides, out=tmp_path / "directions.safetensors", n=4, overrides=how)
-    assert [one["name"] for one in made["sources"]] == list(NAMES) and not made["left_aside"]
+    made = directions(study, slides, out=tmp_path / "projection.safetensors", n=4, overrides=how)
+    assert [one["name"] for one in made["sources"]] == list(NAMES) and not made["excluded"]
 
 
 def test_pixels_that_stay_in_a_folder_are_read_from_it_also_where_it_has_moved(archive, tmp_path):

@@ -20,7 +20,7 @@ def planned(tmp_path, *overrides):
 
 
 def test_a_plan_says_who_must_be_there_how_long_others_wait_and_until_when(tmp_path, capsys):
-    study, plan = planned(tmp_path, "train.at_least=2", "comm.timeout_s=600", 'train.until="2027-01-31"')
+    study, plan = planned(tmp_path, "train.min_sites=2", "comm.timeout_s=600", 'train.deadline="2027-01-31"')
     said = document_of(plan)["waits"]
     assert "silent for 10 min 0 s is left out" in said and "at least 2 of 3" in said and "2027-01-31" in said
     render(look_lines(look(study, plan, "S0")))
@@ -35,9 +35,9 @@ def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["train.at_least=1"], "train.at_least = 1"),
-        (["train.at_least=4"], "train.at_least = 4"),
-        (["train.at_least=2", "privacy.noise='shared'"], "privacy.dropouts"),
+        (["train.min_sites=1"], "train.min_sites = 1"),
+        (["train.min_sites=4"], "train.min_sites = 4"),
+        (["train.min_sites=2", "privacy.noise='shared'"], "privacy.dropouts"),
     ],
 )
 def test_fewer_than_two_or_more_than_there_are_is_refused_and_shared_noise_has_its_own_key(
@@ -54,14 +54,14 @@ def test_over_mpi_too_few_do_not_go_on(tmp_path, monkeypatch):
         raise launch.SitesLost({running[-1]: "killed"})
 
     monkeypatch.setattr(launch, "run_ranks", loses)
-    training = partial(train, study, method="proxyfl", overrides=["train.at_least=2"], backend="mpi")
+    training = partial(train, study, method="proxyfl", overrides=["train.min_sites=2"], backend="mpi")
     refused(training, "1 of at least 2 sites are left", error=WsiFlError)
     assert asked == [["S0", "S1", "S2"], ["S0", "S1"]]
 
 
 def test_who_was_away_and_came_back_is_said_with_the_rounds():
     attended = {"A": [[1, 6]], "B": [[3, 6]], "C": []}
-    rows = [{"site": site, "attended": rounds} for site, rounds in attended.items()]
+    rows = [{"site": site, "rounds_completed": rounds} for site, rounds in attended.items()]
     assert list(absences(rows)) == ["B was away for a while; it took part in rounds 3 to 6."]
 
 

@@ -34,7 +34,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
-SENT = [*NOISE, "train.releases=true"]
+SENT = [*NOISE, "train.from_released=true"]
 
 
 class Hospitals:
@@ -87,13 +87,13 @@ class Hospitals:
         return [line["mechanism"] for line in lines if "mechanism" in line]
 
     def head(self, name, summary):
-        return model(self.study(name).root / summary["run"], name, "proxy")
+        return model(self.study(name).root / summary["run"], name, "shared")
 
     def require_heads_of_files(self, found, letters, at=()):
         """Each hospital's files are those of their sites, and `train` makes the same heads of them, for nothing."""
         known = {one: sums_at(self.study(one).release(one)).digest[:8] for one in letters}
         for summary in found.values():
-            assert isinstance(summary, dict) and summary["letters"] == known, found
+            assert isinstance(summary, dict) and summary["statistics"] == known, found
         for name in at or found:
             study = self.study(name)
             for one in letters:
@@ -174,7 +174,7 @@ def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(all_released):
 
 def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hospitals):
     hospitals.release("S0", "S1")
-    plan, advice = hospitals.plan(), ("S2 has released no letter yet", "`wsi-fl release --site S2`")
+    plan, advice = hospitals.plan(), ("S2 has released no letter yet", "`wsi-fl statistics --site S2`")
     refused(lambda: look(hospitals.study("S2"), plan, "S2"), *advice)
     hospitals.release("S2")
     hospitals.sign(plan)
@@ -201,11 +201,11 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
 
     sums = sums_at(file)
     rewritten(file, {"sums": torch.from_numpy(1.5 * np.float32(sums.vector))})
-    no_go("releases/S2.safetensors", "edited since")
+    no_go("statistics/S2.safetensors", "edited since")
     other = sums.vector.copy()
     other[0] += 1
     rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest(other))
-    no_go("lacks the release of releases/S2.safetensors", error=UsageError)
+    no_go("lacks the release of statistics/S2.safetensors", error=UsageError)
     file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
     no_go("these are the sums of site S1")
     lines = study.ledger("S2").read_text().splitlines(keepends=True)
@@ -213,7 +213,7 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     study.ledger("S2").write_text(lines[0])  # as where the machine stopped before
     for head in (study.store("S2").parent / "ledger.head.json", head_of_user("S2")):
         head.unlink()
-    words = "does not say that it may leave", "wsi-fl release"
+    words = "does not say that it may leave", "wsi-fl statistics"
     refused(lambda: look(study, plan, "S2"), *words, error=WsiFlError)
     hospitals.release("S2")
     assert look(study, plan, "S2").cost.letter
@@ -241,7 +241,7 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])
-    assert found["S3"]["receivers"] == ["S3"] and not hospitals.study("S3").ledger("S3").exists()
+    assert found["S3"]["inference_sites"] == ["S3"] and not hospitals.study("S3").ledger("S3").exists()
     assert not any(hospitals.study(name).release("S3").exists() for name in found)
     heads = [hospitals.head(name, found[name])["sums"] for name in ("S0", "S3")]
     assert np.array_equal(*heads)
@@ -249,28 +249,31 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
 
 def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_the_same_heads(all_released):
     hospitals = all_released
-    plan = hospitals.plan("train.at_least=2")
+    plan = hospitals.plan("train.min_sites=2")
     hospitals.sign(plan)
     theirs = hospitals.study("S2").release("S2")
     shutil.copy(theirs, hospitals.study("S0").release("S2"))
     found = hospitals.run("S0", "S1", without=["S2"], plan=plan.digest)
     for name in ("S0", "S1"):
-        assert list(found[name]["letters"]) == ["S0", "S1"]  # S1 has no letter of S2, who alone may send it
+        assert list(found[name]["statistics"]) == [
+            "S0",
+            "S1",
+        ]  # S1 has no letter of S2, who alone may send it
     assert not hospitals.study("S1").release("S2").exists()
     back = hospitals.run("S0", "S1", "S2", resume=LAST, plan=plan.digest)
     for one in back.values():
-        assert one["run"] == found["S0"]["run"] and list(one["letters"]) == ["S0", "S1"], one
+        assert one["run"] == found["S0"]["run"] and list(one["statistics"]) == ["S0", "S1"], one
     assert np.array_equal(*(hospitals.head(name, back[name])["sums"] for name in ("S0", "S2")))
     assert hospitals.study("S1").release("S2").read_bytes() == theirs.read_bytes()
     hospitals.sign(plan)  # once more, which costs nothing
     again = hospitals.run("S0", "S1", without=["S2"], plan=plan.digest)
-    assert [list(one["letters"]) for one in again.values()] == [["S0", "S1", "S2"]] * 2
+    assert [list(one["statistics"]) for one in again.values()] == [["S0", "S1", "S2"]] * 2
     assert all(len(hospitals.charges(name)) == 1 for name in ("S0", "S1", "S2"))
 
 
 def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
     further = "which costs ε again"
-    plan = hospitals.plan("train.releases=false", "privacy.sigma=5.0")
+    plan = hospitals.plan("train.from_released=false", "privacy.sigma=5.0")
     assert further not in said_at(hospitals, "S0", plan)
     hospitals.release("S0")
     assert further in said_at(hospitals, "S0", plan)

@@ -551,9 +551,9 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
         said = np.zeros(40, int), [f"p{k}" for k in range(40)], ["train"] * 40
         write_features(group.study(listener), listener, x, *said)
     start(tmp_path, [group])
-    heads = {site: load_file(group.run(site) / "sites" / site / "proxy.safetensors") for site in SITES}
+    heads = {site: load_file(group.run(site) / "sites" / site / "shared.safetensors") for site in SITES}
     for site in SITES:
-        assert group.result(site)["receivers"] == [listener]
+        assert group.result(site)["inference_sites"] == [listener]
         assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
     assert not heads[listener]["released"].any() and not group.study(listener).ledger(listener).exists()
     assert all(len(charged(group.study(site), site)) == 1 for site in givers)
@@ -562,7 +562,7 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
 @pytest.mark.slow
 def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_nothing(tmp_path, federation):
     """One hospital is killed once it has them, and goes on with them."""
-    settings = [*HEADS, "privacy.sigma=2.0", "train.releases=true"]
+    settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     group = Group(tmp_path / "letters", "oneshot", settings, federation)
     for site in SITES:
         release(group.study(site), site=site, overrides=settings)
@@ -570,7 +570,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_
     start(tmp_path, [group])
     for site in SITES:
         study, run = group.study(site), group.run(site)
-        assert list(group.result(site)["letters"]) == list(SITES)
+        assert list(group.result(site)["statistics"]) == list(SITES)
         for one in SITES:
             assert study.release(one).read_bytes() == group.study(one).release(one).read_bytes()
         by_files = train(study, method="oneshot", overrides=settings, backend="local")

@@ -144,7 +144,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     frame = framed(study, identities, plan)
     admit(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
-    assert approval["frame"] == frame["id"] and len(approval["frame_sha256"]) == 64
+    assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
     assert approved_plan(study, me).digest == plan.digest and approved_at(study, "S0").endswith(frame["id"])
     assert (study.root / "federation" / "plans" / f"{plan.digest}.json").read_text() == plan.text
     assert f"plan {plan.digest[:8]} was approved in the frame" in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     frame = framed(study, identities, plan)
     path = frame_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
-    words = "federation/frame.json cannot be used", "not signed"
+    words = "federation/preapproval.json cannot be used", "not signed"
     refused(lambda: admit(study, identities["S0"], plan), *words)
     write_frame(study, frame, identities["S1"])
     refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
@@ -188,7 +188,7 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
     withdraw(study, me)
     refused(lambda: approved_plan(study, me), "withdrew the frame")
     refused(lambda: withdraw(study, me), "has signed no frame")
-    gone = study.root / "federation" / f"frame-{frame['id']}-withdrawn.json"
+    gone = study.root / "federation" / f"preapproval-{frame['id']}-withdrawn.json"
     frame_path(study).write_text(gone.read_text())  # as it comes back from a backup
     assert open_frame(study, me) is None
     refused(lambda: approved_plan(study, me), "withdrew the frame")
@@ -360,14 +360,16 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
 @pytest.mark.usefixtures("plan")
 def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation, identities):
     kit = federation.kit(tmp_path / "kit", "S0", identities["S0"])
-    given = ("federation", "frame", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
+    given = ("federation", "preapprove", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
     done = wsi_fl(*given, "--until", "2099-01-31", "--yes", "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["epsilon"] == 2 and "ε = 2 in all" in done.stderr
-    done = wsi_fl("federation", "frame", "--kit", kit, "--add-code", "--yes", "--json", cwd=study.root)
+    done = wsi_fl("federation", "preapprove", "--kit", kit, "--add-code", "--yes", "--json", cwd=study.root)
     assert done.returncode == 0 and len(json.loads(done.stdout)["allows"]["code"]) == 1
-    assert wsi_fl("federation", "withdraw", "--kit", kit, "--json", cwd=study.root).returncode == 0
+    assert (
+        wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
+    )
     assert not frame_path(study).exists()
 
 
@@ -398,7 +400,9 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
         planned("fedavg", 2)
         done = bed.submit("--plan", str(file))
         assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
-        said = bed.command("withdraw", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
+        said = bed.command(
+            "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1"
+        )
         assert said.returncode == 0, said.stderr
         planned("proxyfl", 3)
         done = bed.submit("--plan", str(file))
@@ -465,8 +469,8 @@ def test_settings_that_plans_never_write_are_refused_unread(study, identities, m
 
 def test_dots_in_values_are_no_keys(study, identities, me):
     value = "a.b.c.d.e.f.g.h.i.j.k 'quoted' \\\"twice\\\""
-    plan = made(study, identities, f'model.directions="{value}"', "train.lr=0.001")
-    assert plan.pipeline().model.directions == value.replace("\\", "")
+    plan = made(study, identities, f'model.projection="{value}"', "train.lr=0.001")
+    assert plan.pipeline().model.projection == value.replace("\\", "")
 
 
 def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, identities, me, plan):
@@ -493,7 +497,7 @@ def test_who_comes_first_in_a_plan_is_part_of_a_frame(study, identities, me, pla
 def test_a_count_of_plans_that_is_damaged_is_not_taken_for_none(study, identities, me, plan, count):
     frame = framed(study, identities, plan)
     admit(study, me, plan)
-    path = study.root / "federation" / f"frame-{frame['id']}-admitted.json"
+    path = study.root / "federation" / f"preapproval-{frame['id']}-admitted.json"
     path.write_text(count)
     other = made(study, identities, "train.rounds=1")
     refused(lambda: admit(study, me, other), "admitted.json: damaged", error=WsiFlError)

@@ -6,7 +6,7 @@ from test_folder_line import BASE, SITES, Group, charged, models, require_the_sa
 from test_oneshot import HEADS
 
 pytestmark = [pytest.mark.slow, pytest.mark.story]
-PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.at_least=2"]
+PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.min_sites=2"]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
 def test_who_is_slow_and_alive_is_waited_for_and_all_are_below_the_plans_number(
     group_of, tmp_path, least, late
 ):
-    group = group_of(f"train.at_least={least}")
+    group = group_of(f"train.min_sites={least}")
     group.jobs[2] |= late
     start(tmp_path, [group])
     for site in SITES:

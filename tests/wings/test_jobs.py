@@ -19,7 +19,7 @@ from wsi_fl.types import UsageError, WsiFlError
 pytestmark = needs_flare
 
 SITES = ["C1", "C2"]
-SETTINGS = SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(at_least=None))
+SETTINGS = SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(min_sites=None))
 PLAN = SimpleNamespace(
     sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS
 )

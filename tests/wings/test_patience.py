@@ -25,7 +25,7 @@ def world(monkeypatch, tmp_path):
 
     def done(there, ends, *, until=None, resume=None, sites=SITES, gone=()):
         ends, asked, clock.now = list(ends), [], 0.0
-        train = SimpleNamespace(at_least=2, until=until)
+        train = SimpleNamespace(min_sites=2, deadline=until)
         settings = SimpleNamespace(train=train, comm=SimpleNamespace(timeout_s=60.0))
         keys = {name: f"key of {name}" for name in SITES}
         plan = SimpleNamespace(sites=SITES, keys=keys, digest="d" * 64, pipeline=lambda: settings)

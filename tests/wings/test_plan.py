@@ -389,9 +389,9 @@ def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_f
 
     coordinator = with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5)
     digest = write(coordinator, 0)
-    plan = made(coordinator, tmp_path, "oneshot", "train.data='features'", "model.directions='d.safetensors'")
+    plan = made(coordinator, tmp_path, "oneshot", "train.data='features'", "model.projection='d.safetensors'")
     said = document_of(plan)
-    assert said["learns"]["directions"] == digest and said["leaves"][0]["bytes"] == 4 * 2 * (3 + 2)
+    assert said["learns"]["projection"] == digest and said["leaves"][0]["bytes"] == 4 * 2 * (3 + 2)
     own = with_features(hospital(tmp_path, "S0"), 5)
     refused(lambda: look(own, plan, "S0"), "d.safetensors", "copy it here", error=WsiFlError)
     write(own, 1)

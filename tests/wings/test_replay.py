@@ -141,7 +141,7 @@ def seen_by(study, variant, monkeypatch):
         return drawn(examples, iter(chosen), **settings)
 
     monkeypatch.setattr(loop, "batches", spy)
-    path = run(study, variant, "train.alone=false")
+    path = run(study, variant, "train.local_baseline=false")
     origin = {}
     for site in SITES:
         store = open_store(study, site)

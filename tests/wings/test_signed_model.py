@@ -113,7 +113,7 @@ def contents_anew():
     return contents._of_model.__wrapped__
 
 
-TAIL = {"weights": "", "directions": None, "releases": {}}
+TAIL = {"weights": "", "projection": None, "statistics": {}}
 
 
 @pytest.mark.parametrize("digits", [8, 16, 63])
@@ -121,9 +121,9 @@ def test_digests_are_compared_whole_and_shown_by_their_beginning(digits):
     one, other = "a" * 64, "a" * digits + "b" * (64 - digits)
     for key, (first, second) in {
         "weights": (one, other),
-        "directions": (one, other),
+        "projection": (one, other),
         "schema": (one, other),
-        "releases": ({"A": one}, {"A": other}),
+        "statistics": ({"A": one}, {"A": other}),
     }.items():
         documents = [{"site": "A", **TAIL, key: first}, {"site": "B", **TAIL, key: second}]
         with pytest.raises(NoCommonPlan) as told:
@@ -150,7 +150,7 @@ def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_wha
         encoder=short,
         n_features=4,
         classes=["a", "b"],
-        directions=2,
+        dimensions=2,
         projection="",
         unit="row",
         n=3,

@@ -121,7 +121,7 @@ KINDS += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
 
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
-    listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
+    listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z0-9_]+)`", what)}
     assert {key for kind in KINDS for key in get_type_hints(kind)} <= listed
     for folder in folders:
         documents = read_lines(folder / "gathered.jsonl")
@@ -281,7 +281,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
     def proxies(path):
         return [RunFolder(path).site(name).load_model("proxy") for name in study.site_names()]
 
-    options = ["train.rounds=3", "train.alone=false", "privacy.insecure_seed=5"]
+    options = ["train.rounds=3", "train.local_baseline=false", "privacy.insecure_seed=5"]
     calm = study.root / train(study, method="proxyfl", overrides=options, backend="local")["run"]
     real = loop._train_round
 
@@ -380,11 +380,11 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
 
 
 @pytest.mark.parametrize(
-    "other", ['model.private="lenet5"', *nightly("train.alpha=0.9", "train.beta=0.5", "predict.with=proxy")]
+    "other", ['model.private="lenet5"', *nightly("train.alpha=0.9", "train.beta=0.5", "predict.model=proxy")]
 )
 def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other):
     def released(*overrides):
-        fixed = ["train.rounds=2", "train.alone=false", "privacy.insecure_seed=5"]
+        fixed = ["train.rounds=2", "train.local_baseline=false", "privacy.insecure_seed=5"]
         run = train(study, method="proxyfl", overrides=[*fixed, *overrides], backend="local")["run"]
         lines = [line for site in study.site_names() for line in read_lines(study.ledger(site))]
         mine = [line for line in lines if line["run"].startswith(Path(run).name)]

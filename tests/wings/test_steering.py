@@ -46,7 +46,7 @@ example = "slide"
 rounds = 4
 batch_size = 6
 lr = 0.01
-alone = false
+local_baseline = false
 [target]
 column = "g"
 classes = ["a", "b"]
@@ -256,7 +256,7 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
         {"model": {"proxy": "timm:resnet10t", "weights": "/srv/weights.pth"}},
         {"model": {"proxy": "timm:hf-hub:me/net"}},
         {"model": {"private": "timm:local-dir:/tmp/net"}},
-        {"model": {"directions": "/etc/hostname"}},
+        {"model": {"projection": "/etc/hostname"}},
         {"features": {"encoder": "hf-hub:me/net"}},
         {"mosaic": {"weights": "/etc/hostname"}},
     ):

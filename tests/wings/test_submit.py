@@ -21,7 +21,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1"]
-SETTINGS = SimpleNamespace(train=SimpleNamespace(at_least=None))
+SETTINGS = SimpleNamespace(train=SimpleNamespace(min_sites=None))
 PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, text="{}", pipeline=lambda: SETTINGS)
 
 

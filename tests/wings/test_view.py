@@ -469,7 +469,7 @@ def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
     assert models() == ["model of C1", "model of C2"]
     make_real(study, "C2")
     assert models() == ["model of C1"]
-    score.write_text(json.dumps(json.loads(score.read_text()) | {"with": "proxy"}))
+    score.write_text(json.dumps(json.loads(score.read_text()) | {"model": "proxy"}))
     assert models() == ["model of C1", "model of C2"], "a proxy has travelled"
 
 

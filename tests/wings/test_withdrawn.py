@@ -211,7 +211,7 @@ def test_start_takes_the_list_from_the_folder_before_anything_else(place, one, c
 
 def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, one, monkeypatch):
     trusted, mine = [], Kit.open(one / "C1")
-    settings = SimpleNamespace(train=SimpleNamespace(at_least=2))
+    settings = SimpleNamespace(train=SimpleNamespace(min_sites=2))
     plan = SimpleNamespace(digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: settings)
 
     def part(_, identity, *args, **given):

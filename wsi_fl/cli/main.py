@@ -23,9 +23,23 @@ class _Program(TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        names = list(self.commands)
-        places = {"view": names.index("report") + 0.5, "synthesize": len(names) - 0.5}
-        return sorted(self._all(), key=lambda name: places.get(name, [*names, name].index(name)))
+        order = [name for names in (*GROUPS.values(), *MORE.values()) for name in names]
+        return sorted(self._all(), key=lambda name: [*order, name].index(name))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the groups; commands of other packages stand in the last one."""
+        listed = self.list_commands(ctx)
+        known = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
+        others = [name for name in listed if name not in known and not self.get_command(ctx, name).hidden]
+        for title, names in {**GROUPS, "Other packages": others}.items():
+            rows = [
+                (name, self.get_command(ctx, name).get_short_help_str(200))
+                for name in names
+                if name in listed
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = self._all().get(cmd_name)
@@ -44,6 +58,22 @@ class _Program(TyperGroup):
 
 _ADDED = typer.Typer | FunctionType
 
+GROUPS = {
+    "Start": ("demo", "doctor", "init", "config"),
+    "Prepare": ("tile", "features", "import"),
+    "Train": ("train", "privacy", "synthesize"),
+    "Results": ("evaluate", "predict", "view", "compare", "report", "export"),
+    "Between hospitals": ("federation",),
+}
+"""The commands that --help shows, by group; docs/commands.md has the same groups."""
+MORE = {
+    "Start": ("bench",),
+    "Prepare": ("mosaic", "projection", "check", "encoders", "partition", "pack"),
+    "Train": ("statistics",),
+    "Results": ("clinical", "plan-size", "audit"),
+}
+"""Those that work and are not shown, as docs/commands.md lists them in its groups."""
+
 app = typer.Typer(
     cls=_Program,
     invoke_without_command=True,
@@ -51,7 +81,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Hospitals learn together from whole-slide images they may not share.",
-    epilog="Start with: wsi-fl demo",
+    epilog="Start with: wsi-fl demo. All commands: docs/commands.md",
 )
 
 
@@ -107,13 +137,32 @@ _QUICK = (prepare.init, training.plan_size, training.privacy, config)
 """Commands that begin at once; all others read, train or import for longer than a second."""
 
 _COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
-_COMMANDS += [prepare.directions, prepare.check, prepare.encoders, training.export, prepare.pack]
-_COMMANDS += [prepare.partition, training.release, training.train, training.evaluate, training.predict]
+_COMMANDS += [
+    prepare.import_features,
+    prepare.directions,
+    prepare.check,
+    prepare.encoders,
+    training.export,
+    prepare.pack,
+]
+_COMMANDS += [
+    training.export,
+    prepare.partition,
+    training.release,
+    training.train,
+    training.evaluate,
+    training.predict,
+]
 _COMMANDS += [training.compare, training.clinical, training.audit, training.report, training.plan_size]
 _COMMANDS += [training.privacy, training.bench, config]
 
-for command in _COMMANDS:  # in the order of --help
-    described = training.Described if command is training.train else None
-    app.command(cls=described)(command if command in _QUICK else announced(command))
-app.command("import")(announced(prepare.import_features, "import"))
+_NAMES = {prepare.directions: "projection", training.release: "statistics", prepare.import_features: "import"}
+"""Of commands that are not called as their functions."""
+_SHOWN = {name for names in GROUPS.values() for name in names}
+
+for command in _COMMANDS:
+    described, name = training.Described if command is training.train else None, _NAMES.get(command)
+    called = name or command.__name__.replace("_", "-")
+    starts = command if command in _QUICK else announced(command, called)
+    app.command(called, cls=described, hidden=called not in _SHOWN)(starts)
 app.command(hidden=True)(training.rank)

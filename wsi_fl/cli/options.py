@@ -34,7 +34,7 @@ PredictionOverrides = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
-        help="predict.with (auto, private, proxy, mean, alone or stack), or where weights lie now "
+        help="predict.model (auto, private, proxy, shared, mean, local or ensemble), or where weights lie now "
         "(features.weights). Repeatable.",
     ),
 ]

@@ -128,10 +128,10 @@ def directions(
             help="A slide, a picture or a feature store of public tissue, or a folder of such. Repeatable.",
         ),
     ],
-    out: Annotated[Path, Option(help="The file to write.")] = Path("directions.safetensors"),
+    out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
     n: Annotated[
         int | None,
-        Option("--directions", min=2, max=1024, help="How many. Default: 32, or what --rows asks for."),
+        Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or what --rows asks for."),
     ] = None,
     rows: Annotated[
         int | None,
@@ -156,7 +156,7 @@ def directions(
     """Make the directions along which `oneshot` sums features, from tissue that is nobody's secret."""
     study = find_study()
     if n is not None and rows is not None:
-        raise UsageError("--directions and --rows exclude each other")
+        raise UsageError("--dimensions and --rows exclude each other")
     from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
 
     work = partial(
@@ -171,7 +171,7 @@ def directions(
         mpp=mpp,
         public=public,
     )
-    show_work("directions", work, as_json, directions_lines)
+    show_work("projection", work, as_json, directions_lines)
 
 
 def check(
@@ -220,7 +220,11 @@ def import_features(
     ] = None,
     called: Annotated[
         str | None,
-        Option("--as", metavar="NAME", help="The encoder's name from now on, whatever the files call it."),
+        Option(
+            "--encoder-name",
+            metavar="NAME",
+            help="The encoder's name from now on, whatever the files call it.",
+        ),
     ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,

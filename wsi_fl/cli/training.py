@@ -44,7 +44,7 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Release the sums of a site's features, for heads that sites make together, once."""
-    which = asked("release", site, every, pipeline, overrides)
+    which = asked("statistics", site, every, pipeline, overrides)
     study = find_study()
     from wsi_fl.stages.training.release import release, releases_lines
 
@@ -204,13 +204,15 @@ def bench(
     ] = "4x150",
     skew: Annotated[
         str,
-        Option(help="alike, lacks (one has never seen a class), or shares of one class such as 0.9 and 1."),
+        Option(
+            help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1."
+        ),
     ] = "alike,0.9",
     unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
     seeds: Annotated[int, Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
     along: Annotated[
         Path | None,
-        Option("--directions", metavar="FILE", help="Of public tissue, or a table of its features."),
+        Option("--projection", metavar="FILE", help="Of public tissue, or a table of its features."),
     ] = None,
     labels: Annotated[
         Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
@@ -321,7 +323,9 @@ def clinical(
             metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."
         ),
     ] = None,
-    least: Annotated[int, Option(min=1, help="Groups of fewer patients, cases or others are not told.")] = 10,
+    least: Annotated[
+        int, Option("--min-patients", min=1, help="Groups of fewer patients, cases or others are not told.")
+    ] = 10,
     as_json: Json = False,
 ) -> None:
     """Say what a clinic asks of an evaluated run, by patient: sensitivity, predictive values, calibration, benefit."""

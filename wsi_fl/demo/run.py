@@ -34,7 +34,7 @@ _PATIENTS_PER_SITE = 20
 _SLIDE_PX = 1536
 _ILL = (1.0, 0.5, 0.15, 0.0)
 """Share of each hospital's patients who have metastases: one hospital sees few, one none."""
-_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/directions.safetensors", "public"
+_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/projection.safetensors", "public"
 _PUBLIC_SEED, _N_DIRECTIONS, _PUBLIC_MPP = 99, 16, 0.5
 """There are 9 to 15 patients in a hospital, for whom 32 directions are many."""
 
@@ -59,15 +59,15 @@ def demo(folder: Path) -> dict[str, Any]:
         _find_directions(study)
     runs = {name: _trained(study, step) for name, step in _STEPS.items()}
     say("What joining brings each hospital", style="bold")
-    compare_with = [runs[name]["run"] for name in ("together", "proxyfl", "pooled")]
+    compare_with = [runs[name]["run"] for name in ("federated", "proxyfl", "pooled")]
     with Bars("compare") as bars:
         compared = compare(study, compare_with, watcher=bars)
     render(compare_lines(compared))
-    page = report(study, runs["together"]["run"])
+    page = report(study, runs["federated"]["run"])
     return {
         "study": str(study.root),
         "runs": runs,
-        "worth": compared["worth"],
+        "benefit": compared["benefit"],
         "report": str(study.root / compared["page"]),
         "run_report": str(page),
     }
@@ -83,7 +83,7 @@ class _Step:
 
 _ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
-    "alone": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
+    "local": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
     "pooled": _Step("What all data in one place would reach, which nobody may do", "joint", "local", _ALONE),
     "proxyfl": _Step(
         "ProxyFL, the paper's method: four hospitals, one MPI rank each; only noisy proxies travel, in ten rounds",
@@ -91,7 +91,7 @@ _STEPS = {
         "mpi",
         ("train.rounds=10", "train.eval_every=10"),
     ),
-    "together": _Step(
+    "federated": _Step(
         "One letter: each hospital releases noisy sums of its classes, once, instead of proxies in rounds",
         "oneshot",
         "mpi",
@@ -124,7 +124,7 @@ def _find_directions(study: Study) -> None:
     for slide in plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED):
         write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
     out = study.root / _DIRECTIONS
-    with Bars("directions") as bars:
+    with Bars("projection") as bars:
         found = directions(study, [public], out=out, pipeline_name=_PIPELINE, n=_N_DIRECTIONS, watcher=bars)
     render(directions_lines(found))
 

@@ -42,7 +42,7 @@ class Learned:
     """What a site has after the last round.
 
     Attributes:
-        models: by role: "private", "proxy", or both, as the method has them.
+        models: by role: "private", "proxy" or "shared", or two, as the method has them.
         epsilon: ε of all rounds at the δ that was asked for; None without differential privacy.
         guarantee: what ε is worth: "guaranteed", "nominal" or "none".
         rounds: of each its losses, the ε until then, scores on "own" and "merged" test examples, messages, bytes.
@@ -81,7 +81,8 @@ def federate(
     Args:
         sites: the training examples of each site, by its name.
         method: a name in METHODS, or a row of your own; not one that needs generated images.
-        private, proxy: make a fresh model; without `proxy` both roles have the same. `oneshot` makes its own proxy.
+        private, proxy: make a fresh model; without `proxy` both roles have the same. `oneshot` makes its own head,
+            `shared`.
         tests: examples of each site on which models are evaluated after every round.
         sigma, clip, delta, unit: of each site's privacy plan; with sigma None models leave without privacy.
         alpha, beta: how much the private model learns from the proxy, and the proxy from it (eqs. 4 and 5). With β > 0
@@ -99,7 +100,11 @@ def federate(
     if row.without_dp or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
     n_classes = _require_examples(
-        sites, tests or {}, row, {"private": private, "proxy": proxy or private}, seed
+        sites,
+        tests or {},
+        row,
+        {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)},
+        seed,
     )
     merged = {"merged": joined(list(tests.values()))} if tests and len(tests) > 1 else {}
     if row.once:
@@ -131,7 +136,7 @@ def federate(
         weights=Weights(alpha, beta),
         self_weight=0.0,
         make_augment=lambda _: None,
-        answer="proxy" if row.once else "private",
+        answer="shared" if row.once else "private",
     )
     lines: dict[str, list[Mapping[str, Any]]] = {name: [] for name in sites}
 
@@ -177,7 +182,7 @@ def federate(
                 n_classes=n_classes,
             )
             if row.once:
-                know_rows(made.learners["proxy"], train)
+                know_rows(made.learners["shared"], train)
             acting.append(made)
         try:
             run(acting, row, schedule, LocalComm(len(acting)), report)
@@ -185,7 +190,7 @@ def federate(
             raise UsageError(f"a model fails while it learns: {one_line(error)[:200]}") from error
         return {
             site.name: Learned(
-                {role: site.learners[role].model for role in (("proxy",) if row.once else row.learners)},
+                {role: site.learners[role].model for role in (("shared",) if row.once else row.learners)},
                 site.ledger.epsilon() if site.plan else None,
                 site.ledger.guarantee(),
                 lines[site.name],

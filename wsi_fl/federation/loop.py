@@ -88,7 +88,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
         if (choice := choose_answer(site, schedule, partial(report, last))) is not None:
-            site.folder.keep("choice", choice)
+            site.folder.keep("prediction_model", choice)
 
 
 def _carriers(

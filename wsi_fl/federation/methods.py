@@ -29,7 +29,7 @@ DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
 
 
 class MakeLearner(Protocol):
-    """Build the learner of a role, "private" or "proxy"."""
+    """Build the learner of a role: "private", "proxy" or "shared"."""
 
     def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner:
         """Return the learner. A private model has the site's own architecture and start unless `common`."""
@@ -66,7 +66,7 @@ class Share:
     Attributes:
         what: parameters of a model, sums of features, a buffer of synthetic samples, or a model that generates some.
         by: the graph along which it goes: a name of `topology.TOPOLOGIES`, a topology, or one of FILES and HUB.
-        of: whose parameters or features: the private model's or the proxy's.
+        of: whose parameters or features: the private model's, the proxy's or the shared head's.
         protected: "dp": by differential privacy or, where the settings have none, by the site's leave; "leave": by
             that alone, for the site's file must allow it by name.
         times: in all rounds, once (in the first round), or once before the first or after the last round.
@@ -76,7 +76,7 @@ class Share:
 
     what: What
     by: str | Topology
-    of: Literal["private", "proxy"] = "private"
+    of: Literal["private", "proxy", "shared"] = "private"
     protected: Literal["dp", "leave"] = "dp"
     times: Literal["rounds", "once", "before", "after"] = "rounds"
     made_by: str = ""
@@ -113,7 +113,7 @@ class Method:
     Attributes:
         name: as its paper writes it.
         does: what it does, in a few words.
-        learners: the models of a site by role: "private", and "proxy" where there is one.
+        learners: the models of a site by role: "private", and "proxy" or "shared" where there is one.
         step: one local step on a batch; returns the loss of each role.
         shares: what a site lets go.
         learns_from: what a round is learned from, as `learning.units` knows it; "everybody" is what nobody may
@@ -195,11 +195,11 @@ class Method:
             found += ("replay.buffer", "replay.unchecked")
         if self.travels is None:
             found += ("topology.", "train.optimizer_after_exchange")
-        found += _OF_ROUNDS if self.once else ("train.releases",)
+        found += _OF_ROUNDS if self.once else ("train.from_released",)
         if not self.starts:
-            found += ("train.start",)
+            found += ("train.init_from",)
         if not self.keeps_lone:
-            found += ("train.alone",)
+            found += ("train.local_baseline",)
         if not self.talks:
             found += _OF_ANSWERS
         return found if self.taught else found + _OF_PROXIES
@@ -210,7 +210,7 @@ class Method:
 
 
 _OF_PROXIES = ("train.alpha", "train.beta", "model.proxy")
-_OF_ANSWERS = ("train.val_fraction", "predict.with")
+_OF_ANSWERS = ("train.val_fraction", "predict.model")
 _OF_ROUNDS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
     *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
@@ -219,7 +219,7 @@ PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
 _TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
 """A private model and a proxy under differential privacy that learn from each other."""
-_PAIR = {"private": Role(dp=False), "proxy": Role(dp=True, common=True)}
+_WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
 
 def supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
@@ -252,7 +252,7 @@ def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
     from wsi_fl.learning.local import sum_up
 
     del weights
-    sum_up(learners["proxy"], batch, noise)
+    sum_up(learners["shared"], batch, noise)
     return {}
 
 
@@ -261,10 +261,10 @@ def _oneshot() -> Method:
 
     Where the sums lie in files by now, none are taken, and nothing travels.
     """
-    sums = Share("sums", "star", "proxy", times="once")
-    row = Method("One-shot", "sums of features, released once", _PAIR, _take_sums, (sums,))
+    sums = Share("sums", "star", "shared", times="once")
+    row = Method("One-shot", "sums of features, released once", _WITH_HEAD, _take_sums, (sums,))
     by_files = replace(row, shares=(replace(sums, by=FILES),), learns_from="nothing")
-    return replace(row, variants={("train.releases", True): by_files})
+    return replace(row, variants={("train.from_released", True): by_files})
 
 
 _OWN = {

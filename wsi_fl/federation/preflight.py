@@ -44,14 +44,14 @@ class Brought(Inputs):
     weights: Words  # SHA-256 of those that the model that travels starts from; empty for random ones
     schema: Words  # of the model that travels; empty where none does
     sites: Annotated[list[Name], Field(max_length=10_000)]
-    receivers: Annotated[list[Name], Field(max_length=10_000)]  # those of the sites that give nothing
+    inference_sites: Annotated[list[Name], Field(max_length=10_000)]  # those of the sites that give nothing
     graph: Words | None  # the name of the graph, or the digest of its file; None for the method's own
-    directions: Words | None  # SHA-256 of those along which features are summed; None where none are
+    projection: Words | None  # SHA-256 of those along which features are summed; None where none are
     # the variant, and number, size, channels and classes of the samples; None where no buffers travel
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
     noise: Amount | None  # σ of the noise that all sites add together; None where each adds its own
     # site → digest of its released sums, where these are used
-    releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
+    statistics: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
     affordable: Count  # rounds that the site's budget is enough for
     # how many rows or patients privacy counts, and the noise multiplier; 0 without privacy
@@ -71,13 +71,13 @@ _MUST_AGREE = {
     "weights": "the weights that the model that travels starts from (model.weights)",
     "schema": "the architecture of the model that travels",
     "sites": "the list of sites",
-    "receivers": "the list of receivers (role, in sites/*.toml)",
+    "inference_sites": "the list of receivers (role, in sites/*.toml)",
     "input_px": "the size its models see",
     "graph": "the graph (topology.graph)",
-    "directions": "the directions of its sums (model.directions)",
+    "projection": "the directions of its sums (model.projection)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
-    "releases": "the released sums in use (releases/*.safetensors)",
+    "statistics": "the released sums in use (statistics/*.safetensors)",
     "versions": "the package versions",
     "run": "the run's identity",
 }

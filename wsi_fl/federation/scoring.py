@@ -17,34 +17,39 @@ from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
 from wsi_fl.learning.stacking import FEWEST, Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
 from wsi_fl.learning.tasks import scored, strata
-from wsi_fl.learning.validation import LONE, STACK, answered, best_answer, reached, roles
+from wsi_fl.learning.validation import COMMON, LONE, STACK, answered, best_answer, reached, roles
 from wsi_fl.models.shared_head import SharedHead
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
-    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "with".
+    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "model".
 
-    Those of a proxy are told too, on the last set. `alive` is called with every batch.
+    Those of a proxy or shared head are told too, on the last set. `alive` is called with every batch.
     """
     line: dict[str, Any] = {}
     answer, stack = schedule.answer, None
     if answer in ("auto", STACK):
-        chosen = choose_answer(site, schedule, alive) or {"with": "private"}
-        answer, stack = chosen["with"], Stack.of(chosen["stack"]) if "stack" in chosen else None
-    if not site.learners.keys() >= set(roles(answer, stack)):
+        chosen = choose_answer(site, schedule, alive) or {"model": "private"}
+        answer, stack = chosen["model"], Stack.of(chosen["ensemble"]) if "ensemble" in chosen else None
+    if not site.learners.keys() >= set(roles(answer, stack, site.learners)):
         answer = "private"
     if len(site.learners) > 1:
-        line["with"] = answer
-    sets = list(site.tests.items())
+        line["model"] = answer
+    sets, common = list(site.tests.items()), _common(site)
     for name, examples in sets:
-        wanted = dict.fromkeys(roles(answer, stack))
-        if "proxy" in site.learners and name == sets[-1][0]:
-            wanted["proxy"] = None
+        wanted = dict.fromkeys(roles(answer, stack, site.learners))
+        if common and name == sets[-1][0]:
+            wanted[common] = None
         said = _predictions(site, wanted, examples, alive)
         line[name] = scored(answered(said, answer, stack), examples.label, examples.task)
-        if "proxy" in said and name == sets[-1][0]:
-            line["proxy"] = {"on": name, **scored(said["proxy"], examples.label, examples.task)}
+        if common and name == sets[-1][0]:
+            line[common] = {"on": name, **scored(said[common], examples.label, examples.task)}
     return line
+
+
+def _common(site: Site) -> str:
+    """Return the role of the model that all sites have alike beside their own; "" where there is none."""
+    return next((role for role in COMMON if role in site.learners), "")
 
 
 def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
@@ -59,20 +64,21 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
         if site.held_out is None:
             return None
         point = _slide_threshold(site.held_out, site.train)
-        return {"with": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
+        return {"model": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
     said = _predictions(site, site.learners, examples, alive) if examples is not None else {}
     found = {}
     if examples is not None:
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
         found[name] = reached(said, examples.label, task)
-    shared = "proxy" in site.learners and isinstance(site.learners["proxy"].model, SharedHead)
+    common = _common(site)
+    shared = common != "" and isinstance(site.learners[common].model, SharedHead)
     if schedule.answer == STACK or shared or (lone and task.kind == "classes"):
         mixture = _mixture(site, said, alive) | found
-        stays = lone and schedule.answer != STACK and not mixture["stack"]["weight"]
-        return mixture | {"with": LONE} if stays else mixture
+        stays = lone and schedule.answer != STACK and not mixture["ensemble"]["weight"]
+        return mixture | {"model": LONE} if stays else mixture
     if examples is None:
-        return {"with": LONE, "by": "validation", "n": 0} if lone else None
-    return {"with": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
+        return {"model": LONE, "by": "validation", "n": 0} if lone else None
+    return {"model": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
 
 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
     has learned by heart speak for more; it also does where a shared head does harm on them.
     """
     lone = LONE if LONE in site.learners else "private"
-    joined = "proxy" if "proxy" in site.learners else "private"
+    joined = _common(site) or "private"
     head, task = site.learners[joined].model, site.train.task
     n_strata = site.n_classes if task.kind == "classes" else 2
     counts = np.bincount(strata(site.train.label, task), minlength=n_strata)
@@ -106,10 +112,10 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
             rows, own, theirs = seen
             stack = gated_stack(own, theirs, rows.label, rows.patient)
     return {
-        "with": STACK,
+        "model": STACK,
         "by": STACK,
         "n": 0 if seen is None else len(seen[0]),
-        "stack": asdict(replace(stack, own=lone, shared=joined, of_logits=task.kind == "classes")),
+        "ensemble": asdict(replace(stack, own=lone, shared=joined, of_logits=task.kind == "classes")),
         "slide_threshold": None if seen is None else _slide_threshold(stack(*seen[1:]), seen[0]),
     }
 
@@ -128,11 +134,11 @@ def _unseen(
     """
     epsilon = site.ledger.epsilon()
     noisy = epsilon is not None and epsilon <= _NOT_BY_HEART
-    models = [site.learners[role] for role in roles(joined)]
+    models = [site.learners[role] for role in roles(joined, there=site.learners)]
     if site.held_out is not None and all(
         isinstance(one.model, SharedHead) or (noisy and one.with_dp) for one in models
     ):
-        theirs = answered(_predictions(site, roles(joined), site.train, alive), joined)
+        theirs = answered(_predictions(site, roles(joined, there=site.learners), site.train, alive), joined)
         return site.train, site.held_out, theirs
     rows = site.validation
     if rows is None or len(np.unique(strata(rows.label, rows.task))) < 2:

@@ -101,8 +101,8 @@ class Schedule:
     self_weight: float  # P[i, i] where the graph leaves it open
     make_augment: Callable[[CipherStream], Augment | None]  # what it draws on → augmentation of one image
     graph: Topology | None = None  # instead of the method's own
-    # what a site predicts with: "private", "proxy", "mean", "alone", "stack" for the mixture that suits its own
-    # rows, or "auto" for what the site finds best
+    # what a site predicts with: "private", "proxy", "shared", "mean", "local", "ensemble" for the mixture that suits
+    # its own rows, or "auto" for what the site finds best
     answer: str = "private"
     reset_optimizer: bool = False  # whether the optimizer of what travels starts afresh after every exchange
     insecure_seed: int | None = None  # fixed noise, for tests alone

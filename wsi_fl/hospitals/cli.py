@@ -204,7 +204,15 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
     if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
-    costs = ("epsilon", "lifetime_epsilon", "detection", "most_epsilon", "rounds", "group", "lifetime_group")
+    costs = (
+        "epsilon",
+        "lifetime_epsilon",
+        "max_tpr_at_fpr_1pct",
+        "most_epsilon",
+        "rounds",
+        "group",
+        "lifetime_group",
+    )
     document = {
         "site": identity.name,
         "plan": looked.plan.digest,
@@ -438,7 +446,7 @@ def restore(
     show(restore(file, kit, Study(study.resolve()) if study else None), as_json, restored_lines)
 
 
-@app.command()
+@app.command("preapprove")
 def frame(
     kit: _KitOption,
     epsilon: Annotated[float | None, Option(help="Of all plans together, by your own ledger.")] = None,
@@ -459,6 +467,9 @@ def frame(
     add_code: Annotated[
         bool, Option("--add-code", help="Allow in your frame the wsi-fl that is installed now too.")
     ] = False,
+    revoke: Annotated[
+        bool, Option("--revoke", help="End your frame at once; a run under way ends at its next round.")
+    ] = False,
     study: _StudyFolder = None,
     yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
     as_json: Json = False,
@@ -469,6 +480,9 @@ def frame(
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.stages.work.console import render
 
+    if revoke:
+        withdraw(kit, study, as_json)
+        return
     found, identity, codes = _study(study), _kit(kit).identity(), code or []
     if add_code:
         made = with_code(require_frame(found, identity), codes)
@@ -491,9 +505,8 @@ def frame(
     show(dict(made), as_json, lambda _: [])
 
 
-@app.command()
-def withdraw(kit: _KitOption, study: _StudyFolder = None, as_json: Json = False) -> None:
-    """End your frame at once, and all approvals made in its name; a run under way ends at its next round."""
+def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
+    """End a frame at once, and all approvals made in its name; a run under way ends at its next round."""
     from wsi_fl.hospitals.plans.frames import withdraw
     from wsi_fl.stages.work.console import Line
 

@@ -279,7 +279,7 @@ class Between(TypedDict):
 
 
 def results(document: Scores) -> Between:
-    """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `between`.
+    """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `cross_site`.
 
     Returns:
         `hospitals`, the names of those that told counts, how many classes are asked for (`n_classes`), and `models`: by

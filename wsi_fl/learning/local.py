@@ -25,7 +25,7 @@ from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.system.bulk import Portion, few
 
 Learners = Mapping[str, "Learner"]
-"""The models of one site by role: "private", "proxy"."""
+"""The models of one site by role: "private", "proxy" or "shared"."""
 
 Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """What models see [b, …], labels int64[b], and where the unit of privacy is a patient, whose each row is, int64[b]."""

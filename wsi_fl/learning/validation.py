@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,13 @@ from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.tasks import CLASSES, Task, quality
 from wsi_fl.types import UsageError
 
-ANSWERS = ("private", "mean", "proxy")
+COMMON = ("proxy", "shared")
+"""The roles of models that all sites have alike: the proxy, and of `oneshot` the shared head."""
+ANSWERS = ("private", "mean", *COMMON)
 """Whose probabilities are a site's answer; of equally good ones the first."""
-LONE = "alone"
+LONE = "local"
 """The role of the model that a site would have alone: it learns from the site's rows beside those of the method."""
-STACK = "stack"
+STACK = "ensemble"
 """The answer that mixes what a site would answer alone with what it has by joining, by a `Stack`."""
 
 
@@ -147,11 +149,11 @@ def _kinds(which: NDArray[np.int64], label: NDArray[np.int64], n: int) -> NDArra
 # ---- who answers
 
 
-def roles(answer: str, stack: Stack | None = None) -> tuple[str, ...]:
-    """Return the roles of the models that an answer needs."""
+def roles(answer: str, stack: Stack | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the roles of the models that an answer needs, of those that are there."""
     if answer == STACK and stack is not None:
         return tuple(dict.fromkeys((*roles(stack.own), *roles(stack.shared))))
-    return ("private", "proxy") if answer == "mean" else (answer,)
+    return ("private", "shared" if "shared" in there else "proxy") if answer == "mean" else (answer,)
 
 
 def answered(
@@ -165,7 +167,7 @@ def answered(
     if answer == STACK:
         assert stack is not None
         return stack(answered(predicted, stack.own), answered(predicted, stack.shared))
-    said = [predicted[role] for role in roles(answer)]
+    said = [predicted[role] for role in roles(answer, there=predicted)]
     return said[0] if len(said) == 1 else np.mean(said, axis=0)
 
 
@@ -173,7 +175,7 @@ def reached(
     predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
 ) -> dict[str, float | None]:
     """Return the `tasks.quality` of every answer that these models can give, the model alone first."""
-    known = [one for one in (LONE, *ANSWERS) if set(roles(one)) <= predicted.keys()]
+    known = [one for one in (LONE, *ANSWERS) if set(roles(one, there=predicted)) <= predicted.keys()]
     return {one: quality(answered(predicted, one), labels, task) for one in known}
 
 

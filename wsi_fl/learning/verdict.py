@@ -180,22 +180,22 @@ def _half(sources: list[tuple[float, float]]) -> float:
 
 
 def verdict(gain: Estimate | None, room: Estimate | None) -> str:
-    """Return what follows for a hospital: "join", "stay", "nothing to gain", or "not shown".
+    """Return what follows for a hospital: "join", "local", "nothing to gain", or "inconclusive".
 
     Args:
         gain: of joining over the hospital alone.
         room: what a model of all data gains over it; None where nobody trained one.
     """
     if gain is None or gain.low is None or gain.high is None:
-        return "not shown"
+        return "inconclusive"
     if gain.low > 0 and gain.mean >= _SMALLEST_DIFFERENCE:
         return "join"
     if gain.high < 0 and gain.mean <= -_SMALLEST_DIFFERENCE:
-        return "stay"
+        return "local"
     if room is None or room.high is None:
-        return "not shown"
+        return "inconclusive"
     little = room.mean < _SMALLEST_DIFFERENCE and room.high < _EQUIVALENT
-    return "nothing to gain" if little else "not shown"
+    return "nothing to gain" if little else "inconclusive"
 
 
 def shows_room(room: Estimate | None) -> bool:

@@ -167,7 +167,7 @@ def read_directions(path: Path, label: str) -> Directions:
         whole = False
     if not whole:
         raise WsiFlError(
-            f"{label}: not a file of directions; make one with `wsi-fl directions`, or copy it again"
+            f"{label}: not a file of directions; make one with `wsi-fl projection`, or copy it again"
         )
     return Directions(mean, components, covariance, origin)
 

@@ -329,7 +329,7 @@ class PrivacyLedger:
             "run": self.run,
             "epsilon": self.epsilon(),
             "lifetime_epsilon": self.epsilon(lifetime=True),
-            "detection": self.detection(),
+            "max_tpr_at_fpr_1pct": self.detection(),
             "delta": self.terms.delta,
             "max_epsilon": self.terms.max_epsilon,
             "guarantee": self.guarantee(),

@@ -14,6 +14,7 @@ from wsi_fl.report.words import DASH, Finding, Json, known, number, percent
 _MODELS = {
     "private": "Private model",
     "proxy": "Proxy, as it left the site",
+    "shared": "Shared head, as it left the site",
     "released": "Model, as it left the site",
     "central": "Central model",
 }

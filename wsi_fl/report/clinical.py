@@ -107,7 +107,7 @@ def _calibrated(one: Json) -> str:
 
 
 def _over_alone(one: Json) -> str:
-    more = one["over_alone"]
+    more = one["over_local"]
     if not more or more["p"] is None:
         return ""
     side = "above" if more["value"] >= 0 else "below"

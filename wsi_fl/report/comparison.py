@@ -74,15 +74,15 @@ def findings(
     n, seeds = alone["n_sites"], len(alone["seeds"])
     folds = f", {len(alone['folds'])} folds" if alone.get("folds") else ""
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
-    told = next((gain for gain in (gains or {}).values() if gain.get("alone")), {"alone": alone[metric]})
+    told = next((gain for gain in (gains or {}).values() if gain.get("local")), {"local": alone[metric]})
     together = f" in {told['measure']} over all test {examples}" if "measure" in told else ""
-    reached = f"A{ALONE[1:]} reaches {number(told['alone']['mean'], 2)}{together} {measured}."
+    reached = f"A{ALONE[1:]} reaches {number(told['local']['mean'], 2)}{together} {measured}."
     over = f" as a mean over {repeated(rows)}" if together else ""
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
-    whole = next((gain for gain in (gains or {}).values() if gain["room"]), None)
+    whole = next((gain for gain in (gains or {}).values() if gain["pooled_gain"]), None)
     pooled = next((row["label"] for row in rows if words.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", reached)] + [
-        worth.finding(gain, _reached(row, gain.get("joined") or row[metric]), ALONE)
+        worth.finding(gain, _reached(row, gain.get("federated") or row[metric]), ALONE)
         if (gain := (gains or {}).get(row["label"]))
         else _against(row, test, whole if row["label"] == pooled else None, over)
         for row in rows
@@ -104,7 +104,7 @@ def _against(row: Json, test: Json, whole: Json | None, over: str) -> Finding:
     if not words.is_federated(row["method"]):
         apart = f"{abs(d):.2f} {'above' if d > 0 else 'below'}" if round(abs(d), 2) else "as much as"
         side = f"{apart} {ALONE} ({p_value(test['p_holm'])} over {_pairs(test)})"
-        side = f"{worth.gain_words({'gain': whole['room']})} over {ALONE}" if whole else side
+        side = f"{worth.gain_words({'gain': whole['pooled_gain']})} over {ALONE}" if whole else side
         meaning = "; this is what its noise costs" if row["dp"] else ""
         meaning = "; nobody may pool the data like that" if words.is_pooled(row["method"]) else meaning
         return Finding("unclear", f"{reached}, {side}{meaning}.")
@@ -201,7 +201,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         created: when, as text.
         sites: their names, in order.
     """
-    scores, gains = document["scores"], document.get("worth")
+    scores, gains = document["scores"], document.get("benefit")
     first, own = words.SCORES[scores[0]], f"own_{scores[0]}"
     metrics = {name: words.SCORES[name] for name in scores}
     values = [v for row in document["rows"] for v in row["sites"].values() if known(v)]

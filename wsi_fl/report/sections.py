@@ -85,8 +85,8 @@ def headline(page: Page, n_sites: int) -> dict[str, object]:
     references = _references(page.baselines, score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
-    has_proxy = page.method in METHODS and METHODS[page.method].travels == "proxy"
-    private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
+    has_proxy = page.method in METHODS and METHODS[page.method].travels in ("proxy", "shared")
+    private = has_proxy and all(s.get("model", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
         "setting": setting(page.method, n_sites),
@@ -155,8 +155,8 @@ def _verdict(merged: Json, run: Json, name: str, score: str) -> Finding:
         side = "above" if more >= 0 else "below"
         text = f"{words.SCORES[score]} is {number(abs(more), 2)} {side} that of {name}"
         return Finding("unclear", f"{text}, whose model carries the noise itself.")
-    gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "not shown"}
-    reached = number((gain.get("joined") or merged[score])["mean"], 2)
+    gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "inconclusive"}
+    reached = number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.measured_in(score))
     return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 
@@ -176,7 +176,7 @@ def _events(page: Page) -> Iterable[str]:
     for loss in page.summary.get("losses", ()):
         yield f"{loss['site']} was lost in round {loss['round']}: {loss['reason']}."
     yield from words.absences(page.summary.get("sites", ()))
-    if letters := page.summary.get("letters"):
+    if letters := page.summary.get("statistics"):
         yield f"The head is made of {len(letters)} letters: {words.letters(letters)}."
     yield from words.received(page.evaluation or {})
     for row in page.summary.get("sites", ()):
@@ -295,6 +295,7 @@ def _over_rounds(score: str) -> dict[tuple[str, str], tuple[str, str]]:
         ("merged", score): (f"Merged test set, {word}", "Each site's model on the test parts of all sites."),
         ("own", score): (f"Own test part, {word}", "Each site's model on the test part of that site."),
         ("proxy", score): (f"Proxy model, {word}", "The model that leaves the site."),
+        ("shared", score): (f"Shared head, {word}", "The model that all sites make together."),
         ("merged", "auroc"): ("Merged test set, AUROC", "Ranking quality, whatever the threshold."),
     }
 

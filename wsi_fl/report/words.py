@@ -103,7 +103,7 @@ def letters(digests: Mapping[str, str]) -> str:
 
 def received(evaluation: Mapping[str, Any]) -> list[str]:
     """Return in sentences who only receives, and how right its predictions are to be expected."""
-    found = evaluation.get("receivers")
+    found = evaluation.get("inference_sites")
     if not found:
         return []
     score, examples = evaluation["scores"][0], evaluation["examples"]
@@ -116,7 +116,7 @@ def received(evaluation: Mapping[str, Any]) -> list[str]:
         reached = f"{number(told['mean'])} ({number(told['low'])} to {number(told['high'])})"
         expect = (
             f"To expect of receivers: {SCORES[score].lower()} {reached}, which their head has on the test parts of "
-            f"{', '.join(found['told_by'])}; a hospital unlike these may see less."
+            f"{', '.join(found['reference_sites'])}; a hospital unlike these may see less."
         )
     return [*said, expect]
 
@@ -228,12 +228,13 @@ def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     Args:
         sites: rows of a run's summary.
 
-    >>> list(absences([{"site": "C1", "attended": [[1, 9]]}, {"site": "C2", "attended": [[1, 2], [6, 9]]}]))
+    >>> rounds = {"C1": [[1, 9]], "C2": [[1, 2], [6, 9]]}
+    >>> list(absences([{"site": name, "rounds_completed": held} for name, held in rounds.items()]))
     ['C2 was away for a while; it took part in rounds 1 to 2 and 6 to 9.']
     """
-    began = min((row["attended"][0][0] for row in sites if row.get("attended")), default=1)
+    began = min((row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1)
     for row in sites:
-        held = row.get("attended") or ()
+        held = row.get("rounds_completed") or ()
         if len(held) > 1 or (held and held[0][0] > began):
             parts = " and ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in held)
             yield f"{row['site']} was away for a while; it took part in rounds {parts}."
@@ -291,9 +292,9 @@ def detected_of(sites: Sequence[Mapping[str, Any]]) -> str:
     """What ε means at the site where it means least; "" where some site promises nothing.
 
     Args:
-        sites: rows of a summary or a plan, with `detection` and `unit`.
+        sites: rows of a summary or a plan, with `max_tpr_at_fpr_1pct` and `unit`.
     """
-    found: list[Any] = [site.get("detection") for site in sites]
+    found: list[Any] = [site.get("max_tpr_at_fpr_1pct") for site in sites]
     if not found or not all(known(rate) for rate in found):
         return ""
     where = ", at the site where this is most" if len({round(rate, 3) for rate in found}) > 1 else ""

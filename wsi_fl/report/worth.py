@@ -15,9 +15,13 @@ from wsi_fl.report.figures import TOKENS, Chart, palette, png_style
 from wsi_fl.report.words import Finding, Json, known, number, signed
 
 ALL = "all sites"
-_KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
+_KINDS = {"local": ("ink", "o", -0.24), "federated": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
 """Colour, marker and place in the row of each model."""
-_SAYS = {"alone": "alone, without DP", "joined": "joined", "pooled": "all data pooled, which nobody may do"}
+_SAYS = {
+    "local": "alone, without DP",
+    "federated": "joined",
+    "pooled": "all data pooled, which nobody may do",
+}
 _ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 3.0, 8.6
 
 
@@ -25,7 +29,7 @@ def rows_of(document: Json) -> list[tuple[str, Json]]:
     """(name, values) of every site and, where there are several, of their mean.
 
     Args:
-        document: `worth` of ``compare --json``.
+        document: `benefit` of ``compare --json``.
     """
     rows = [(str(site["site"]), site) for site in document["sites"]]
     return rows if len(rows) == 1 else [*rows, (ALL, document["all"])]
@@ -58,7 +62,7 @@ def png(document: Json) -> bytes:
         for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
             if any(row.get(kind) for _, row in rows):
                 fill = _fill(kind, colors)
-                named = f": {figures.shortened(document['joined'], 36)}" if kind == "joined" else ""
+                named = f": {figures.shortened(document['federated'], 36)}" if kind == "federated" else ""
                 axes.plot([], [], marker, color=colors[color], mfc=fill, label=_SAYS[kind] + named, zorder=k)
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
         axes.legend(**place, frameon=False, fontsize=9, handletextpad=0.2)
@@ -66,7 +70,7 @@ def png(document: Json) -> bytes:
 
 
 def _fill(kind: str, colors: Mapping[str, str]) -> str:
-    return colors[_KINDS[kind][0]] if kind == "joined" else colors["paper"]
+    return colors[_KINDS[kind][0]] if kind == "federated" else colors["paper"]
 
 
 def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str], measure: str) -> None:
@@ -117,14 +121,14 @@ def gain_words(row: Json) -> str:
 
 _MEANS = {
     "join": "this hospital should join",
-    "stay": "this hospital does better alone",
+    "local": "this hospital does better alone",
     "nothing to gain": "there is nothing to gain: data pooled in one place would not help either",
-    "not shown": "these runs do not show whether it should join",
+    "inconclusive": "these runs do not show whether it should join",
 }
 _MEANS_OF_ALL = _MEANS | {
     "join": "on average joining pays",
-    "stay": "on average joining does not pay",
-    "not shown": "these runs do not show whether joining pays on average",
+    "local": "on average joining does not pay",
+    "inconclusive": "these runs do not show whether joining pays on average",
 }
 
 
@@ -136,7 +140,7 @@ def finding(row: Json, reached: str, alone: str) -> Finding:
         reached, alone: what the method reaches, and the hospital that it is measured against, in words.
     """
     text = f"{reached}, {gain_words(row)} over {alone}: {verdict_words(row, ALL)}."
-    return Finding({"join": "good", "stay": "bad"}.get(row["verdict"], "unclear"), text)
+    return Finding({"join": "good", "local": "bad"}.get(row["verdict"], "unclear"), text)
 
 
 def sources_words(row: Json) -> str:
@@ -162,7 +166,7 @@ def verdict_words(row: Json, name: str) -> str:
 
     >>> gain = {"mean": 0.1, "low": 0.07, "high": 0.13}
     >>> room = {"mean": 0.62, "low": 0.5, "high": 0.71}
-    >>> verdict_words({"gain": gain, "verdict": "join", "headroom": room}, "C1")
+    >>> verdict_words({"gain": gain, "verdict": "join", "gap_closed": room}, "C1")
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
     >>> verdict_words({"gain": {"mean": 0.0, "low": 0.0, "high": 0.0, "n_patients": 2}}, "C1")
     'it gives the same answers alone, to 2 test patients'
@@ -174,7 +178,7 @@ def verdict_words(row: Json, name: str) -> str:
     if gain["mean"] == 0 and alike and known(gain["low"]):
         return f"it gives the same answers alone, to {_asked(gain)}"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
-    room = row.get("headroom")
+    room = row.get("gap_closed")
     if not room or room["mean"] <= 0:
         return said
     mean, low, high = (number(room[key] and 100 * room[key], 0) for key in ("mean", "low", "high"))

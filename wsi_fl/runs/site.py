@@ -52,11 +52,11 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 """What the lines of a run's files have."""
 
 
-_Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
+_Kept = Literal["plan", "canaries", "package", "prediction_model", "tuning", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
-planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean",
-"alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
-go, and what all hospitals told of theirs."""
+planted among its rows, the images that it learns from, what answers best: {"model": "private", "proxy", "shared",
+"mean", "local" or "ensemble", "by": …}, the settings that it chose for its own model, the counts of its test part that
+it lets go, and what all hospitals told of theirs."""
 
 
 class SiteFolder:
@@ -102,23 +102,23 @@ class SiteFolder:
 
     def released(self) -> dict[str, Any] | None:
         """Return the digests of the released sums that the site began with; None before it has."""
-        path = self.path / "releases.json"
+        path = self.path / "statistics.json"
         return read_object(path, _ADVICE) if path.exists() else None
 
     def remember_released(self, digests: Mapping[str, str]) -> None:
         """Note whose released sums the site begins with; UsageError for others than the run began with."""
         if (began := self.released()) is None:
-            write_json(self.path / "releases.json", dict(digests))  # a site may be called `digest`
+            write_json(self.path / "statistics.json", dict(digests))  # a site may be called `digest`
         elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
                 f"site {self.path.name}: the release of {changed[0]} was made anew since this run began; start a "
-                "new run, or put the earlier file back into releases/"
+                "new run, or put the earlier file back into statistics/"
             )
 
     def choice(self) -> str | None:
         """Return what answers best at this site, as the run found; None where nothing was to be chosen."""
-        noted = self.kept("choice")
-        return str(noted["with"]) if noted else None
+        noted = self.kept("prediction_model")
+        return str(noted["model"]) if noted else None
 
     def remember_site(self, text: str) -> None:
         """Keep the site file as it is when the run begins; it never changes."""

@@ -56,7 +56,7 @@ _TUNING = -1
 """The seed of the draw on which the rounds and the learning rate of a method are chosen."""
 _WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 """(rounds, learning rate) that are tried."""
-_NAMED_SKEWS = ("alike", "lacks")
+_NAMED_SKEWS = ("alike", "missing-class")
 _NAMES = ("label", "patient")
 """Columns of a table that are no features."""
 _NUMBER = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
@@ -72,7 +72,7 @@ class Cell(NamedTuple):
     """How hospitals are drawn: so many, of so many patients each, and how unlike they are.
 
     `skew` is the share of one class at a hospital, by turns: "0.9"; "alike" draws at random; with
-    "lacks" the last one has never seen the first class.
+    "missing-class" the last one has never seen the first class.
     """
 
     sites: int
@@ -94,6 +94,8 @@ def cells_of(hospitals: str, skews: str) -> list[Cell]:
         if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
             raise UsageError(f"--hospitals {named!r}: write 4x150 for four hospitals of 150 patients each")
         for skew in (own or skews).split(","):
+            if skew == "lacks":
+                raise UsageError("--skew lacks was renamed: use --skew missing-class")
             if skew not in _NAMED_SKEWS and not 0 < numbers_of(skew, "--skew")[0] <= 1:
                 raise UsageError(f"--skew {skew!r}: known are {', '.join(_NAMED_SKEWS)} and shares up to 1")
             found.append(Cell(int(sites), int(n), skew))
@@ -139,7 +141,7 @@ def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable
     sites = []
     for index in range(cell.sites):
         part = shares.copy()
-        if cell.skew == "lacks" and index == cell.sites - 1:
+        if cell.skew == "missing-class" and index == cell.sites - 1:
             part[0] = 0
         elif cell.skew not in _NAMED_SKEWS:
             major, share = index % len(part), float(cell.skew)
@@ -268,7 +270,7 @@ def _mixed(
     """Return what each hospital answers with: a mixture with the head that it has alone, as a study does."""
     answers = []
     for site, part, lone in zip(learned, parts, _alone(work.cell, work.seed), strict=True):
-        model = site.models.get("proxy") or next(iter(site.models.values()))
+        model = site.models.get("proxy") or site.models.get("shared") or next(iter(site.models.values()))
         worth = model.worth() if isinstance(model, SharedHead) else None
         stack = stacked(lone.held_out, _asked(model, part), part.y, part.patient, worth)
         answers.append(stack(_said(lone, test), _asked(model, test)))
@@ -360,7 +362,7 @@ def bench(
         work_off(works, len(tuning) + seed * len(tested))
     gains = [[_gain(there, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
-    document["aside"] = [asdict(one) for one in table.aside]
+    document["excluded"] = [asdict(one) for one in table.aside]
     page = {
         "document": document,
         "columns": [f"{one['method']}, ε = {one['epsilon']:g}" for one in gains[0]],
@@ -491,8 +493,8 @@ def _gain(there: _Results, method: str, epsilon: float, cell: Cell, seeds: int) 
         "method": method,
         "epsilon": epsilon,
         **cell._asdict(),
-        "alone": float(alone.mean()),
-        "joined": float(joined.mean()),
+        "local": float(alone.mean()),
+        "federated": float(joined.mean()),
         "pooled": float(pooled.mean()),
         "gain": float(gains.mean()),
         "half_width": half,
@@ -505,11 +507,11 @@ def bench_lines(document: dict[str, Any]) -> Lines:
     rows = []
     for one in document["cells"]:
         half = "" if one["half_width"] is None else f" ± {one['half_width']:.3f}"
-        numbers = [f"{one[name]:.3f}" for name in ("alone", "joined", "pooled")]
+        numbers = [f"{one[name]:.3f}" for name in ("local", "federated", "pooled")]
         cell = f"{one['sites']} × {one['n']}, {one['skew']}"
         what = f"{one['method']}, ε = {one['epsilon']:g}"
         rows.append([cell, what, *numbers, f"{one['gain']:+.3f}{half}", f"{one['worst_site']:+.3f}"])
-    headings = ["hospitals", "method", "alone", "joined", "pooled", "gain", "worst site"]
+    headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
     yield Table("balanced accuracy", headings, rows)
     yield Line(
         f"{document['seeds']} seeds; a gain is paired with staying alone, ± its 95 % interval over seeds"

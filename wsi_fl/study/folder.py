@@ -73,11 +73,11 @@ class Study:
 
     def release(self, site: str) -> Path:
         """A site's released sums, its own or a copy of another's."""
-        return self.root / "releases" / f"{site}.safetensors"
+        return self.root / "statistics" / f"{site}.safetensors"
 
     def release_at_home(self, site: str) -> Path:
         """What a site keeps of its release for itself, its exact sums among it."""
-        return self.root / "stores" / site / "release.safetensors"
+        return self.root / "stores" / site / "statistics.safetensors"
 
     def generator(self, site: str) -> Path:
         """The folder of a site's generator."""

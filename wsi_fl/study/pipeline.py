@@ -32,7 +32,7 @@ _USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bu
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
 _OWN_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
 _OF_CLASSES = dict.fromkeys(
-    ("train.balance", "audit.canaries", "predict.with = stack", "train.start = oneshot"),
+    ("train.balance", "audit.canaries", "predict.model = ensemble", "train.init_from = oneshot"),
     "it works with classes alone",
 )
 
@@ -164,7 +164,7 @@ class _Features(Section):
 class Train(Section):
     """How models are trained."""
 
-    without_effect = ("seed", "eval_every", "fold", "left_out", "at_least", "until")
+    without_effect = ("seed", "eval_every", "fold", "left_out", "min_sites", "deadline")
     rounds: int = Field(30, ge=1, le=1_000_000)
     """Number of rounds. In each the sites train alone, then exchange what travels."""
     eval_every: int = Field(1, ge=1, le=1_000_000)
@@ -182,14 +182,15 @@ class Train(Section):
     """Weight decay of Adam."""
     balance: bool = False
     """Whether rows are weighed in training so that all classes count alike. Models under differential privacy are left
-    alone, since weights that follow private counts would void ε; `predict.with = "stack"` centres what they answer."""
+    alone, since weights that follow private counts would void ε; `predict.model = "ensemble"` centres what they
+    answer."""
     tune: bool = False
     """Whether models without differential privacy choose their own settings by cross-validation over the site's own
     patients. Linear heads are fitted at once; others choose `balance`, `weight_decay` and `lr`. `compare` always
     tunes the hospital alone."""
-    alone: bool = True
+    local_baseline: bool = True
     """Whether each site also learns the model that it would have alone, which never leaves, so that joining
-    need not cost anything: see `predict.with`. A linear head is fitted at once; other models take one more step for
+    need not cost anything: see `predict.model`. A linear head is fitted at once; other models take one more step for
     every batch."""
     alpha: float = Field(0.3, ge=0, le=1)
     """How far the private model learns from its proxy (α) instead of from the labels: 0 not at all, 1 from the proxy
@@ -225,7 +226,7 @@ class Train(Section):
         le=1000,
         needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
         excludes=dict.fromkeys(
-            ("train.releases", "train.start = oneshot", "a method of synthetic patches"),
+            ("train.from_released", "train.init_from = oneshot", "a method of synthetic patches"),
             "it rests on the training part of the stores' own split, of which a fold tests some patients",
         ),
     )
@@ -246,11 +247,11 @@ class Train(Section):
     """Seed of everything in training that is not secret. Noise and private batches never follow it."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
-    releases: bool = False
-    """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
-    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone; between
-    hospitals each sends its own to those who lack it."""
-    at_least: int | None = key(
+    from_released: bool = False
+    """Whether `oneshot` makes its heads of the sums that lie in `statistics/` already, as `wsi-fl statistics` writes
+    them, instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone;
+    between hospitals each sends its own to those who lack it."""
+    min_sites: int | None = key(
         None,
         ge=1,
         le=10_000,
@@ -260,16 +261,16 @@ class Train(Section):
     )
     """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
     part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are
-    needed. With `train.releases`: how many letters must lie in `releases/` before heads are made of those that are
-    there, by default those of all sites that write one, and any after `train.until`. Whenever another has come, `train`
-    makes the heads again."""
-    until: str | None = None
+    needed. With `train.from_released`: how many letters must lie in `statistics/` before heads are made of those that
+    are there, by default those of all sites that write one, and any after `train.deadline`. Whenever another has come,
+    `train` makes the heads again."""
+    deadline: str | None = None
     """Last day on which sites, or letters that are missing, are waited for, as "2027-01-31"."""
-    start: Literal["fresh", "oneshot"] = "fresh"
+    init_from: Literal["fresh", "oneshot"] = "fresh"
     """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
-    in `releases/` make, which must be there for every site. It must be a linear head on features."""
+    in `statistics/` make, which must be there for every site. It must be a linear head on features."""
 
-    @field_validator("until", mode="before")
+    @field_validator("deadline", mode="before")
     @classmethod
     def _day(cls, until: object) -> object:
         try:
@@ -351,8 +352,8 @@ class _Model(Section):
     """Which part of a network with `model.weights` is trained: everything, the classifier (`head`), the last block and
     the classifier, gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and the
     classifier (`lora`). Only that part travels, and is given noise."""
-    directions: Annotated[int, Field(ge=2, le=65_536)] | str = 128
-    """Directions along which `oneshot` sums features: the file that `wsi-fl directions` made of public tissue, by its
+    projection: Annotated[int, Field(ge=2, le=65_536)] | str = 128
+    """Directions along which `oneshot` sums features: the file that `wsi-fl projection` made of public tissue, by its
     path in the study, or a number of random ones, which lose more. All sites need the same ones."""
 
 
@@ -452,7 +453,7 @@ class Audit(Section):
         le=1_000_000,
         excludes={
             "a method without differential privacy": "they test what differential privacy promises",
-            "train.releases": "they need new releases; set train.releases = false",
+            "train.from_released": "they need new releases; set train.from_released = false",
         },
     )
     """Number of meaningless examples (canaries) planted among each site's training rows. A coin decides for each
@@ -474,12 +475,12 @@ class _Evaluate(Section):
 class _Predict(Section):
     """Which model answers."""
 
-    with_: Literal["auto", "private", "proxy", "mean", "alone", "stack"] = Field("auto", alias="with")
-    """Which model answers: the private one, the proxy, the mean of both, or the one the site would have `alone`.
-    `stack` mixes that one with what the site has by joining: by so much as rows show that no model knows by heart, and
-    not at all where they do not. `auto` is `stack` with `train.alone`; else what does best on the validation split, or
-    the private model without one. Numbers and survival that rounds learned
-    are not mixed: of them `auto` takes the best on validation rows."""
+    model: Literal["auto", "private", "proxy", "shared", "mean", "local", "ensemble"] = "auto"
+    """Which model answers: the private one, the proxy (of `oneshot` the `shared` head), the mean of both, or the site's
+    own `local` one. `ensemble` mixes that one with what the site has by joining: by so much as rows show that no model
+    knows by heart, and not at all where they do not. `auto` is `ensemble` with `train.local_baseline`; else what does
+    best on the validation split, or the private model without one. Numbers and survival that rounds learned are not
+    mixed: of them `auto` takes the best on validation rows."""
 
 
 class Pipeline(Section):

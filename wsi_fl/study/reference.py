@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 from wsi_fl.study.pipeline import pipeline_model
+from wsi_fl.study.renamed import new_name
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_or_repr
 from wsi_fl.types import UsageError
@@ -43,6 +44,8 @@ def keys(prefix: str = "") -> list[_Key]:
     every = [row for _, _, rows in _sections() for row in rows]
     found = [row for row in every if not prefix or f"{row['key']}.".startswith(f"{prefix}.")]
     if not found:
+        if why := new_name(prefix):
+            raise UsageError(why)
         known = [row["key"] for row in every]
         close = difflib.get_close_matches(prefix, [*known, *{key.split(".")[0] for key in known}], 1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from wsi_fl.study.renamed import new_name
 from wsi_fl.system.names import compose_text
 from wsi_fl.types import NOT_PLAIN, UsageError, is_plain, strange_character
 
@@ -88,7 +89,7 @@ def key(
 
     Args:
         needs: condition → why. A condition is a key that is set ("train.folds"), a key with one value
-            ("predict.with = stack"), or what a method is ("a method of sums").
+            ("predict.model = ensemble"), or what a method is ("a method of sums").
         excludes: the same.
         more: what pydantic's `Field` takes.
     """
@@ -182,6 +183,8 @@ _NOT_KEYS = ("str", "list[str]", "[key]")
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     location = [str(part) for part in error["loc"] if part not in _NOT_KEYS]
     key = ".".join(location)
+    if why := new_name(key) or new_name(f"{key} = {error['input']!r}"):
+        return why
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])
         close = difflib.get_close_matches(location[-1], known, 1)

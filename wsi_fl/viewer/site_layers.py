@@ -271,7 +271,7 @@ def of_folder(folder: Path) -> Prediction:
         WsiFlError: when it did not write that.
     """
     score = read_json(folder / "score.json")
-    if not isinstance(score, dict) or not score.keys() >= {"run", "site", "slide", "with"}:
+    if not isinstance(score, dict) or not score.keys() >= {"run", "site", "slide", "model"}:
         raise _foreign(folder)
     return Prediction(folder, score)
 

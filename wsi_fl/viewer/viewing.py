@@ -181,7 +181,9 @@ def _shown_sites(study: Study, run: RunFolder, found: Sequence[Prediction], site
 
 
 def _may_be_seen(study: Study, prediction: Prediction) -> bool:
-    return prediction.score["with"] == "proxy" or study.site(prediction.site).allows("private_model")
+    return prediction.score["model"] in ("proxy", "shared") or study.site(prediction.site).allows(
+        "private_model"
+    )
 
 
 def _stated(study: Study, prediction: Prediction) -> Path | None:

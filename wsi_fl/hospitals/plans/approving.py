@@ -69,10 +69,10 @@ _OF_STORE = {
     "n_features": "features per patch",
     "weights": "weights (model.weights) with the SHA-256",
     "parameters": "a model whose parameters have the SHA-256",
-    "directions": "directions with the SHA-256",
+    "projection": "directions with the SHA-256",
     "data": "data",
     "example": "examples, each a",
-    "asks": "an answer to",
+    "task": "an answer to",
     "classes": "classes",
     "channels": "channels",
     "size_px": "patches of a size of",
@@ -86,8 +86,8 @@ class Cost:
     Attributes:
         n_units: how many records are protected, rows or patients.
         epsilon: of all rounds of the plan; None where there is no differential privacy.
-        detection: what share of those protected the best test finds in all that the account holds then, with 1 false
-            alarm in 100; None where nothing is promised.
+        max_tpr_at_fpr_1pct: what share of those protected the best test finds in all that the account holds then, with
+            1 false alarm in 100; None where nothing is promised.
         lifetime_epsilon: the same on top of everything on the account.
         rounds: how many of the plan's rounds the budget is enough for.
         group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
@@ -106,7 +106,7 @@ class Cost:
     max_epsilon: float | None
     delta: float
     rounds: int
-    detection: float | None = None
+    max_tpr_at_fpr_1pct: float | None = None
     group: Group | None = None
     lifetime_group: Group | None = None
     most_epsilon: float | None = None
@@ -316,10 +316,10 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"
         )
-    if plan.method == RUN and not plan.pipeline().train.releases and _wrote_before(study, me):
+    if plan.method == RUN and not plan.pipeline().train.from_released and _wrote_before(study, me):
         found.append(
             f"{me} has released a letter before; this plan makes a further one, which costs ε again. Letters that lie "
-            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
+            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.from_released=true`"
         )
     for site in sites:
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
@@ -361,13 +361,13 @@ def look_lines(looked: Looked) -> Lines:
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
-    yield Line(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
+    yield Line(f"  {trained} to answer {learned['task']}: {classes}. {learned['says']}")
     if learned["weights"] is not None:
         yield Line(f"  models start from weights with the SHA-256 {learned['weights']}")
     if learned["parameters"] is not None:
         yield Line(f"  the model that travels has parameters with the SHA-256 {learned['parameters']}")
-    if learned["directions"] is not None:
-        yield Line(f"  features are summed along directions: {learned['directions']}")
+    if learned["projection"] is not None:
+        yield Line(f"  features are summed along directions: {learned['projection']}")
     yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
     yield Line("what leaves your hospital:")
     for one in left_by(said, looked.site):
@@ -412,7 +412,11 @@ def cost_words(cost: Cost) -> str:
     )
     if (most := cost.most_epsilon) is not None:
         said += f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {most:.2f}"
-    return said if cost.detection is None else f"{said}; {detected(cost.detection, cost.unit)}"
+    return (
+        said
+        if cost.max_tpr_at_fpr_1pct is None
+        else f"{said}; {detected(cost.max_tpr_at_fpr_1pct, cost.unit)}"
+    )
 
 
 def _patient_words(cost: Cost) -> str:

@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.methods import FILES, HUB, Share
+from wsi_fl.learning.validation import COMMON
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import size
 from wsi_fl.stages.site.account import guarantee_of, spends
@@ -103,7 +104,7 @@ def staying(party: RunContext) -> list[str]:
     """Return what never leaves a hospital under a plan."""
     lets_go = any("private_model" in site.allow for site in party.sites)
     private = party.method.travels != "private" and not lets_go
-    lone = party.method.keeps_lone and party.pipeline.train.alone
+    lone = party.method.keeps_lone and party.pipeline.train.local_baseline
     return filled(WORDS["texts"]["stays"], private=private, lone=lone)
 
 
@@ -146,7 +147,7 @@ def _kind_of(party: RunContext, share: Share) -> str:
 
 def _architecture(party: RunContext, role: str) -> str:
     """The name of the model that all sites have in a role."""
-    return party.pipeline.model.proxy if role == "proxy" else party.pipeline.model.private
+    return party.pipeline.model.proxy if role in COMMON else party.pipeline.model.private
 
 
 def _receivers(party: RunContext, share: Share) -> str:
@@ -193,19 +194,19 @@ class Learned(TypedDict):
 
     Attributes:
         data, example: `train.data` and what a row is, `train.example`.
-        asks: what models answer, in words.
+        task: what models answer, in words.
         classes: the classes; of numbers and survival what each output is called.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
         weights: that the model that travels starts from, by the SHA-256 of all its tensors.
         parameters: of the model that travels, by the SHA-256 of all their names and shapes.
-        directions: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
+        projection: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
         says: where this is from, and what it rests on.
     """
 
     data: Literal["patches", "features", "mosaics"]
     example: Literal["patch", "slide", "patient"]
-    asks: str
+    task: str
     classes: list[str] | None
     channels: int | None
     size_px: int | None
@@ -213,7 +214,7 @@ class Learned(TypedDict):
     encoder: str | None
     weights: str | None
     parameters: str | None
-    directions: str | None
+    projection: str | None
     says: str
 
 
@@ -232,8 +233,8 @@ def odd_in(learned: Learned, party: RunContext) -> str:
     """
     if learned["says"] not in (_OF_STORE, _OF_SETTINGS, _OF_NOTHING):
         return "says"
-    if party.method.once and learned["directions"] is None:
-        return "directions"
+    if party.method.once and learned["projection"] is None:
+        return "projection"
     if party.method.travels is None or shape_of(learned) is None or not learned["classes"]:
         return ""
     if party.pipeline.model.weights and learned["weights"] is None:
@@ -271,7 +272,7 @@ def _learned(
     return {
         "data": pipeline.train.data,
         "example": pipeline.example,
-        "asks": question(pipeline.target),
+        "task": question(pipeline.target),
         "classes": classes,
         "channels": shape.channels if isinstance(shape, Images) else None,
         "size_px": shape.size_px if isinstance(shape, Images) else None,
@@ -279,7 +280,7 @@ def _learned(
         "encoder": encoder,
         "weights": _weights(party, shape),
         "parameters": _parameters(party, shape, classes),
-        "directions": _directions(party),
+        "projection": _directions(party),
         "says": says,
     }
 
@@ -306,7 +307,7 @@ def _weights(party: RunContext, shape: Shape | None) -> str | None:
 def _directions(party: RunContext) -> str | None:
     if not party.method.once:
         return None
-    wanted = party.pipeline.model.directions
+    wanted = party.pipeline.model.projection
     return f"{wanted} random ones" if isinstance(wanted, int) else open_directions(party.study, wanted).digest
 
 

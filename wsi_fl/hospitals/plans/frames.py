@@ -1,7 +1,7 @@
 """A frame: what plans a hospital lets run without signing each of them, for how long and up to which ε.
 
-It is `federation/frame.json` in the hospital's study, signed with the key of its kit. An approval that was made in its
-name names its id, and is worth nothing once the frame is gone, another one lies there, or its last day is over.
+It is `federation/preapproval.json` in the hospital's study, signed with the key of its kit. An approval that was made
+in its name names its id, and is worth nothing once the frame is gone, another one lies there, or its last day is over.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Frame(TypedDict):
 
 def frame_path(study: Study) -> Path:
     """Return where a study keeps the frame that its hospital signed."""
-    return study.root / "federation" / "frame.json"
+    return study.root / "federation" / "preapproval.json"
 
 
 def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
@@ -80,7 +80,7 @@ def open_frame(study: Study, identity: Identity) -> Frame | None:
 
 def _withdrawn(path: Path, number: str) -> Path:
     """What the file of a frame is called once it is withdrawn."""
-    return path.with_name(f"frame-{number}-withdrawn.json")
+    return path.with_name(f"preapproval-{number}-withdrawn.json")
 
 
 def is_over(frame: Frame, today: date | None = None) -> bool:
@@ -129,7 +129,7 @@ def withdraw(study: Study, identity: Identity) -> Frame:
 
 
 def _admitted_path(study: Study, number: str) -> Path:
-    return study.root / "federation" / f"frame-{number}-admitted.json"
+    return study.root / "federation" / f"preapproval-{number}-admitted.json"
 
 
 def admitted_plans(study: Study, number: str) -> list[str]:

@@ -23,9 +23,9 @@ from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _PIPELINE, _PLACE = "rehearsal", ".rehearsal-"
-_NOT_SHOWN = {"federation", "generated", "ledgers", "pipelines", "releases", "runs", "sites", "stores"}
+_NOT_SHOWN = {"federation", "generated", "ledgers", "pipelines", "statistics", "runs", "sites", "stores"}
 """Folders of a study that a rehearsal has for itself."""
-_OF_THE_ACCOUNT = {"ledger.head.json", "release.safetensors"}
+_OF_THE_ACCOUNT = {"ledger.head.json", "statistics.safetensors"}
 """Files beside a store that belong to the hospital's ledger."""
 _PATHS = ("slides", "annotations", "labels", "clinical", "split", "manifest")
 

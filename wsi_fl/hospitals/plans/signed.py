@@ -212,7 +212,7 @@ def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = 
     document = {"site": identity.name, "plan": plan.digest, "time": datetime.now(UTC).isoformat()}
     if frame is not None:
         known = json.dumps(frame, sort_keys=True).encode()
-        document |= {"frame": frame["id"], "frame_sha256": hashlib.sha256(known).hexdigest()}
+        document |= {"preapproval": frame["id"], "preapproval_sha256": hashlib.sha256(known).hexdigest()}
     write_json(approval_path(study, identity.name), identity.signed(document, _PURPOSE))
     return document
 
@@ -241,7 +241,7 @@ def approved_at(study: Study, site: str) -> str:
     """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
     path = approval_path(study, site)
     said = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
-    return f"{said['time']} frame {said['frame']}" if "frame" in said else str(said["time"])
+    return f"{said['time']} frame {said['preapproval']}" if "preapproval" in said else str(said["time"])
 
 
 def _check_approval(document: Mapping[str, object], plan: Plan, root: str, *, site: str) -> None:

@@ -28,7 +28,12 @@ from wsi_fl.types import UsageError, WsiFlError
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
 _LOTS = PurePosixPath("ledger.lots")
 _KIT = ("*.json", "jobs.jsonl", "startup/*")
-_STUDY = ("federation/*.json", "sites/{}.toml", "releases/{}.safetensors", "stores/{}/release.safetensors")
+_STUDY = (
+    "federation/*.json",
+    "sites/{}.toml",
+    "statistics/{}.safetensors",
+    "stores/{}/statistics.safetensors",
+)
 _Files = dict[PurePosixPath, bytes]
 
 

@@ -303,14 +303,16 @@ def _until_done(
 ) -> Summary:
     """Take part, and begin again whenever a peer does."""
     identity, train = kit.identity(), plan.pipeline().train
-    few, peers = train.at_least is not None, set(plan.sites) - {identity.name, *without}
-    attendance = Attendance(identity, plan.sites, None if without else train.at_least)
+    few, peers = train.min_sites is not None, set(plan.sites) - {identity.name, *without}
+    attendance = Attendance(identity, plan.sites, None if without else train.min_sites)
     finished = finished_summary(study, plan.digest, plan.sites, without, goes_on=few)
     told = {""}
 
     def notice() -> None:
-        if train.until and date.today().isoformat() > train.until:
-            raise KnownToAll(f"this plan was good until {train.until} (train.until); nothing more is sent")
+        if train.deadline and date.today().isoformat() > train.deadline:
+            raise KnownToAll(
+                f"this plan was good until {train.deadline} (train.deadline); nothing more is sent"
+            )
         if (trouble := line.trouble) not in told:
             told.add(trouble)
             say(f"  {trouble}; it is tried again", "yellow")

@@ -83,7 +83,7 @@ def submit(
         raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
     sites = [site for site in plan.sites if site not in without]
     watcher = watcher or Silent()
-    if plan.pipeline().train.at_least is None:
+    if plan.pipeline().train.min_sites is None:
         said = _run(kit, plan, sites, _work(plan, resume, without), watcher)
     else:
         said = _until_done(kit, plan, sites, resume, watcher)
@@ -170,7 +170,7 @@ def _until_done(
         WsiFlError: when the plan's day is over, or a job failed for a reason that no other job mends.
     """
     settings = plan.pipeline()
-    least, until = settings.train.at_least or len(plan.sites), settings.train.until
+    least, until = settings.train.min_sites or len(plan.sites), settings.train.deadline
     missing, said, in_vain = _Absences(sites, settings.comm.timeout_s), "", 0
     if any(one["plan"] == plan.digest and one["what"] == "work" for one in asked_for(kit).values()):
         resume = resume or LAST
@@ -183,7 +183,7 @@ def _until_done(
 
     while True:
         if until and date.today().isoformat() > until:
-            raise WsiFlError(f"the plan was good until {until} (train.until); what was finished is kept")
+            raise WsiFlError(f"the plan was good until {until} (train.deadline); what was finished is kept")
         try:
             here, trusted = jobs.connected(kit), kit.identity().root
         except WsiFlError as error:
@@ -323,7 +323,9 @@ def _run(
             f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
             f"(connected: {', '.join(here) or 'nobody'})"
         )
-        raise UsageError(why) if settings.train.at_least is None else jobs.JobFailed(why, missing, again=True)
+        raise (
+            UsageError(why) if settings.train.min_sites is None else jobs.JobFailed(why, missing, again=True)
+        )
     numbers = []
 
     def told(number: str) -> None:

@@ -88,7 +88,7 @@ def take_part(
         if resume is None:
             _refuse_once_more(study, agreed, approved, identity.name)
         run = None if resume is None or last else _own_run(study, resume)
-    least = agreed.pipeline().train.at_least
+    least = agreed.pipeline().train.min_sites
     asked = Asked(
         agreed.name,
         run,

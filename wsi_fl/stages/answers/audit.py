@@ -19,6 +19,7 @@ from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import losses_of, probabilities
 from wsi_fl.learning.metrics import choose_classes
 from wsi_fl.learning.units import Canaries, Units
+from wsi_fl.learning.validation import COMMON
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import audit as attacks
 from wsi_fl.privacy.cipher import CipherStream
@@ -122,12 +123,12 @@ def _models_of(method: Method) -> list[tuple[str, str]]:
     kept = "central" if method.learns_from == "everybody" or method.travels == "private" else "private"
     if method.travels is None:
         return [(kept, "private")]
-    return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
+    return [(kept, "private"), (method.travels if method.travels in COMMON else "released", method.travels)]
 
 
 class _Attacked(NamedTuple):
-    """A trained model of a site: "private"; "proxy" or "released", as it left the site in its last round; "central",
-    all sites'. And whether it was trained with differential privacy."""
+    """A trained model of a site: "private"; "proxy", "shared" or "released", as it left the site in its last round;
+    "central", all sites'. And whether it was trained with differential privacy."""
 
     name: str
     dp: bool
@@ -283,8 +284,8 @@ def _exposure_of(party: RunContext, name: str) -> dict[str, object]:
 
 def _head(party: RunContext, name: str) -> SharedHead:
     """Return a site's head as its run left it."""
-    state = party.run.site(name).load_model("proxy")
-    head = build_model(party, party.names.index(name), "proxy", state=state)
+    state = party.run.site(name).load_model("shared")
+    head = build_model(party, party.names.index(name), "shared", state=state)
     assert isinstance(head, SharedHead)
     return head.to(device_of_rank()).eval()
 

@@ -147,10 +147,10 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     table = read_predictions(folder)
     if table is None or not len(table):
         return None
-    patients, choice = _patients(table), folder.kept("choice") or {}
+    patients, choice = _patients(table), folder.kept("prediction_model") or {}
     point = None  # of more than two classes the most probable one is called
     if len(table.outputs) == 2:
-        found = choice.get("slide_threshold") if choice.get("with") == table.answer else None
+        found = choice.get("slide_threshold") if choice.get("model") == table.answer else None
         point = float(found) if found and patients.any_counts else 0.5  # an earlier version rounded to 0
     called = (patients.said[:, 1] >= point).astype(np.int64) if point is not None else patients.said.argmax(1)
     groups = _groups(party.study, site, table, patients, by) if by else None
@@ -174,12 +174,12 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
         found[table.outputs[k]] = measures.described(score, positive, case, prevalence) | {
             "net_benefit": measures.net_benefit(score, case, _THRESHOLDS, prevalence),
             "subgroups": whose,
-            "over_alone": asdict(more) if more else None,
+            "over_local": asdict(more) if more else None,
         }
     return {
         "site": name,
         "on": "merged" if (table.part != name).any() else "own",
-        "with": table.answer,
+        "model": table.answer,
         "unit": "patient" if all(table.patient) else "example",
         "any_counts": patients.any_counts,
         "point": points.pop() if len(points) == 1 else None,

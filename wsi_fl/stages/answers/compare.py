@@ -82,7 +82,7 @@ def compare(
     folder = study.root / "comparisons" / f"{methods}-{digest.hexdigest()[:8]}"
     document = {
         "runs": [study.relative(run.folder.path) for run in everything],
-        "worth": worth and worth | {"figure": study.relative(folder / "worth.png")},
+        "benefit": worth and worth | {"figure": study.relative(folder / "benefit.png")},
         "on": on,
         "scores": list(scores),
         "examples": word,
@@ -97,7 +97,7 @@ def compare(
         "table": study.relative(folder / "table.csv"),
     }
     if worth:
-        write_bytes(folder / "worth.png", worth_figure.png(worth))
+        write_bytes(folder / "benefit.png", worth_figure.png(worth))
     series = [row.series(on, scores[0], baseline=row.label == alone) for row in rows]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
@@ -122,10 +122,10 @@ def _evaluation(study: Study, run: Run, watcher: Watcher) -> Evaluation:
     """The run's evaluation, made now where there is none of what it is by now: a lost site may have come back, or
     another answer was asked for than the run's own.
     """
-    document, wanted = run.folder.evaluation(), run.pipeline.predict.with_
+    document, wanted = run.folder.evaluation(), run.pipeline.predict.model
     made, finished = (run.folder.path / f"{name}.json" for name in ("evaluation", "summary"))
     current = document and made.stat().st_mtime_ns >= finished.stat().st_mtime_ns
-    if document and current and document["with"] == wanted:
+    if document and current and document["model"] == wanted:
         return cast("Evaluation", document)
     from wsi_fl.stages.answers.evaluate import (
         evaluate,  # and with it PyTorch; evaluated runs need not wait for it
@@ -379,13 +379,13 @@ def _worth(rows: Sequence[_Row], first: Run, on: str) -> tuple[dict[str, Any] | 
     if not alone or not federated or on == "left_out":
         return None, {}
     joined = min(federated, key=lambda row: first not in row.runs)
-    references = {"alone": alone[0]} | ({"pooled": pooled[0]} if pooled else {})
+    references = {"local": alone[0]} | ({"pooled": pooled[0]} if pooled else {})
     known = {kind: row.runs for kind, row in references.items()}
-    gains = {row.label: compared_over_all(known | {"joined": row.runs}, on) for row in federated}
-    measure, by_site = compared_by_site(known | {"joined": joined.runs}, on)
+    gains = {row.label: compared_over_all(known | {"federated": row.runs}, on) for row in federated}
+    measure, by_site = compared_by_site(known | {"federated": joined.runs}, on)
     return {
-        "alone": alone[0].label,
-        "joined": joined.label,
+        "local": alone[0].label,
+        "federated": joined.label,
         "pooled": pooled[0].label if pooled else None,
         "on": on,
         "measure": measure,
@@ -427,10 +427,10 @@ def compare_lines(document: dict[str, Any]) -> Lines:
     over = f"mean ± sd over {comparison.repeated(document['rows'])}"
     title = f"models {comparison.WHERE[document['on']]}, {over}"
     yield Table(title, ["method", "seeds", *names, "ε", "sent"], rows)
-    if document["worth"]:
+    if document["benefit"]:
         several = sum(words.is_federated(row["method"]) for row in document["rows"]) > 1
-        by = f" ({document['worth']['joined']})" if several else ""
-        for name, row in worth_figure.rows_of(document["worth"]):
+        by = f" ({document['benefit']['federated']})" if several else ""
+        for name, row in worth_figure.rows_of(document["benefit"]):
             gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
             yield Line(f"  {name}: {gain} by joining{by}; {verdict}" if verdict else f"  {name}: {gain}")
     yield from (Line(finding["text"]) for finding in document["findings"])

@@ -56,7 +56,7 @@ class Run:
         """
         folder = RunFolder(path)
         summary, pipeline = folder.finished(), load_pipeline(path / "config.toml")
-        receivers = summary.get("receivers", ())
+        receivers = summary.get("inference_sites", ())
         inputs = {name: digest for name, digest in folder.inputs().items() if name not in receivers}
         return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
 

@@ -48,13 +48,13 @@ def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, d
     """Return what is measured, in words, and by site what joining brings it, as `_compared` says it.
 
     Args:
-        runs: "alone", "joined", and perhaps "pooled" → the runs of each.
+        runs: "local", "federated", and perhaps "pooled" → the runs of each.
         on: which test examples are asked, those "merged" or each site's "own".
     """
-    names = [site["site"] for site in runs["joined"][0].summary["sites"]]
+    names = [site["site"] for site in runs["federated"][0].summary["sites"]]
     answers = {kind: _by_site(those, names, on) for kind, those in runs.items()}
     found = {name: _compared({kind: sites[name] for kind, sites in answers.items()}) for name in names}
-    return _measure(answers["joined"][names[0]]), found
+    return _measure(answers["federated"][names[0]]), found
 
 
 def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
@@ -66,7 +66,7 @@ def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
     Args:
         runs, on: as `compared_by_site` takes them.
     """
-    names = [site["site"] for site in runs["joined"][0].summary["sites"]]
+    names = [site["site"] for site in runs["federated"][0].summary["sites"]]
     answers: dict[str, _BySeed] = {}
     for kind, those in runs.items():
         seen: dict[int, list[Said]] = {}
@@ -74,7 +74,7 @@ def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
             for seed, said in by_seed.items():
                 seen.setdefault(seed, []).append(said)
         answers[kind] = {seed: _together(sites) for seed, sites in seen.items()}
-    return {"measure": _measure(answers["joined"]), **_compared(answers)}
+    return {"measure": _measure(answers["federated"]), **_compared(answers)}
 
 
 def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, dict[int, Said]]:
@@ -134,21 +134,21 @@ def _measure(said: _BySeed) -> str:
 
 
 def _compared(answers: Mapping[str, _BySeed]) -> Gain:
-    """{"alone": value, "joined": value, "pooled": value or None, "gain": value, "headroom": value or None, "verdict"},
-    each value as `Estimate.document` has it.
+    """{"local": value, "federated": value, "pooled": value or None, "gain": value, "gap_closed": value or None,
+    "verdict"}, each value as `Estimate.document` has it.
     """
     found: dict[str, Estimate | None] = {"pooled": None}
     found |= {kind: _value(runs) for kind, runs in answers.items()}
     bounded = all(one.score in SCORES for runs in answers.values() for one in runs.values())
     if bounded:
         found = {kind: one and one.between(0.0, 1.0) for kind, one in found.items()}
-    gains = _differences(answers["joined"], answers["alone"])
-    rooms = _differences(answers.get("pooled", {}), {seed: answers["alone"][seed] for seed in gains})
+    gains = _differences(answers["federated"], answers["local"])
+    rooms = _differences(answers.get("pooled", {}), {seed: answers["local"][seed] for seed in gains})
     gain, room = _value(gains), _value(rooms)
     if bounded:
         gain, room = gain and gain.between(-1.0, 1.0), room and room.between(-1.0, 1.0)
     share = _share(gains, rooms, room) if room and shows_room(room) else None
-    found |= {"gain": gain, "room": room, "headroom": share}
+    found |= {"gain": gain, "pooled_gain": room, "gap_closed": share}
     told = {name: None if one is None else one.document() for name, one in found.items()}
     return told | {"verdict": verdict(gain, room)}
 

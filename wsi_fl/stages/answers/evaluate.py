@@ -63,31 +63,28 @@ class _Outside(TypedDict):
     left_out: dict[str, object] | None
 
 
-Evaluation = TypedDict(
-    "Evaluation",
-    {
-        "run": str,
-        "method": str,
-        "task": str,
-        "scores": list[str],
-        "examples": str,
-        "with": str,
-        "shared": bool,
-        "merged": _Spreads | None,
-        "internal": _Spreads,
-        "external": _Spreads | None,
-        "models": dict[str, dict[str, _Spreads | None]],
-        "aggregated": _Together | None,
-        "external_set": _Outside | None,
-        "parts": dict[str, _Spreads] | None,
-        "sites": list[dict[str, Any]],
-        "receivers": dict[str, Any] | None,
-        "released": list[dict[str, Any]] | None,
-        "between": Between | None,
-        "bootstrap": dict[str, object],
-    },
-)
-"""The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+class Evaluation(TypedDict):
+    """The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+
+    run: str
+    method: str
+    task: str
+    scores: list[str]
+    examples: str
+    model: str
+    shared: bool
+    merged: _Spreads | None
+    internal: _Spreads
+    external: _Spreads | None
+    models: dict[str, dict[str, _Spreads | None]]
+    aggregated: _Together | None
+    external_set: _Outside | None
+    parts: dict[str, _Spreads] | None
+    sites: list[dict[str, Any]]
+    inference_sites: dict[str, Any] | None
+    global_head: list[dict[str, Any]] | None
+    cross_site: Between | None
+    bootstrap: dict[str, object]
 
 
 def evaluate(
@@ -96,7 +93,7 @@ def evaluate(
     """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
 
     Where a site is real and does not let its patches be read by others, each model is evaluated on its own
-    site's part alone and `merged` is null. `between` has what the hospitals told of what travelled, by counts.
+    site's part alone and `merged` is null. `cross_site` has what the hospitals told of what travelled, by counts.
 
     Args:
         overrides: `predict.KEY=VALUE` over the run's configuration.
@@ -146,8 +143,8 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         "task": task.kind,
         "scores": list(task.scores),
         "examples": party.examples,
-        "with": pipeline.predict.with_,
-        "shared": several and all(row["with"] == offered(party.method).get("shared") for row in rows),
+        "model": pipeline.predict.model,
+        "shared": several and all(row["model"] == offered(party.method).get("shared") for row in rows),
         "merged": _over_sites(rows, task) if merged else None,
         "internal": _over_sites([row["own"] for row in rows], task),
         "external": _over_sites([row["external"] for row in rows], task) if several else None,
@@ -156,9 +153,9 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         "external_set": _outside(party, taking_part, weights),
         "parts": over_parts,
         "sites": rows,
-        "receivers": receivers,
-        "released": released,
-        "between": between_of(party),
+        "inference_sites": receivers,
+        "global_head": released,
+        "cross_site": between_of(party),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
 
@@ -196,14 +193,14 @@ def _evaluate_site(
     found, table = _predicted(party, site, seen)
     moved = _moved_by_noise(found, seen, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
-    slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("choice") or {}
-    point = choice.get("slide_threshold") if slides and choice.get("with") == table.answer else None
+    slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("prediction_model") or {}
+    point = choice.get("slide_threshold") if slides and choice.get("model") == table.answer else None
     level = partial(measured, repeats=party.pipeline.evaluate.bootstrap, slides=slides, point=point)
     mine, others = table.own, table.others
     own, merged = level(mine) | {"noise": moved and moved[1]}, len(seen) > 1
     row = {
         "site": site.name,
-        "with": table.answer,
+        "model": table.answer,
         "predictions": seal_of(folder),
         **(level(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
@@ -220,7 +217,7 @@ def _released(party: RunContext, parts: Mapping[str, _TestPart]) -> list[dict[st
     for name, (part, _) in parts.items():
         if len(part) and name not in party.lost:
             found = _models(party, party.site(name))
-            head = found.models["proxy"]
+            head = found.models["shared"]
             assert isinstance(head, SharedHead)
             said = probabilities(head.as_released(), part, found.device)
             rows.append({"site": name, "n": len(part), **scored(said, part.label, party.task)})
@@ -235,14 +232,14 @@ def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[
     rows = []
     for name in filter(party.has_store, party.receivers):
         _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
-        rows.append({"site": name, "n": len(table), "with": table.answer})
+        rows.append({"site": name, "n": len(table), "model": table.answer})
     values = {score: [v for one in released if (v := one[score]) is not None] for score in party.task.scores}
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
         for score, found in values.items()
         if found and len(found) == len(released)
     }
-    return {"sites": rows, "told_by": [one["site"] for one in released], "expected": expected}
+    return {"sites": rows, "reference_sites": [one["site"] for one in released], "expected": expected}
 
 
 def _scores(table: Predictions, model: str) -> dict[str, object]:
@@ -261,8 +258,8 @@ def _moved_by_noise(
 
     None where the answer does not rest on a head of letters with noise: what was learned in steps can't be drawn anew.
     """
-    head = found.models.get("proxy")
-    if not isinstance(head, SharedHead) or "proxy" not in roles(found.answer, found.stack):
+    head = found.models.get("shared")
+    if not isinstance(head, SharedHead) or "shared" not in roles(found.answer, found.stack, found.models):
         return None
     if not head.is_noisy or not len(table):
         return None
@@ -271,7 +268,7 @@ def _moved_by_noise(
     said = np.concatenate(
         [probabilities_of_each(heads, one, found.device) for one, _ in seen.values() if len(one)], axis=1
     )
-    answers = (answered({**table.said, "proxy": one}, table.answer, found.stack) for one in said)
+    answers = (answered({**table.said, "shared": one}, table.answer, found.stack) for one in said)
     tables = [replace(table, said={table.answer: one}) for one in answers]
     return _spread([one.scores() for one in tables]), _spread([one.own.scores() for one in tables])
 
@@ -311,7 +308,9 @@ def _predicted(
         }
     columns = next(iter(seen.values()))[1]
     answers = (*ANSWERS, LONE, *[STACK] * (found.stack is not None))
-    possible = [answer for answer in answers if found.models.keys() >= set(roles(answer, found.stack))]
+    possible = [
+        answer for answer in answers if found.models.keys() >= set(roles(answer, found.stack, found.models))
+    ]
     table = Predictions.of(
         {name: part for name, (part, _) in seen.items()},
         site=site.name,
@@ -402,7 +401,7 @@ def evaluation_lines(document: Evaluation) -> Lines:
             f"{name} {spread(m) if known(m['mean']) else nothing}" for name, m in reached.items()
         )
         yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {said}")
-    if document["sites"] and all(row["with"] == LONE for row in document["sites"]):
+    if document["sites"] and all(row["model"] == LONE for row in document["sites"]):
         yield Line(
             "each site answers as it would alone: no rows show that joining adds to it; "
             "networks need validation rows for that (train.val_fraction)"
@@ -413,8 +412,8 @@ def evaluation_lines(document: Evaluation) -> Lines:
             f"  the noise of the letters moves {measured_in(first)} by ±{max(known_ones):.3f} (standard deviation over "
             f"{_REDRAWS} heads whose noise was drawn anew)"
         )
-    if document["between"]:
-        yield from between_lines(document["between"])
+    if document["cross_site"]:
+        yield from between_lines(document["cross_site"])
     yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
 
 
@@ -433,13 +432,13 @@ def _table(document: Evaluation) -> Table:
             f"the shared model on each site's part and the merged test set ({examples})", headings, rows
         )
     where = "merged test set" if document["merged"] is not None else "own test set"
-    several = any(row["with"] != "private" for row in sites)
+    several = any(row["model"] != "private" for row in sites)
     rows = [
         [
             *cells(row["site"], row),
             number(row["own"][first]),
             number((row["external"] or {}).get(first)),
-            *[row["with"]] * several,
+            *[row["model"]] * several,
         ]
         for row in sites
     ]
@@ -449,5 +448,5 @@ def _table(document: Evaluation) -> Table:
         spreads += [(one or {}).get(first) or {} for one in both]
         rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
     whose = "models" if several else "private models"
-    headings += ["own part", "others'", *["with"] * several]
+    headings += ["own part", "others'", *["model"] * several]
     return Table(f"{whose} on the {where} ({examples})", headings, rows)

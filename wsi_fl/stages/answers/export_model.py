@@ -304,7 +304,7 @@ def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
             "architecture": made.architecture,
             "input": made.input,
             "task": party.task.kind,
-            "answers": question(party.pipeline.target),
+            "target": question(party.pipeline.target),
             "classes": list(leaving.facts["classes"]),
             "difference": made.difference,
         },
@@ -319,17 +319,17 @@ def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
 
 def _told(leaving: Leaving) -> dict[str, object]:
     """Scores of the model on test patients (`metrics`), and what joining brought over all sites as comparisons say it
-    (`worth`); each None where nobody measured it, or sites keep it to themselves.
+    (`benefit`); each None where nobody measured it, or sites keep it to themselves.
 
-    A head that is made of sums answers with the site's own exact part, and leaves without it: `alone`. Its scores are
-    those of the head that leaves. `missing` says why there are none.
+    A head that is made of sums answers with the site's own exact part, and leaves without it: `as_released`. Its scores
+    are those of the head that leaves. `missing` says why there are none.
     """
     party, evaluation = leaving.party, leaving.party.run.evaluation()
     alone = leaving.called == "shared" and party.method.once
     told: dict[str, Any] = {
         "metrics": None,
-        "worth": None,
-        "alone": alone,
+        "benefit": None,
+        "as_released": alone,
         "missing": "the run was not evaluated",
     }
     if evaluation is None:
@@ -339,15 +339,17 @@ def _told(leaving: Leaving) -> dict[str, object]:
     merged = evaluation["merged"] is not None and all(site.allows("scores") for site in party.members)
     if evaluation["merged"] and merged:
         rows = baselines(party, Run.of(party.run.path))
-        told["worth"] = next((row["gain"] for row in rows if row.get("gain")), None)
+        told["benefit"] = next((row["gain"] for row in rows if row.get("gain")), None)
     if alone:
-        those = [one for one in evaluation.get("released") or [] if party.site(one["site"]).allows("scores")]
+        those = [
+            one for one in evaluation.get("global_head") or [] if party.site(one["site"]).allows("scores")
+        ]
         parts = [{"on": f"the test part of {one['site']}", "intervals": None} | one for one in those]
         told["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
         return told
     row = next((row for row in evaluation["sites"] if row["site"] == leaving.site.name), None)
     if row and leaving.site.allows("scores") and not alone and (model := row["models"].get(leaving.role)):
-        answers, scores = row["with"] == leaving.role, evaluation["scores"]
+        answers, scores = row["model"] == leaving.role, evaluation["scores"]
         found = {"the test parts of all sites": (model, row)} if merged else {}
         found["the test part of its own site"] = (model["own"], row["own"])
         parts = []
@@ -368,7 +370,7 @@ def _privacy(leaving: Leaving) -> list[dict[str, object]]:
         {
             "site": name,
             **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
-            "detection": account.get("detection"),
+            "max_tpr_at_fpr_1pct": account.get("max_tpr_at_fpr_1pct"),
             "epsilon_lower": _audited(leaving, name),
             "ledger": sha256_of(ledgers[name]) if ledgers[name].exists() else None,
         }
@@ -406,11 +408,13 @@ def _warning_of(card: Mapping[str, Any]) -> str:
 
 
 def _rendered(card: Mapping[str, Any]) -> str:
-    gain, scores = card["worth"], (card["metrics"] or {}).get("scores", ())
+    gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
     joining = None
     if gain:
-        who = ", each hospital with its own sums and models mixed in," if card["alone"] else ""
-        reached = f"In the run joining{who} reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
+        who = ", each hospital with its own sums and models mixed in," if card["as_released"] else ""
+        reached = (
+            f"In the run joining{who} reached {number(gain['federated']['mean'], 2)} in {gain['measure']}"
+        )
         joining = worth.finding(gain, reached, "a hospital alone without differential privacy").text
     context = {
         "card": card,

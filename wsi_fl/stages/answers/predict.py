@@ -37,7 +37,7 @@ _MORE_COLORS: tuple[Color, ...] = (
 """Okabe and Ito's, for more than two classes; `distinct_colors` has those of the seventh and further ones."""
 _HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
 _ALL = "slides.csv"
-_WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
+_WHOSE = {"mean": "mean of both models", "local": "lone model", "ensemble": "mixture"}
 
 
 def predict(
@@ -87,7 +87,7 @@ def predict(
     return {
         "run": study.relative(predictor.run.path),
         "site": site,
-        "with": predictor.models.answer,
+        "model": predictor.models.answer,
         "slides": [one["row"] for one in outcomes if "row" in one],
         "failed": [one["failed"] for one in outcomes if "failed" in one],
         "table": study.relative(table) if table else None,
@@ -117,7 +117,7 @@ def _predict_slide(
         "run": study.relative(predictor.run.path),
         "site": record.site,
         "path": study.relative(seen.base.path.resolve()) if seen.base else None,
-        "with": predictor.models.answer,
+        "model": predictor.models.answer,
     }
     spec, files = predictor.meta.spec, {"heatmap": _HEATMAP, "csv": _TABLE, "json": _SCORE}
     if seen.said is not None:
@@ -150,7 +150,7 @@ def _of_patches(
     heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
-    row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}
+    row = {"slide": record.slide, "patches": len(seen.xy_l0), "excluded": seen.n_aside, "score": found}
     return row, {
         "class": heat.classes[kind],
         "classes": {heat.classes[k]: heatmap.score(heat, k) for k in heat.shown},
@@ -256,7 +256,7 @@ def predictions_lines(document: dict[str, Any]) -> Lines:
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
         headings = ("answer", "value") if of_bags else ("max", "top k", "over threshold")
-        whose = _WHOSE.get(document["with"], f"{document['with']} model")
+        whose = _WHOSE.get(document["model"], f"{document['model']} model")
         rows = [[row["slide"], row["patches"], *_cells(row)] for row in document["slides"]]
         yield Table(f"{whose} of {document['site']}", ["slide", "patches", *headings], rows)
         yield Line(f"all slides, a row each: {document['table']}")

@@ -1,6 +1,6 @@
 """predictions.csv: what a site's models say of every test example; `evaluate` writes it, comparisons and pages read it.
 
-A row is an example as one model sees it: whose model (site), which (model), whether it answers for the site (answers),
+A row is an example as one model sees it: whose model (site), which (model), whether it answers for the site (selected),
 whose example (part), slide, patient, what else is known of it, what is true, and what the model says.
 """
 
@@ -30,12 +30,12 @@ Answers = dict[Key, tuple[float, str]]
 """Test example → what it adds to the mean that is compared, and its true class; "" where classes are not asked."""
 COLUMNS = {
     "classes": (("truth",), "p_{}"),
-    "number": (("truth",), "said_{}"),
+    "number": (("truth",), "pred_{}"),
     "survival": (("time", "event"), "without_event_{}"),
 }
 """The columns of what is true, and of what a model says, by kind of task. Of survival that is the chance of no event up
 to the end of each interval; the risk by which patients are ranked follows from all of them (`survival.risk`)."""
-_WHO = ("site", "model", "answers", "part", "slide", "patient")
+_WHO = ("site", "model", "selected", "part", "slide", "patient")
 _MODEL, _ANSWERS = 1, 2
 _ROUNDED = 1e-5
 """By which probabilities may miss their bounds, which tables of earlier versions have with nine digits."""
@@ -88,7 +88,7 @@ def read_predictions(
     """Return what a model of a site said of its test examples; None where none is there of such a task or model.
 
     Args:
-        model: such as "alone"; the one that answers for the site, if none is named.
+        model: such as "local"; the one that answers for the site, if none is named.
 
     Raises:
         WsiFlError: when another version wrote the file, or it is not as `evaluate` left it: cut off, changed, doubled,

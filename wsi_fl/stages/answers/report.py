@@ -177,7 +177,7 @@ def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
         pooled = next((runs[key] for key in sorted(runs, key=itemgetter(1)) if words.is_pooled(key[0])), None)
         for (method, dp), row in latest.items():
             if words.is_alone(method) and not dp:
-                known = {"alone": runs[method, dp], "joined": this, "pooled": pooled}
+                known = {"local": runs[method, dp], "federated": this, "pooled": pooled}
                 found = compared_over_all({kind: [run] for kind, run in known.items() if run}, "merged")
                 row["gain"] = found if found["gain"] else None
     return latest.values()

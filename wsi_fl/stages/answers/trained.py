@@ -12,7 +12,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import Stack
-from wsi_fl.learning.validation import LONE, STACK, answered, roles
+from wsi_fl.learning.validation import COMMON, LONE, STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext, method_for
@@ -42,7 +42,7 @@ class TrainedModels:
 
     Attributes:
         models: by role, those that are needed.
-        answer: "alone", "private", "proxy", "mean" of these two, or "stack".
+        answer: "local", "private", "proxy" or "shared", "mean" of these two, or "ensemble".
         stack: what is mixed and how, where the run found that out.
     """
 
@@ -54,13 +54,13 @@ class TrainedModels:
     @property
     def asked(self) -> list[torch.nn.Module]:
         """The models that the answer rests on."""
-        return [self.models[role] for role in roles(self.answer, self.stack)]
+        return [self.models[role] for role in roles(self.answer, self.stack, self.models)]
 
     def probabilities(self, examples: Examples, batch_size: int = 256) -> Probabilities:
         """float64[n, classes]: the answer for every example, in order."""
         said = {
             role: probabilities(self.models[role], examples, self.device, batch_size)
-            for role in roles(self.answer, self.stack)
+            for role in roles(self.answer, self.stack, self.models)
         }
         return answered(said, self.answer, self.stack)
 
@@ -71,7 +71,7 @@ def offered(method: Method) -> dict[str, str]:
     A model is `private` where it stays at home. One that travels, or that all sites have alike, is `proxy` or `shared`.
     """
     if method.once:
-        return {"private": "private", "shared": "proxy"}
+        return {"private": "private", "shared": "shared"}
     if "proxy" in method.learners:
         return {"private": "private", "proxy": "proxy"}
     return {
@@ -81,39 +81,43 @@ def offered(method: Method) -> dict[str, str]:
 
 def with_dp(party: RunContext, role: str) -> bool:
     """Return whether the models of a role are trained with differential privacy."""
-    return party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
+    return party.pipeline.privacy.enabled and (role in COMMON or not {*COMMON} & party.method.learners.keys())
 
 
 def _roles_of(run: RunFolder, site: str) -> Set[str]:
     """The roles of the models that a site has of a run; one that only receives has none of its own."""
     method = METHODS[run.manifest["method"]]
     if method.once and not run.site(site).has_model("private"):
-        return {"proxy"}
+        return {"shared"}
     there = method.learners.keys()
     return there | {LONE} if run.site(site).has_model(LONE) else there
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.with` says, `auto` being what the run itself found."""
-    wanted, there = pipeline.predict.with_, _roles_of(run, site)
+    """What answers for a site: as `predict.model` says, `auto` being what the run itself found."""
+    wanted, there = pipeline.predict.model, _roles_of(run, site)
+    if METHODS[run.manifest["method"]].once and wanted == "proxy":
+        raise UsageError(f"{run.name}: the head that all sites share is called so: predict.model = 'shared'")
     if len(there) == 1:
         return next(iter(there))
     if wanted == "auto":
         return run.site(site).choice() or "private"
     if wanted == LONE not in there and not METHODS[run.manifest["method"]].once:
-        raise UsageError(f"{run.name}: trained with train.alone = false, so it has no model of {site} alone")
+        raise UsageError(
+            f"{run.name}: trained with train.local_baseline = false, so it has no model of {site} alone"
+        )
     if wanted == STACK and _stack_of(run, site) is None:
         raise UsageError(
-            f"{run.name}: trained without predict.with = 'stack' and train.alone = true, so it has no weights for "
-            "mixing the models; train with one of them, or ask for private, proxy or mean"
+            f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no "
+            "weights for mixing the models; train with one of them, or ask for private, proxy or mean"
         )
-    return wanted if wanted == STACK or set(roles(wanted)) <= there else "private"
+    return wanted if wanted == STACK or set(roles(wanted, there=there)) <= there else "private"
 
 
 def _stack_of(run: RunFolder, site: str) -> Stack | None:
     """How a site mixes its models; None where its run did not find that out."""
-    noted = run.site(site).kept("choice")
-    return Stack.of(noted["stack"]) if noted and "stack" in noted else None
+    noted = run.site(site).kept("prediction_model")
+    return Stack.of(noted["ensemble"]) if noted and "ensemble" in noted else None
 
 
 def answering(
@@ -128,7 +132,7 @@ def answering(
 ) -> TrainedModels:
     """The models that answer for a site; with `every`, the others too."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
-    wanted = _roles_of(run, site.name) if every else roles(answer, stack)
+    wanted = _roles_of(run, site.name) if every else roles(answer, stack, _roles_of(run, site.name))
     models, travels = {}, method_for(run.manifest["method"], pipeline).travels
     for role in wanted:
         name = architecture(site, pipeline, role, common=role == "private" == travels)

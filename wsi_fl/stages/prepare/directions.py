@@ -1,4 +1,4 @@
-"""`directions`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
+"""`projection`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def directions(
     return {
         "file": study.relative(out.resolve()),
         "digest": made.digest,
-        "directions": made.n,
+        "dimensions": made.n,
         "encoder": encoder.label,
         "sources": [one.model_dump() for one in known],
-        "left_aside": aside,
+        "excluded": aside,
     }
 
 
@@ -206,11 +206,11 @@ def directions_lines(document: dict[str, Any]) -> Lines:
     """Yield what the file rests on, and what to do with it."""
     rows = sum(source["rows"] for source in document["sources"])
     yield Line(
-        f"  {document['file']}: {document['directions']} directions of {document['encoder']}, from {rows} patches of "
+        f"  {document['file']}: {document['dimensions']} directions of {document['encoder']}, from {rows} patches of "
         f"{len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
-    if aside := document["left_aside"]:
+    if aside := document["excluded"]:
         yield Line(f"  {len(aside)} other files were left aside{_named(aside)}", "yellow")
     yield Line(
-        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.directions={document['file']}"
+        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
     )

@@ -233,7 +233,7 @@ def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
         if name in PRESETS and PRESETS[name].n_features != width:
             gives = PRESETS[name].n_features
             raise UsageError(
-                f"--as {said.called}: it gives {gives} numbers for a patch, {looked[0].path.name} has {width}"
+                f"--encoder-name {said.called}: it gives {gives} numbers for a patch, {looked[0].path.name} has {width}"
             )
     theirs = next((one.facts.encoder for one in looked if one.facts.encoder), name)
     word = ["so called on import"] if said.called else []
@@ -261,7 +261,7 @@ def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
 def _settled(found: Any, said: Any, looked: Sequence[_Looked], option: str) -> Any:
     """What all files say, or the command line where they say nothing."""
     if found is not None and said is not None and not _same(found, said):
-        same = f", or say --as {said} if they are the same" if option == "--encoder" else ""
+        same = f", or say --encoder-name {said} if they are the same" if option == "--encoder" else ""
         raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out{same}")
     return said if found is None else found
 

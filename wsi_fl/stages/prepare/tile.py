@@ -213,7 +213,7 @@ def _quality_of(seen: Iterable[Quality]) -> dict[str, object]:
     for name, gain in sorted(gains.items()):
         found = list(filter(isfinite, gain))
         tissue[name] = {"slides": len(gain), "gain": median(found) if found else None}
-    return {"set_aside": dict(sorted(aside.items())), "tissue": tissue}
+    return {"excluded": dict(sorted(aside.items())), "tissue": tissue}
 
 
 def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[tuple[int, NDArray[np.bool_]]]:
@@ -272,7 +272,7 @@ def tile_lines(document: dict[str, Any]) -> Lines:
 def quality_lines(row: Mapping[str, Any]) -> Lines:
     """Say what patches of a site were set aside for, and where tissue was not found by saturation."""
     where = Path(row["store"]).parent / "quality.csv"
-    if aside := row["set_aside"]:
+    if aside := row["excluded"]:
         said = ", ".join(f"{n} {kind}" for kind, n in aside.items())
         n = sum(aside.values())
         yield Line(f"  {row['site']}: {n} patches set aside ({said}); by slide: {where}", "yellow")

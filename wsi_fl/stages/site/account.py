@@ -326,7 +326,7 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
 def _of_letters(run: RunFolder) -> bool:
     """Return whether a run that used letters made its heads of them, and did not only start from one."""
     pipeline = load_pipeline(run.path / "config.toml")
-    return pipeline.train.releases and method_for(str(run.manifest["method"]), pipeline).once
+    return pipeline.train.from_released and method_for(str(run.manifest["method"]), pipeline).once
 
 
 def _claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:

@@ -47,7 +47,7 @@ def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
-    wanted = pipeline.model.directions
+    wanted = pipeline.model.projection
     n = wanted if isinstance(wanted, int) else open_directions(study, wanted).n
     kind = pipeline.target.kind
     model = {"private": linear, "proxy": f"{SHARED}:{n}" + (f":{kind}" if kind != "classes" else "")}
@@ -118,12 +118,12 @@ class RunContext:
     @property
     def by_files(self) -> bool:
         """Whether sites take part by what they have released before, whoever carries it."""
-        return self.method.once and self.pipeline.train.releases
+        return self.method.once and self.pipeline.train.from_released
 
     @cached_property
     def releases(self) -> dict[str, ReleasedSums]:
         """The released sums of the sites that have a file here; empty where none are used."""
-        starting = self.method.starts and self.pipeline.train.start == RUN
+        starting = self.method.starts and self.pipeline.train.init_from == RUN
         found = releases_of(self.study, self.sites) if starting or self.by_files else {}
         return {name: one for name, one in found.items() if self.letters is None or name in self.letters}
 

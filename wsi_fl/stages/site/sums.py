@@ -1,4 +1,4 @@
-"""The letters that sites have released once, `releases/<site>.safetensors`: sums of features by column, with noise."""
+"""The letters that sites have released once, `statistics/<site>.safetensors`: sums of features by column, and noise."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Facts(BaseModel):
         data, example: what a row is, as `train.data` and `train.example` say it.
         encoder, n_features: of the features.
         classes: of the labels; of other questions what each output is called.
-        asks: what `[target]` asked, in full; empty for what stores are labelled with.
-        directions, projection: along how many directions features are summed, and the SHA-256 of these.
+        task: what `[target]` asked, in full; empty for what stores are labelled with.
+        dimensions, projection: along how many directions features are summed, and the SHA-256 of these.
         unit, n: what ε protects, and how many of them there are.
         sigma: noise multiplier; 0 without privacy.
         epsilon: of everything that the site has released like this, with `delta` and what it is worth.
@@ -53,8 +53,8 @@ class Facts(BaseModel):
     encoder: str
     n_features: int = Field(ge=1)
     classes: list[str] = Field(min_length=1)
-    asks: str = ""
-    directions: int = Field(ge=1)
+    task: str = ""
+    dimensions: int = Field(ge=1)
     projection: str
     unit: Literal["row", "patient"]
     n: int = Field(ge=1)
@@ -66,10 +66,10 @@ class Facts(BaseModel):
 
     @property
     def columns(self) -> int:
-        """Return how many columns features are summed in; ValidationError when `asks` is no `[target]`."""
+        """Return how many columns features are summed in; ValidationError when `task` is no `[target]`."""
         from wsi_fl.models.shared_head import n_columns  # and with it PyTorch
 
-        asked = Target.model_validate_json(self.asks or "{}")
+        asked = Target.model_validate_json(self.task or "{}")
         return n_columns(len(self.classes), asked.kind)
 
 
@@ -111,9 +111,9 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     try:
         facts = Facts.model_validate(document)
         vector = tensors["sums"].numpy()
-        size = n_sums(facts.columns, facts.directions)
+        size = n_sums(facts.columns, facts.dimensions)
         whole = (
-            facts.directions <= facts.n_features
+            facts.dimensions <= facts.n_features
             and vector.dtype == np.float32
             and vector.shape == (size,)
             and digest(vector) == facts.digest
@@ -148,8 +148,8 @@ def refuse_another_site(facts: Facts, site: str, label: str) -> None:
 def missing_release(study: Study, site: str) -> str:
     """Return in words that a site has no file here, and what to do about it."""
     return (
-        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl release --site {site}` where "
-        "its store is, and copy the file here"
+        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl statistics --site {site}` "
+        "where its store is, and copy the file here"
     )
 
 
@@ -163,8 +163,8 @@ def wanted_of(data: Data) -> dict[str, Any]:
         "encoder": data.inputs()["encoder"],
         "n_features": data.shape.n_features,
         "classes": list(data.classes),
-        "asks": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.asked else "",
-        "directions": directions.n,
+        "task": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.asked else "",
+        "dimensions": directions.n,
         "projection": directions.digest,
         "unit": pipeline.privacy.unit,
     }
@@ -175,15 +175,15 @@ def directions_of(data: Data) -> Directions:
     from wsi_fl.models.directions import random_directions  # and with it PyTorch
 
     assert isinstance(data.shape, Bags | Vectors)
-    wanted, encoder = data.pipeline.model.directions, data.inputs()["encoder"]
+    wanted, encoder = data.pipeline.model.projection, data.inputs()["encoder"]
     if isinstance(wanted, int):
         return random_directions(data.shape.n_features, wanted)
     directions = open_directions(data.study, wanted)
     assert directions.origin is not None
     if any(encoder_differences([directions.origin.encoder, str(encoder)])):
         raise UsageError(
-            f"model.directions = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
-            f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl directions)"
+            f"model.projection = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
+            f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl projection)"
         )
     return directions
 
@@ -200,7 +200,7 @@ def open_directions(study: Study, path: str) -> Directions:
     file = study.resolve(path)
     if not file.exists():
         raise WsiFlError(
-            f"model.directions = {path!r}: no such file; make it with `wsi-fl directions`, or copy it here"
+            f"model.projection = {path!r}: no such file; make it with `wsi-fl projection`, or copy it here"
         )
     return read_directions(file, study.relative(file))
 
@@ -215,7 +215,7 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
         if not alike:
             raise UsageError(
                 f"{label}: sums with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings back, "
-                f"or release anew (wsi-fl release --site {facts.site} --again), which spends the same ε again"
+                f"or release anew (wsi-fl statistics --site {facts.site} --again), which spends the same ε again"
             )
 
 

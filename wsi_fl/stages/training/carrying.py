@@ -1,4 +1,4 @@
-"""Letters that lie at their sites, see `release`, carried by the network in the place of people.
+"""Letters that lie at their sites, see `statistics`, carried by the network in the place of people.
 
 Every site tells which letters lie there. Who lacks another's gets it from that site alone, checks it as a file that
 people have carried, and keeps it as such. The run then rests on the files, as in a study where all of them lie.
@@ -115,14 +115,14 @@ def own_letter(party: RunContext, name: str) -> tuple[ReleasedSums, PrivacyLedge
     label = study.relative(study.release(name))
     if (sums := party.releases.get(name)) is None:
         raise UsageError(
-            f"site {name} has released no letter yet, and this plan sends it; there: `wsi-fl release --site {name}`"
+            f"site {name} has released no letter yet, and this plan sends it; there: `wsi-fl statistics --site {name}`"
         )
     terms = terms_of(site, party.pipeline, guarantee_of(party.method, party.pipeline))
     ledger = open_ledger(study, site, RUN, terms)
     round_ = check_own(ledger, RUN, digest(sums.vector), label)
     if not round_.final:
         raise WsiFlError(
-            f"{label}: the ledger does not say that it may leave; run `wsi-fl release --site {name}`, which spends "
+            f"{label}: the ledger does not say that it may leave; run `wsi-fl statistics --site {name}`, which spends "
             "nothing then"
         )
     if ledger.epsilon() is None and not site.allows("model"):
@@ -139,7 +139,7 @@ def _letter(party: RunContext, name: str) -> str:
     text = b64encode(as_file(sums)).decode()
     if len(text) > _MOST:
         raise WsiFlError(
-            f"the letter of site {name} is too long for a network; copy it to the others' releases/"
+            f"the letter of site {name} is too long for a network; copy it to the others' statistics/"
         )
     ledger.reissue(round_, sums.vector, schema="sums", agreement=party.run.agreement)
     return text

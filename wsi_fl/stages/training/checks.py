@@ -53,10 +53,10 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     if refusal := clash(pipeline, traits_of(row)):
         raise UsageError(refusal)
-    least = pipeline.train.at_least
-    n, alone = len(party.members if party.by_files else sites), stores and pipeline.train.releases
+    least = pipeline.train.min_sites
+    n, alone = len(party.members if party.by_files else sites), stores and pipeline.train.from_released
     if least is not None and not alone and not 2 <= least <= n:
-        raise UsageError(f"train.at_least = {least}: sites learn together from 2 on; there are {n}")
+        raise UsageError(f"train.min_sites = {least}: sites learn together from 2 on; there are {n}")
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)
@@ -191,12 +191,12 @@ def _check_releases(party: RunContext, *, carried: bool) -> None:
         check_letters(party)
         if not party.here:
             raise WsiFlError(f"no site of this run has its store here; {party.names[0]}'s would do")
-    if pipeline.train.start == RUN and row.starts:
+    if pipeline.train.init_from == RUN and row.starts:
         role = "proxy" if row.travels == "proxy" else "private"
         linear = party.kind.linear
         if linear is None or getattr(pipeline.model, role) != linear:
             wanted = repr(linear) if linear else "'linear_head', and train.data = 'features'"
-            raise UsageError(f"train.start = 'oneshot' is for linear heads: set model.{role} = {wanted}")
+            raise UsageError(f"train.init_from = 'oneshot' is for linear heads: set model.{role} = {wanted}")
         if missing := [name for name in party.names if name not in party.releases]:
             raise WsiFlError(missing_release(party.study, missing[0]))
 
@@ -205,16 +205,16 @@ def check_letters(party: RunContext) -> None:
     """Refuse to make heads before as many letters are there as was agreed on; say whose are missing."""
     train, there = party.pipeline.train, len(party.releases)
     missing = [site.name for site in party.members if site.name not in party.releases]
-    n, late = there + len(missing), bool(train.until and date.today().isoformat() > train.until)
-    needed = train.at_least or (1 if late else max(1, n))
+    n, late = there + len(missing), bool(train.deadline and date.today().isoformat() > train.deadline)
+    needed = train.min_sites or (1 if late else max(1, n))
     if needed > n:
-        raise UsageError(f"{needed} letters are needed (train.at_least), but only {n} sites write one")
+        raise UsageError(f"{needed} letters are needed (train.min_sites), but only {n} sites write one")
     if there < needed:
-        waited = f" (awaited until {train.until})" if train.until and not late else ""
+        waited = f" (awaited until {train.deadline})" if train.deadline and not late else ""
         first = missing_release(party.study, missing[0])
         raise WsiFlError(
             f"{there} of {n} letters are there, and {needed} are needed; missing{waited}: {', '.join(missing)}; {first}"
-            + (f", or set train.at_least = {there}" if there else "")
+            + (f", or set train.min_sites = {there}" if there else "")
         )
 
 
@@ -222,22 +222,22 @@ def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
     """Say what is not wrong, and costs something: random directions, letters that miss, unusual `stores`."""
     if stores:
         _tell_of_other_patches(party)
-    if party.method.once and isinstance(party.pipeline.model.directions, int):
+    if party.method.once and isinstance(party.pipeline.model.projection, int):
         say(
             "  features are summed along random directions, which costs a good part of the gain; "
-            "wsi-fl directions finds better ones in public tissue",
+            "wsi-fl projection finds better ones in public tissue",
             style="yellow",
         )
-    keys, asked = party.pipeline.train, party.pipeline.predict.with_
+    keys, asked = party.pipeline.train, party.pipeline.predict.model
     judged = party.task.kind == "classes" or not party.method.keeps_lone or keys.val_fraction
-    if not judged and keys.alone and asked == "auto":
+    if not judged and keys.local_baseline and asked == "auto":
         say(
             "  without validation rows, of train.val_fraction or of the stores, numbers and survival are answered by "
             "the lone model, and ε buys nothing",
             style="yellow",
         )
     if party.by_files and (left := [one.name for one in party.members if one.name not in party.releases]):
-        say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
+        say(f"  not in the sum, for there is no file in statistics/: {', '.join(left)}", style="yellow")
     if party.receivers:
         say(f"  receives the head, releases nothing and pays nothing: {', '.join(party.receivers)}")
 

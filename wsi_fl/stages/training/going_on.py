@@ -120,7 +120,7 @@ def taken_up(study: Study, asked: Asked) -> tuple[RunContext, Summary | None]:
         raise UsageError("--without leaves no site to train")
     finished = finished_in(run)
     if finished is not None:
-        done = {row["site"] for row in finished["sites"]} | set(finished.get("receivers", ()))
+        done = {row["site"] for row in finished["sites"]} | set(finished.get("inference_sites", ()))
         awaited = set(names if run.agreement else party.here)  # a hospital has its own store alone
         return party, finished if awaited - set(without) <= done else None
     return party, None

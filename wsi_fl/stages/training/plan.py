@@ -47,7 +47,7 @@ class _Cost(TypedDict):
     canaries: int
     n_validation: int | None
     epsilon: float | None
-    detection: float | None
+    max_tpr_at_fpr_1pct: float | None
     group: Group | None
     max_epsilon: float | None
     delta: float
@@ -70,7 +70,7 @@ class _Plan(TypedDict):
     pipeline: str
     rounds: int
     examples: str
-    receivers: list[str]
+    inference_sites: list[str]
     seconds: float
     memory_bytes: int
     sites: list[_Cost]
@@ -104,7 +104,7 @@ def dry_run(
         "pipeline": name,
         "rounds": rounds,
         "examples": party.examples,
-        "receivers": [site.name for site in assembled if site.name in party.receivers],
+        "inference_sites": [site.name for site in assembled if site.name in party.receivers],
         # on CPUs the sites share the cores; on GPUs each has its own
         "seconds": sum(seconds) if all(site.device.type == "cpu" for site in paying) else max(seconds),
         "memory_bytes": peak_bytes(),
@@ -141,7 +141,7 @@ def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
         "canaries": site.n_canaries,
         "n_validation": None if terms.lifetime else len(site.validation) if site.validation else 0,
         "epsilon": epsilon(cost, terms.delta) if cost else None,
-        "detection": detection_of(terms.guarantee, cost),
+        "max_tpr_at_fpr_1pct": detection_of(terms.guarantee, cost),
         "group": group_of(site, cost),
         "max_epsilon": terms.max_epsilon,
         "delta": terms.delta,

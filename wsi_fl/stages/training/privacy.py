@@ -66,7 +66,7 @@ def privacy(
     worth = accounting.group_epsilon([mechanism], delta, group) if group else None
     return {
         "epsilon": value if isfinite(value) else None,
-        "detection": accounting.detection([mechanism]) if isfinite(value) else None,
+        "max_tpr_at_fpr_1pct": accounting.detection([mechanism]) if isfinite(value) else None,
         "delta": delta,
         "sigma": mechanism.sigma,
         "sample_rate": mechanism.sample_rate,
@@ -106,8 +106,8 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({_ACCOUNTANTS[document['accountant']]})"
     )
-    if document["detection"] is not None:
-        yield Line(detected(document["detection"], "row"))
+    if document["max_tpr_at_fpr_1pct"] is not None:
+        yield Line(detected(document["max_tpr_at_fpr_1pct"], "row"))
     if document["group"]:
         rows, worth = document["group"]["rows"], document["group"]["epsilon"]
         above = f"more than {accounting.MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"

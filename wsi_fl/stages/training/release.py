@@ -1,6 +1,6 @@
-"""`release`: a site's sums of features, taken, given noise and released once, without any network.
+"""`statistics`: a site's sums of features, taken, given noise and released once, without any network.
 
-`releases/<site>.safetensors` is what may leave, and people may copy it. The order: ledger line, a copy of what was
+`statistics/<site>.safetensors` is what may leave, and people may copy it. The order: ledger line, a copy of what was
 released beside the store, a second line that it may leave, then the file. After a crash before the copy nothing has
 left, and the next release takes the place of the lost one; after it the same numbers are written again. So no crash
 makes a site release two noisy versions. Nor do two studies on one ledger: numbers whose place was taken by another
@@ -63,7 +63,7 @@ def release(study: Study, *, again: bool = False, **which: Unpack[Which]) -> dic
 def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
     """Return one site alone as `oneshot` sees it; its noise has no fixed seed."""
     own = pipeline.changed(
-        train={"releases": False, "folds": None, "fold": None},
+        train={"from_released": False, "folds": None, "fold": None},
         privacy={"insecure_seed": None, "noise": "own"},
     )
     return RunContext.of(study, own.model_copy(update={"sites": [site.name]}), RUN)
@@ -120,7 +120,7 @@ def _letter_of(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
         raise WsiFlError(
             f"site {ledger.site}: its ledger knows a letter that was released, and no copy is here; put "
             f"{study.relative(files[-1])} back (from a backup, or from a site that has it), or spend as much once more "
-            f"with `wsi-fl release --site {ledger.site} --again`"
+            f"with `wsi-fl statistics --site {ledger.site} --again`"
         )
     return next(iter([*by_ledger, *letters]), None)
 
@@ -159,7 +159,7 @@ def _summed(
     party: RunContext, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head that holds the sums of all units, with the noise of the plan."""
-    keys, device, model = party.pipeline.train, device_of_rank(), build_model(party, 0, "proxy")
+    keys, device, model = party.pipeline.train, device_of_rank(), build_model(party, 0, "shared")
     assert isinstance(model, SharedHead)
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
     learner = Learner(
@@ -184,6 +184,6 @@ def releases_lines(document: dict[str, Any]) -> Lines:
             worth = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
         yield Line(f"  {row['site']}: sums over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
     yield Line(
-        "releases may be copied to the other sites' releases/; next: "
-        "wsi-fl train --method oneshot --set train.releases=true"
+        "releases may be copied to the other sites' statistics/; next: "
+        "wsi-fl train --method oneshot --set train.from_released=true"
     )

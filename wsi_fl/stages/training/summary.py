@@ -23,7 +23,7 @@ class _SiteRow(TypedDict):
 
     Attributes:
         rounds: how many it took part in.
-        attended: which: the first and the last round of each stretch.
+        rounds_completed: which: the first and the last round of each stretch.
     """
 
     site: Name
@@ -38,12 +38,12 @@ class _SiteRow(TypedDict):
     batch_size: Count | None
     sigma: Amount | None
     rounds: Round
-    attended: list[Annotated[list[Round], Field(min_length=2, max_length=2)]]
+    rounds_completed: list[Annotated[list[Round], Field(min_length=2, max_length=2)]]
     rejected: Count
     n_train: Count | None
     n_units: Count
     canaries: Count
-    detection: Amount | None
+    max_tpr_at_fpr_1pct: Amount | None
     group: Group | None
 
 
@@ -80,15 +80,15 @@ class Summary(TypedDict):
     Attributes:
         run: its folder, relative to the study.
         sites: what each site has spent and done; receivers have spent nothing.
-        letters: site → beginning of the digest of its letter, where heads were made of files.
+        statistics: site → beginning of the digest of its letter, where heads were made of files.
     """
 
     run: Words
     method: Words
     seconds: Amount
     sites: list[_SiteRow]
-    receivers: list[Name]
-    letters: dict[Name, Words]
+    inference_sites: list[Name]
+    statistics: dict[Name, Words]
     lost: list[Name]
     losses: list[_Loss]
     communication: _Communication
@@ -114,12 +114,12 @@ def row_of(site: Site) -> SummaryRow:
         "batch_size": site.plan.batch_size if site.plan else None,
         "sigma": site.plan.sigma if site.plan else None,
         "rounds": len(took_part),
-        "attended": _stretches(took_part),
+        "rounds_completed": _stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         "n_train": rows_for_others(site),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
-        "detection": site.ledger.detection(),
+        "max_tpr_at_fpr_1pct": site.ledger.detection(),
         "group": None if terms.lifetime else group_of(site),
         "receives": site.receives,
         # time grows with the rows that were drawn, so a real hospital keeps its own
@@ -170,8 +170,8 @@ def summary_of(party: RunContext, rows: Sequence[SummaryRow], seconds: float) ->
         "method": party.name,
         "seconds": max([seconds, *(row["trained_seconds"] or 0.0 for row in rows)]),
         "sites": [_own(row) for row in rows if not row["receives"]],
-        "receivers": [row["site"] for row in rows if row["receives"]],
-        "letters": {name: one.digest[:8] for name, one in party.releases.items()},
+        "inference_sites": [row["site"] for row in rows if row["receives"]],
+        "statistics": {name: one.digest[:8] for name, one in party.releases.items()},
         "lost": [loss["site"] for loss in run.losses()],
         "losses": [cast(_Loss, {key: loss[key] for key in _Loss.__annotations__}) for loss in run.losses()],
         "communication": communication,

@@ -210,13 +210,13 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
             )
             break
         except launch.SitesLost as lost:
-            left, least = len(set(running) - set(lost.reasons)), party.pipeline.train.at_least or 1
+            left, least = len(set(running) - set(lost.reasons)), party.pipeline.train.min_sites or 1
             if not left:
                 raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
             if left < least:
                 gone = ", ".join(lost.reasons)
                 raise WsiFlError(
-                    f"{gone} was lost, and {left} of at least {least} sites are left (train.at_least); continue with "
+                    f"{gone} was lost, and {left} of at least {least} sites are left (train.min_sites); continue with "
                     f"`{again}`"
                 ) from None
             for name, reason in lost.reasons.items():
@@ -234,9 +234,9 @@ def summary_lines(summary: Summary, again: str = "") -> Lines:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
         yield Line(f"  {found}")
-    for name in summary.get("receivers", ()):
+    for name in summary.get("inference_sites", ()):
         yield Line(f"  {name}: receives; it released nothing and paid nothing")
-    if digests := summary.get("letters"):
+    if digests := summary.get("statistics"):
         yield Line(f"  made of {len(digests)} letters: {letters(digests)}")
     c = summary["communication"]
     yield Line(

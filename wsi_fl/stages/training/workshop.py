@@ -32,7 +32,7 @@ from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.units import Canaries, Units, canaries, tossed
-from wsi_fl.learning.validation import LONE, held_out, require_names
+from wsi_fl.learning.validation import COMMON, LONE, STACK, held_out, require_names
 from wsi_fl.models import HUB, Start, build, parameters_digest, schema, started_from
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
@@ -74,7 +74,7 @@ def schedule_of(party: RunContext) -> Schedule:
         self_weight=pipeline.topology.self_weight,
         make_augment=partial(augmentation, train.augment) if party.kind.of_images else lambda _: None,
         graph=graph_of(party),
-        answer=pipeline.predict.with_,
+        answer=pipeline.predict.model,
         reset_optimizer=train.optimizer_after_exchange == "reset",
         insecure_seed=pipeline.privacy.insecure_seed,
         colluding=pipeline.privacy.colluding if shared else None,
@@ -103,9 +103,9 @@ def build_site(party: RunContext, index: int) -> Site:
     canaries = agreed_canaries(party, name)
     account = open_account(party, index, units, canaries.included if canaries else None)
     make = _learners_of(party, index, device, account.plan, train)
-    roles = {role: one for role, one in party.method.learners.items() if role == "proxy" or not data.receives}
+    roles = {role: one for role, one in party.method.learners.items() if role in COMMON or not data.receives}
     learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
-    if party.method.keeps_lone and pipeline.train.alone:
+    if party.method.keeps_lone and pipeline.train.local_baseline:
         learners[LONE] = make(LONE, dp=False)
     site = Site(
         index=index,
@@ -128,7 +128,7 @@ def build_site(party: RunContext, index: int) -> Site:
     if party.method.once:
         from wsi_fl.learning.local import know_rows  # and with it Opacus
 
-        know_rows(site.learners["proxy"], site.train)
+        know_rows(site.learners["shared"], site.train)
     if party.releases:
         _bring_released(party, site)
     if buffer := party.method.share("buffer"):
@@ -152,12 +152,12 @@ def brought(site: Site, party: RunContext) -> Brought:
         "weights": started_from(site.learners[travels].model) if travels else "",
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
-        "receivers": party.receivers,
+        "inference_sites": party.receivers,
         "graph": _graph_digest(party),
-        "directions": directions_of(data).digest if party.method.once else None,
+        "projection": directions_of(data).digest if party.method.once else None,
         "buffer": [value_of(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
-        "releases": {name: released.digest for name, released in party.releases.items()},
+        "statistics": {name: released.digest for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
         "units": site.units.n,
@@ -257,7 +257,7 @@ def remember(site: Site) -> None:
         coins = "".join("1" if coin else "0" for coin in found.included)
         folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
     if site.tuned is not None:
-        folder.keep("tuned", site.tuned)
+        folder.keep("tuning", site.tuned)
     if site.buffer is not None and folder.buffer() is None:
         folder.remember_buffer(site.buffer.values, site.buffer.provenance)
 
@@ -297,7 +297,7 @@ def _validated(party: RunContext, data: Data) -> TrainingPart:
     pipeline, train = party.pipeline, _training(data)
     eligible = data.eligible()
     units = units_of(pipeline, eligible.patient, data.site).only(eligible.training)
-    if "proxy" not in party.method.learners and not party.method.keeps_lone:
+    if not {*COMMON} & party.method.learners.keys() and not party.method.keeps_lone:
         return TrainingPart(train, None, units)
     validation = data.examples("val")
     if not len(validation) and pipeline.train.val_fraction:
@@ -311,11 +311,15 @@ def _validated(party: RunContext, data: Data) -> TrainingPart:
             )
         validation = subset(train, np.flatnonzero(held))
         train, units = subset(train, np.flatnonzero(~held)), units.only(np.flatnonzero(~held))
-    known = pipeline.train.alone or (pipeline.train.tune and pipeline.privacy.noisy) or party.method.once
-    if pipeline.predict.with_ == "stack" and not known and not len(validation):
+    if party.method.once and pipeline.predict.model == "proxy":
+        raise UsageError("oneshot: the head that all sites share is called so: predict.model = 'shared'")
+    known = (
+        pipeline.train.local_baseline or (pipeline.train.tune and pipeline.privacy.noisy) or party.method.once
+    )
+    if pipeline.predict.model == STACK and not known and not len(validation):
         raise UsageError(
-            "predict.with = 'stack' needs a model that is the site's alone, or rows that no model was trained on; set "
-            "train.alone=true, or train.val_fraction=0.15, or tile with a validation split"
+            "predict.model = 'ensemble' needs a model that is the site's alone, or rows that no model was trained on; "
+            "set train.local_baseline=true, or train.val_fraction=0.15, or tile with a validation split"
         )
     return TrainingPart(train, validation if len(validation) else None, units)
 
@@ -328,8 +332,8 @@ def build_model(
     common: bool = False,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> nn.Module:
-    """Return a model of a site: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
-    site, pipeline, private = party.sites[index], party.pipeline, role != "proxy" and not common
+    """Return a model of a site: everybody's kind and seed for a role in COMMON or if `common`, else the site's own."""
+    site, pipeline, private = party.sites[index], party.pipeline, role not in COMMON and not common
     data = party.data(site.name)
     kind = architecture(site, pipeline, role, common=common)
     try:
@@ -366,7 +370,7 @@ def start_of(pipeline: Pipeline, study: Study | None = None) -> Start | None:
 
 def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
     """The name of the model that a role has at a site."""
-    if role == "proxy":
+    if role in COMMON:
         return pipeline.model.proxy
     return pipeline.model.private if common else (site.private_model or pipeline.model.private)
 
@@ -527,7 +531,7 @@ def _bring_released(party: RunContext, site: Site) -> None:
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
     wanted = wanted_of(data)
     if party.by_files:
-        head = learners["proxy"].model
+        head = learners["shared"].model
     else:
         assert isinstance(data.shape, Bags | Vectors)
         patients, directions = of_patients(party.pipeline), directions_of(data)
@@ -547,7 +551,7 @@ def _bring_released(party: RunContext, site: Site) -> None:
             letter = torch.from_numpy(own.vector).double()
             k = len(letter) - own.facts.columns
             head.hold(letter[:k], letter[:k], letter[k:])
-        learners["proxy"].load_vector(mean, n_sites=n)
+        learners["shared"].load_vector(mean, n_sites=n)
         return
     assert party.method.travels is not None
     learner = learners[party.method.travels]
