@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.demo.phantom.tiff import TILE_PX, Level, jpeg_tiles, write_levels
+from wsi_fl.demo.phantom.tiff import TILE_PX, Level, encode_tiles, write_levels
 
 
 def write_big_slide(
@@ -41,13 +41,9 @@ def write_big_slide(
         while True:
             repeats = tile_px // math.gcd(level.shape[0], tile_px)
             level = np.tile(level, (repeats, repeats, 1))
-            tiles = list(jpeg_tiles(level, quality, tile_px))
+            tiles = list(encode_tiles(level, quality, tile_px))
             period, n = level.shape[0] // tile_px, range(-(-extent // tile_px))
-            yield (
-                extent,
-                extent,
-                (tiles[row % period * period + column % period] for row in n for column in n),
-            )
+            yield (extent, extent, (tiles[row % period * period + column % period] for row in n for column in n))
             if extent <= tile_px:
                 break
             level, extent = np.asarray(Image.fromarray(level).reduce(2)), extent // 2

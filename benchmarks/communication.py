@@ -26,12 +26,12 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
-from wsi_fl.federation.mixing import PushSum, mix
-from wsi_fl.federation.topology import Matrix, Topology, exponential, receivers, senders, star
-from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.federation.mixing import PushSum, mix_states
+from wsi_fl.federation.topology import Matrix, Topology, exponential, list_receivers, list_senders, star
+from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.report.figures import palette, png_style
+from wsi_fl.report.figures import build_png_style, load_palette
 
 GRAPHS: dict[str, Topology] = {"star": star, "exponential": exponential}
 SCHEMA = "00" * 32
@@ -60,18 +60,16 @@ class Link:
 
 def hop_of(sites: list[Site], comm: LocalComm, matrix: Matrix, round_: int, hop: int) -> float:
     """Sends P·(x, w) and adds up what arrives; returns the seconds of both, ledgers left out."""
-    releases = {
-        k: _release(site, round_, hop) for k, site in enumerate(sites) if hop == 0 or receivers(matrix, k)
-    }
+    releases = {k: _release(site, round_, hop) for k, site in enumerate(sites) if hop == 0 or list_receivers(matrix, k)}
     outgoing = [
-        Outgoing(k, to, float(matrix[to, k]), r) for k, r in releases.items() for to in receivers(matrix, k)
+        Outgoing(k, to, float(matrix[to, k]), r) for k, r in releases.items() for to in list_receivers(matrix, k)
     ]
-    expected = [(sender, k) for k in range(len(sites)) for sender in senders(matrix, k)]
+    expected = [(sender, k) for k in range(len(sites)) for sender in list_senders(matrix, k)]
     began = time.perf_counter()
     arrived = comm.exchange(outgoing, expected, round_=round_, hop=hop, size=sites[0].push.x.size)
     for k, site in enumerate(sites):
         mine = [PushSum(np.asarray(m.vector, np.float32), m.weight) for m in arrived if m.receiver == k]
-        site.push = mix(site.push, float(matrix[k, k]), mine)
+        site.push = mix_states(site.push, float(matrix[k, k]), mine)
     return time.perf_counter() - began
 
 
@@ -79,7 +77,7 @@ def _release(site: Site, round_: int, hop: int) -> Release:
     """What a site trained in the first hop, what it holds by then in a further one."""
     x, w = site.push.x, site.push.w
     if hop:
-        return site.ledger.relay(round_, x, own=site.own, schema=SCHEMA, weight=w)
+        return site.ledger.relay_mixture(round_, x, own_sha256=site.own, schema=SCHEMA, weight=w)
     made = site.ledger.release(round_, x, schema=SCHEMA, weight=w, mechanism=None, content="model")
     site.own = made.digest
     return made
@@ -88,7 +86,7 @@ def _release(site: Site, round_: int, hop: int) -> Release:
 def messages_handled(hops: list[Matrix]) -> int:
     """The most messages any site sends or receives in a round, hop after hop."""
     n = len(hops[0])
-    return sum(max(len(receivers(hop, k)) + len(senders(hop, k)) for k in range(n)) for hop in hops)
+    return sum(max(len(list_receivers(hop, k)) + len(list_senders(hop, k)) for k in range(n)) for hop in hops)
 
 
 def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Link) -> dict[str, Any]:
@@ -99,7 +97,7 @@ def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Lin
         sites = [
             Site(
                 PrivacyLedger(
-                    Path(folder) / f"{k}.jsonl", site=str(k), run="r", terms=Terms(1e-5, allow=("model",))
+                    Path(folder) / f"{k}.jsonl", site=str(k), run="r", terms=PrivacyTerms(1e-5, allow=("model",))
                 ),
                 PushSum(rng.normal(size=n_parameters).astype(np.float32), 1.0),
             )
@@ -109,7 +107,7 @@ def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Lin
         for round_ in range(1, rounds + 1):
             hops = GRAPHS[graph](n_sites, round_ - 1, 0.0)
             seconds.append(sum(hop_of(sites, comm, matrix, round_, hop) for hop, matrix in enumerate(hops)))
-    sent = [comm.traffic[k].since(before[k]) for k in range(n_sites)]
+    sent = [comm.traffic[k].traffic_since(before[k]) for k in range(n_sites)]
     sent_bytes = sorted(tally.bytes / rounds for tally in sent)
     handled = messages_handled(hops)
     return {
@@ -126,17 +124,7 @@ def measured(graph: str, n_sites: int, n_parameters: int, rounds: int, link: Lin
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    heads = (
-        "graph",
-        "sites",
-        "messages",
-        "MB in all",
-        "MB hub",
-        "MB others",
-        "lockstep ms",
-        "handled",
-        "modelled ms",
-    )
+    heads = ("graph", "sites", "messages", "MB in all", "MB hub", "MB others", "lockstep ms", "handled", "modelled ms")
     print("".join(f"{head:>13}" for head in heads))
     for row in rows:
         numbers = (
@@ -151,7 +139,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def draw(path: Path, rows: list[dict[str, Any]], link: Link) -> None:
     """Modelled and measured time of a round, bytes of the busiest site and of all: log-log."""
-    colors = palette()
+    colors = load_palette()
     shown = (
         (
             "modelled_seconds",
@@ -162,15 +150,13 @@ def draw(path: Path, rows: list[dict[str, Any]], link: Link) -> None:
         ("busiest_bytes", "Sent per round by the\nbusiest site, MB", 1e6),
         ("bytes", "Sent per round by\nall sites, MB", 1e6),
     )
-    with mpl.rc_context(png_style()):
+    with mpl.rc_context(build_png_style()):
         figure = Figure(figsize=(13, 3.6), layout="constrained")
         for axes, (key, title, unit) in zip(figure.subplots(1, 4), shown, strict=True):
             for color, graph in zip(("s1", "s0"), GRAPHS, strict=True):
                 mine = [row for row in rows if row["graph"] == graph]
                 x, y = [row["n_sites"] for row in mine], [row[key] / unit for row in mine]
-                axes.plot(
-                    x, y, marker="o" if graph == "star" else "s", ms=5, color=colors[color], label=graph
-                )
+                axes.plot(x, y, marker="o" if graph == "star" else "s", ms=5, color=colors[color], label=graph)
             _log_axes(axes, sorted({row["n_sites"] for row in rows}), title)
         figure.axes[0].legend(frameon=False, loc="upper left")
         figure.savefig(path)
@@ -189,9 +175,7 @@ def _log_axes(axes: Axes, n_sites: list[int], title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=199_210, help="floats of the model that travels")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=6)

@@ -20,20 +20,20 @@ import torch
 
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.ddpm import Sampling, drawn
+from wsi_fl.synthesis.ddpm import Sampling, draw_images
 from wsi_fl.synthesis.stages.check import quality_of
 from wsi_fl.synthesis.stages.ddpm import KIND, load_denoiser
 from wsi_fl.synthesis.stages.kinds import HELD_OUT, pictures_of
-from wsi_fl.synthesis.state import balanced_labels
+from wsi_fl.synthesis.state import balance_labels
 
 
 def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None) -> dict[str, Any]:
     """Both samplers on the same labels and seed, one batch each."""
     study = Study.find()
-    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+    pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
     denoiser = load_denoiser(KIND.trained(study, site)[0])
     shape = denoiser.shape
-    labels = balanced_labels(shape.n_classes, -(-n // shape.n_classes))
+    labels = balance_labels(shape.n_classes, -(-n // shape.n_classes))
     rows: dict[str, Any] = {}
     sets = {}
     for name, sampling in (
@@ -42,7 +42,7 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
         (f"ddpm {shape.chain}", Sampling("ddpm", shape.chain, batch_size=n)),
     ):
         began = time.perf_counter()
-        sets[name] = torch.cat(list(drawn(denoiser, labels, sampling, seed=0)))
+        sets[name] = torch.cat(list(draw_images(denoiser, labels, sampling, seed=0)))
         rows[name] = {"seconds": time.perf_counter() - began}
     with open_store(study, site) as store:
         held_out = pictures_of(store, shape.resolution, *HELD_OUT).images
@@ -53,19 +53,11 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
         rows[name] |= quality.get(name, {})
     whole = rows[f"ddpm {shape.chain}"]["seconds"]
     ratios = {name: whole / row["seconds"] for name, row in rows.items()}
-    return {
-        "n": len(labels),
-        "rows": rows,
-        "faster": ratios,
-        "training": quality.get("training"),
-        "note": note,
-    }
+    return {"n": len(labels), "rows": rows, "faster": ratios, "training": quality.get("training"), "note": note}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", required=True)
     parser.add_argument("--n", type=int, default=24)
     parser.add_argument("--pipeline")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.models import build
-from wsi_fl.models.mil import deepset
+from wsi_fl.models import create_model
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import Images, WsiFlError
@@ -45,9 +45,9 @@ def make(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     shape = SHAPES[name]
     if name == "deepset":
         torch.manual_seed(0)
-        model = deepset(N_CLASSES, shape[-1] - 1)
+        model = build_deepset(N_CLASSES, shape[-1] - 1)
     else:
-        model = build(name, n_classes=N_CLASSES, shape=Images(shape[1], shape[-1]), seed=0)
+        model = create_model(name, n_classes=N_CLASSES, shape=Images(shape[1], shape[-1]), seed=0)
     model.to(DEVICE)
     return model, torch.optim.Adam(model.parameters(), lr=1e-4)
 
@@ -68,7 +68,7 @@ def plain_step(name: str, x: Tensor, y: Tensor) -> Callable[[], object]:
 def private_step(name: str, engine: str, x: Tensor, y: Tensor) -> Callable[[], object]:
     model, optimizer = make(name)
     trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=len(x), engine=engine)
-    noise = CipherStream.fresh()
+    noise = CipherStream.from_entropy()
     return lambda: trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise)
 
 
@@ -100,15 +100,7 @@ def compare(name: str, engines: Sequence[str], repeats: int) -> list[dict[str, o
         times = 3 if seconds(private) > SLOW_S else repeats
         pairs = [(seconds(plain), seconds(private)) for _ in range(times)]
         base, cost = (1e3 * median(column) for column in zip(*pairs, strict=True))
-        rows.append(
-            {
-                "model": name,
-                "engine": engine,
-                "plain_ms": base,
-                "dp_ms": cost,
-                "ratio": cost / base,
-            }
-        )
+        rows.append({"model": name, "engine": engine, "plain_ms": base, "dp_ms": cost, "ratio": cost / base})
     return rows
 
 

@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 
 from wsi_fl.demo import phantom
 from wsi_fl.models.encoder import Encoder
-from wsi_fl.stages.prepare.bags import features, mosaic
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.prepare.bags import make_features, make_mosaics
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 
@@ -36,18 +36,16 @@ SITE, PATIENTS, MPP = "C1", 5, 1.0
 
 def study_of(folder: Path, size_px: int, slide_px: int) -> Study:
     """Return a study of ten painted slides, tiled."""
-    archive = phantom.paint_archive(
-        folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px
-    )
-    init(folder / "study", archive=archive)
+    archive = phantom.simulate_archive(folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px)
+    init_study(folder / "study", archive=archive)
     study = Study(folder / "study")
     keys = {"size_px": size_px, "stride_px": size_px, "mpp": MPP, "min_tissue": 0.1, "balance": "false"}
-    tile(study, site=SITE, overrides=[f"tile.{key}={value}" for key, value in keys.items()])
+    tile_slides(study, site=SITE, overrides=[f"tile.{key}={value}" for key, value in keys.items()])
     return study
 
 
 def patches_by_slide(study: Study) -> list[NDArray[np.uint8]]:
-    with PatchStore(study.store(SITE)) as store:
+    with PatchStore(study.store_path(SITE)) as store:
         return [store.read(np.flatnonzero(store.table.slide == slide)) for slide in store.slides]
 
 
@@ -63,7 +61,7 @@ def bare_rate(slides: list[NDArray[np.uint8]], encoder: Encoder, size: int) -> f
 def rate_of(study: Study, command: Callable[..., Mapping[str, Any]], overrides: list[str]) -> float:
     """Run a command of which nothing is made yet; return patches per second."""
     for name in ("features", "mosaics"):
-        shutil.rmtree(study.store(SITE).parent / name, ignore_errors=True)
+        shutil.rmtree(study.store_path(SITE).parent / name, ignore_errors=True)
     began = time.perf_counter()
     (row,) = command(study, site=SITE, overrides=overrides)["sites"]
     return float(row["patches"]) / (time.perf_counter() - began)
@@ -96,20 +94,18 @@ def main() -> None:
             "fraction": 1,
         }
         overrides = [f"mosaic.{key}={value}" for key, value in keys.items()]
-        pipeline = study.pipeline(study.pipeline_name(None), overrides)
-        encoder = encoder_of(study, pipeline, "mosaic", torch.get_num_threads())
+        pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
+        encoder = load_encoder(study, pipeline, "mosaic", torch.get_num_threads())
         slides = patches_by_slide(study)
-        n, size = sum(map(len, slides)), encoder.batch_of(args.size_px)
+        n, size = sum(map(len, slides)), encoder.batch_size_for(args.size_px)
         bare_rate(slides[:1], encoder, size)
         rates: dict[str, list[float]] = {"encoder alone": [], "features": [], "mosaic": []}
         for _ in range(args.rounds):
             rates["encoder alone"].append(bare_rate(slides, encoder, size))
-            rates["features"].append(rate_of(study, features, overrides))
-            rates["mosaic"].append(rate_of(study, mosaic, overrides))
+            rates["features"].append(rate_of(study, make_features, overrides))
+            rates["mosaic"].append(rate_of(study, make_mosaics, overrides))
     threads = f"{torch.get_num_threads()} threads" if encoder.device.type == "cpu" else str(encoder.device)
-    print(
-        f"{args.encoder} on {threads}: {len(slides)} slides, {n} patches of {args.size_px} px, batches of {size}"
-    )
+    print(f"{args.encoder} on {threads}: {len(slides)} slides, {n} patches of {args.size_px} px, batches of {size}")
     alone = max(rates["encoder alone"])
     for command, found in rates.items():
         print(f"{command:<16}{max(found):9.1f} patches/s, ratio {max(found) / alone:.3f}")

@@ -21,8 +21,8 @@ from big_slide import write_big_slide
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
-from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
+from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.slides.reading.sweep import read_patches
@@ -49,7 +49,7 @@ def patches_read(
 
 def seconds(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> float:
     began = time.perf_counter()
-    encode(batches, encoder)
+    encode_batches(batches, encoder)
     return time.perf_counter() - began
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         folder = Path(name)
         encoder = encoder_of(args.encoder, args.weights, folder, args.batch_size)
         path = folder / "slide.tif"
-        block = paint_slide(plan_slides(1, 1, 2048, 0)[1])
+        block = simulate_slide(plan_slides(1, 1, 2048, 0)[1])
         side = args.size_px * (int(args.patches**0.5) + 1)
         write_big_slide(path, block, MPP, size_px=-(-side // 2048) * 2048, tile_px=256, quality=87)
         record = SlideRecord(path, path.stem, "p", "A", "negative", False)
@@ -83,7 +83,7 @@ def main() -> None:
             xy = grid_positions(slide.size_l0, spec, slide.mpp)[: args.patches]
         reader = cast(Reader, args.reader)
         loaded = np.concatenate(list(patches_read(record, xy, spec, reader)))
-        size = encoder.batch_of(args.size_px)
+        size = encoder.batch_size_for(args.size_px)
         batches = [loaded[k : k + size] for k in range(0, len(loaded), size)]
         bare_seconds(batches[:1], encoder)
         alone, together = [], []

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from wsi_fl.learning.examples import Examples, batches
-from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step
-from wsi_fl.models import build
-from wsi_fl.models.encoder import Encoder, encode, preset_model
+from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_supervised_step
+from wsi_fl.models import create_model
+from wsi_fl.models.encoder import Encoder, build_preset_model, encode_batches
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import Images
@@ -73,7 +73,7 @@ def random_encoder(name: str, folder: Path, batch_size: int) -> Encoder:
     """Return a preset with random weights."""
     path = folder / f"{name}.safetensors"
     if not path.exists():
-        network = preset_model(PRESETS[name]).to_empty(device=DEVICE)
+        network = build_preset_model(PRESETS[name]).to_empty(device=DEVICE)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.normal_(0, 0.02)
@@ -85,18 +85,18 @@ def of_encoder(name: str, folder: Path, n: int, batch_size: int) -> dict[str, An
     """Measure `encode` on n patches that lie in memory, and its network on those that lie on the device."""
     encoder = random_encoder(name, folder, batch_size)
     generator = np.random.default_rng(0)
-    size = encoder.batch_of(PX)
+    size = encoder.batch_size_for(PX)
     some = generator.integers(0, 256, (size, PX, PX, 3)).astype(np.uint8)
     n_batches = max(3, n // size)
     there = torch.from_numpy(some).to(DEVICE)
 
     def bare(network: Callable[[torch.Tensor], object] = encoder.network) -> None:
-        with torch.inference_mode(), encoder.precision():
+        with torch.inference_mode(), encoder.autocast_context():
             for _ in range(n_batches):
                 network(there)
 
     def loop() -> None:
-        encode(repeat(some, n_batches), encoder)
+        encode_batches(repeat(some, n_batches), encoder)
 
     for work in (bare, loop):
         work()
@@ -119,27 +119,27 @@ def of_training(
     kind: str, limit_s: float, *, dp: bool = False, bfloat16: bool = False, model: str = "resnet18"
 ) -> dict[str, Any]:
     """Measure training steps on patches that lie in memory, and the same step on a batch that lies on the device."""
-    network = build(model, n_classes=2, shape=Images(3, TRAIN_PX), seed=0)
+    network = create_model(model, n_classes=2, shape=Images(3, TRAIN_PX), seed=0)
     settings = DPSettings(sigma=1.0, clip=0.7, batch_size=TRAIN_BATCH) if dp else None
     learner = Learner(network, lr=1e-4, weight_decay=0.0, device=DEVICE, dp=settings, bfloat16=bfloat16)
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (256, TRAIN_PX, TRAIN_PX, 3)).astype(np.uint8)
-    examples = Examples.of(pixels, np.arange(256) % 2)
-    noise = CipherStream.fresh()
+    examples = Examples.from_arrays(pixels, np.arange(256) % 2)
+    noise = CipherStream.from_entropy()
 
     def rows(n: int) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
         for _ in range(n):
             yield generator.choice(256, TRAIN_BATCH, replace=False)
 
     def loop(n: int) -> None:
-        for batch in batches(examples, rows(n), augment=None, device=DEVICE):
-            supervised_step(learner, batch, noise)
+        for batch in load_batches(examples, rows(n), augment=None, device=DEVICE):
+            take_supervised_step(learner, batch, noise)
 
-    x, y = next(iter(batches(examples, rows(1), augment=None, device=DEVICE)))
+    x, y = next(iter(load_batches(examples, rows(1), augment=None, device=DEVICE)))
 
     def bare(n: int) -> None:
         for _ in range(n):
-            supervised_step(learner, (x, y), noise)
+            take_supervised_step(learner, (x, y), noise)
 
     loop(3)
     n = max(3, min(100, int(limit_s / max(seconds(lambda: bare(3)) / 3, 1e-4))))
@@ -154,16 +154,16 @@ def of_training(
 
 def of_prediction(limit_s: float) -> dict[str, Any]:
     """Measure what `evaluate` does."""
-    network = build("resnet18", n_classes=2, shape=Images(3, TRAIN_PX), seed=0).to(DEVICE).eval()
+    network = create_model("resnet18", n_classes=2, shape=Images(3, TRAIN_PX), seed=0).to(DEVICE).eval()
     n = 512 if DEVICE.type == "cuda" else 32
     pixels = np.random.default_rng(0).integers(0, 256, (n, TRAIN_PX, TRAIN_PX, 3)).astype(np.uint8)
-    examples = Examples.of(pixels, np.zeros(n))
+    examples = Examples.from_arrays(pixels, np.zeros(n))
 
     def loop() -> None:
         with torch.no_grad():
-            probabilities(network, examples, DEVICE, TRAIN_BATCH)
+            predict_examples(network, examples, DEVICE, TRAIN_BATCH)
 
-    x, _ = next(iter(batches(examples, iter([np.arange(TRAIN_BATCH)]), augment=None, device=DEVICE)))
+    x, _ = next(iter(load_batches(examples, iter([np.arange(TRAIN_BATCH)]), augment=None, device=DEVICE)))
 
     def bare() -> None:
         with torch.no_grad():
@@ -182,7 +182,7 @@ def of_prediction(limit_s: float) -> dict[str, Any]:
 
 def of_noise() -> dict[str, Any]:
     """Measure the cipher's normal numbers on the device."""
-    noise, n = CipherStream.fresh(), 11_000_000
+    noise, n = CipherStream.from_entropy(), 11_000_000
     there = torch.zeros(n, device=DEVICE)
     noise.add_normal([there], 1.0)
     return {

@@ -37,14 +37,14 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
-from wsi_fl.hospitals.demo import Children, Place, children, free_port
-from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.demo import ChildProcesses, DemoMachine, child_processes, find_free_port
+from wsi_fl.hospitals.lines.folder_line import FolderTransport
+from wsi_fl.hospitals.lines.relayed import SecureComm
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import Letter, Writer
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.hospitals.trust.letters import MessageSealer, SealedMessage
+from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.system.files import read_lines
 
@@ -115,17 +115,17 @@ def mpi(megabytes: float, repeats: int) -> dict[str, Any]:
 
 def letters(identities: Sequence[Identity], megabytes: float, repeats: int) -> dict[str, Any]:
     """Seconds of making and of opening a letter, and the bytes that it has beside its content."""
-    sender, receiver = Writer(identities[0]), Writer(identities[1])
+    sender, receiver = MessageSealer(identities[0]), MessageSealer(identities[1])
     content = np.random.default_rng(0).bytes(int(megabytes * 1e6))
-    holder = Letter.read(sender.hello(_hello(sender), "")).hello(identities[1].root)[1]
+    holder = SealedMessage.read(sender.write_handshake(_hello(sender), "")).read_handshake(identities[1].root)[1]
     make: list[float] = []
     open_: list[float] = []
     for _ in range(repeats):
         began = time.perf_counter()
-        text = sender.letter(identities[1].name, receiver.public, "0" * 64, "x1.0", [content])
+        text = sender.seal_message(identities[1].name, receiver.public, "0" * 64, "x1.0", [content])
         made = time.perf_counter()
-        letter = Letter.read(text)
-        letter.check(holder)
+        letter = SealedMessage.read(text)
+        letter.verify_sender(holder)
         opened = receiver.open(letter)
         open_.append(time.perf_counter() - made)
         make.append(made - began)
@@ -133,7 +133,7 @@ def letters(identities: Sequence[Identity], megabytes: float, repeats: int) -> d
     return {"make": median(make), "open": median(open_), "added_bytes": len(text) - len(content)}
 
 
-def _hello(writer: Writer) -> Any:
+def _hello(writer: MessageSealer) -> Any:
     return {
         "certificate": writer.identity.certificate,
         "public": writer.public,
@@ -165,22 +165,20 @@ def folder(root: Path, megabytes: float, repeats: int) -> dict[str, Any]:
 
 def _by_folder(root: Path, megabytes: float, repeats: int, name: str, barrier: Barrier, queue: Any) -> None:
     """One site: an exchange in each repeat, after all have come so far."""
-    identity, me = Kit.open(root.parent / "kits" / name).identity(), SITES.index(name)
-    line = FolderLine(str(root), name, "0" * 64)
-    comm = RelayedComm(identity, SITES, tuple(range(len(SITES))), line, 300.0)
+    identity, me = Kit.open(root.parent / "kits" / name).load_identity(), SITES.index(name)
+    line = FolderTransport(str(root), name, "0" * 64)
+    comm = SecureComm(identity, SITES, tuple(range(len(SITES))), line, 300.0)
     ledger = PrivacyLedger(root.parent / f"{name}.jsonl", site=name, run="r", terms=_TERMS)
     vector = np.random.default_rng(me).standard_normal(int(megabytes * 1e6 / 4), np.float32)
     right, left = (me + 1) % len(SITES), (me - 1) % len(SITES)
-    seconds, before = [], comm.line_bytes
+    seconds, before = [], comm.sent_bytes
     for round_ in range(1, repeats + WARM_UP + 1):
         release = ledger.release(round_, vector, schema="ab" * 32, mechanism=None, content="model")
         barrier.wait()
         began = time.perf_counter()
-        comm.exchange(
-            [Outgoing(me, right, 1.0, release)], [(left, me)], round_=round_, hop=0, size=vector.size
-        )
+        comm.exchange([Outgoing(me, right, 1.0, release)], [(left, me)], round_=round_, hop=0, size=vector.size)
         seconds.append(time.perf_counter() - began)
-    sent = (comm.line_bytes - before) / len(seconds)
+    sent = (comm.sent_bytes - before) / len(seconds)
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
     barrier.wait()
@@ -188,7 +186,7 @@ def _by_folder(root: Path, megabytes: float, repeats: int, name: str, barrier: B
     queue.put({"seconds": seconds, "sent_bytes": sent, "peak_mb": peak})
 
 
-_TERMS = Terms(1e-5, allow=("model",))
+_TERMS = PrivacyTerms(1e-5, allow=("model",))
 
 
 # the same run over MPI and over FLARE
@@ -199,13 +197,13 @@ def runs(root: Path, rounds: int) -> dict[str, Any]:
     root.mkdir()
     whole, settings = root / "whole", [*SETTINGS, f"train.rounds={rounds}"]
     overrides = [word for setting in settings for word in ("--set", setting)]
-    address = f"localhost:{free_port()}"
-    provision(root / "kits", federation="bench", server=address, sites=SITES)
+    address = f"localhost:{find_free_port()}"
+    provision_federation(root / "kits", federation="bench", server=address, sites=SITES)
     kits = {name: root / "kits" / name for name in (*SITES, "server", "coordinator")}
-    with children() as crew:
+    with child_processes() as crew:
         _divide(crew, whole)
         places = {name: _hospital(root, whole, name) for name in SITES}
-        bench = Place("bench", root, whole)
+        bench = DemoMachine("bench", root, whole)
         common = ["--method", "proxyfl", "--pipeline", "mnist", *overrides]
         over_mpi = _measured([whole] * len(SITES), crew.run(bench, "train", *common)["run"])
         plan = root / "plan.json"
@@ -213,27 +211,27 @@ def runs(root: Path, rounds: int) -> dict[str, Any]:
         crew.run(first, "federation", "plan", *common, "--out", plan)
         for name, place in places.items():
             crew.run(place, "federation", "approve", plan, "--kit", kits[name], "--yes")
-        crew.start(Place("server", kits["server"], kits["server"]), "federation", "start", kits["server"])
+        crew.start_server(DemoMachine("server", kits["server"], kits["server"]), "federation", "start", kits["server"])
         for name, place in places.items():
-            crew.start(place, "federation", "start", kits[name])
+            crew.start_server(place, "federation", "start", kits[name])
         said = crew.run(bench, "federation", "submit", "--kit", kits["coordinator"], "--plan", plan)
-        over_flare = _measured([places[name].here for name in SITES], said["run"])
+        over_flare = _measured([places[name].working_folder for name in SITES], said["run"])
     return {"mpi": over_mpi, "flare": over_flare}
 
 
-def _divide(crew: Children, whole: Path) -> None:
+def _divide(crew: ChildProcesses, whole: Path) -> None:
     """A study of four simulated sites, with a few noisy pictures each."""
     rng = np.random.default_rng(0)
     n = 12 * len(SITES)
     whole.mkdir()
     images, labels = rng.integers(0, 256, (n, 32, 32, 3), np.uint8), np.arange(n) % 2
     np.savez(whole / "data.npz", x=images, y=labels)
-    place = Place("bench", whole, whole)
+    place = DemoMachine("bench", whole, whole)
     crew.run(place, "init", ".")
     crew.run(place, "partition", "data.npz", "--sites", str(len(SITES)))
 
 
-def _hospital(root: Path, whole: Path, name: str) -> Place:
+def _hospital(root: Path, whole: Path, name: str) -> DemoMachine:
     """The place of a hospital, with its own part of the data alone."""
     study = root / name / "study"
     shutil.copytree(whole, study)
@@ -241,18 +239,15 @@ def _hospital(root: Path, whole: Path, name: str) -> Place:
         shutil.rmtree(study / "stores" / other)
     for file in (study / "sites").glob("*.toml"):
         file.write_text(file.read_text().replace("real = false", ALLOWED))
-    return Place(name, root / name, study)
+    return DemoMachine(name, root / name, study)
 
 
 def _measured(studies: Sequence[Path], run: str) -> dict[str, Any]:
     """Seconds of an exchange, the slowest site's, and the bytes of all sites in a round."""
     lines = [
-        read_lines(study / run / "sites" / name / "metrics.jsonl")
-        for name, study in zip(SITES, studies, strict=True)
+        read_lines(study / run / "sites" / name / "metrics.jsonl") for name, study in zip(SITES, studies, strict=True)
     ]
-    rounds = [
-        [line for line in lines_of_site if line["messages"]] for lines_of_site in zip(*lines, strict=True)
-    ]
+    rounds = [[line for line in lines_of_site if line["messages"]] for lines_of_site in zip(*lines, strict=True)]
     slowest = [max(line["communication_seconds"] for line in round_) for round_ in rounds if round_]
     return {
         "seconds": median(slowest[1:] or slowest),
@@ -284,9 +279,7 @@ def print_document(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=44.0)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=4, help="of the run over MPI and over FLARE")
@@ -295,8 +288,8 @@ def main() -> None:
     size, repeats, memory = arguments.megabytes, arguments.repeats, dict[str, float]()
     with tempfile.TemporaryDirectory() as place, peaks(memory):
         root = Path(place)
-        provision(root / "kits", federation="bench", shared_folder=place, sites=SITES)
-        identities = [Kit.open(root / "kits" / name).identity() for name in SITES[:2]]
+        provision_federation(root / "kits", federation="bench", shared_folder=place, sites=SITES)
+        identities = [Kit.open(root / "kits" / name).load_identity() for name in SITES[:2]]
         document: dict[str, Any] = {
             "megabytes": size,
             "header_bytes": HEADER_BYTES,

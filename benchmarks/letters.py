@@ -27,15 +27,15 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from wsi_fl.learning.stacking import harms, own_alone, stack_by_rows
-from wsi_fl.learning.tasks import Number, Survival, Task, quality
-from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.directions import normalised, public_directions
+from wsi_fl.learning.stacking import is_worse_than_local, single_local_ensemble, weight_by_sample_size
+from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task, selection_score
+from wsi_fl.learning.tuning import fit_linear_head
+from wsi_fl.models.directions import fit_projection, normalize_rows
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.privacy.accounting import find_sigma
 
 Array = NDArray[Any]
-TASKS: dict[str, Task] = {"number": Number(0.0, 1.0), "survival": Survival((6.0, 12.0, 24.0, 36.0))}
+TASKS: dict[str, Task] = {"number": NumberTask(0.0, 1.0), "survival": SurvivalTask((6.0, 12.0, 24.0, 36.0))}
 EPSILON, DELTA = 1.0, 1e-5
 D, SIGNAL, TEST, PUBLIC, ASKED = 256, 40, 800, 800, 4
 """Features, directions with a signal, patients that are asked about, public ones; hospitals that are measured."""
@@ -51,9 +51,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return f"{self.sites} × {self.rows}, " + (
-            "alike" if self.share == 0.5 else f"{self.share:.0%} of a half"
-        )
+        return f"{self.sites} × {self.rows}, " + ("alike" if self.share == 0.5 else f"{self.share:.0%} of a half")
 
 
 SETTINGS = (
@@ -104,29 +102,29 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
         spoil: what the second hospital's letter is multiplied by.
     """
     world, k = World(task, seed), 1 if task.kind == "number" else 4
-    along = public_directions(world.drawn(PUBLIC)[0])
+    along = fit_projection(world.drawn(PUBLIC)[0])
     parts = [world.hospital(setting, index) for index in range(setting.sites)]
     test, wanted = world.drawn(TEST)
-    lone = [fitted_head(normalised(x), truth, np.full(len(x), ""), k, task) for x, truth in parts]
+    lone = [fit_linear_head(normalize_rows(x), truth, np.full(len(x), ""), k, task) for x, truth in parts]
     x, truth = (np.concatenate(each) for each in zip(*parts, strict=True))
-    pooled = fitted_head(normalised(x), truth, np.full(len(x), ""), k, task)
+    pooled = fit_linear_head(normalize_rows(x), truth, np.full(len(x), ""), k, task)
 
     def said(outputs: Array) -> Array:
-        return task.said(torch.from_numpy(np.asarray(outputs, np.float64))).numpy()
+        return task.predict(torch.from_numpy(np.asarray(outputs, np.float64))).numpy()
 
     def by(head: Any, rows: Array) -> Array:
-        return said(normalised(rows) @ head.weight.T + head.bias)
+        return said(normalize_rows(rows) @ head.weight.T + head.bias)
 
     for shared in (False, True):
-        sigma = sigma_for(EPSILON, 1.0, 1, DELTA) / (np.sqrt(setting.sites - 1) if shared else 1)
+        sigma = find_sigma(EPSILON, 1.0, 1, DELTA) / (np.sqrt(setting.sites - 1) if shared else 1)
         heads = []
         for index, (part, answer) in enumerate(parts):
-            head = SharedHead(k, D, directions=along, kind=task.kind)
-            z, columns = head.embedded(torch.from_numpy(part)), task.columns(torch.from_numpy(answer))
-            head.know(z, columns)
-            exact = head.packed(z, columns)
+            head = SharedHead(k, D, projection=along, kind=task.kind)
+            z, columns = (head.embed_rows(torch.from_numpy(part)), task.statistics_columns(torch.from_numpy(answer)))
+            head.set_local_statistics(z, columns)
+            exact = head.pack_statistics(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))
-            head.hold(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
+            head.set_noisy_statistics(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
             heads.append(head)
         directions = [said(head(torch.from_numpy(test)).detach().numpy()) for head in heads[:ASKED]]
         SharedHead.combine(heads)
@@ -134,10 +132,10 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
             (own_x, own), mine = parts[index], lone[index]
             alone, joined = by(mine, test), said(head(torch.from_numpy(test)).detach().numpy())
             theirs = said(head(torch.from_numpy(own_x)).detach().numpy())
-            stack = stack_by_rows(alone, joined, own, head.worth(), task)
+            stack = weight_by_sample_size(alone, joined, own, head.effective_sample_sizes(), task)
             seen = mine.held_out
-            if seen is not None and stack.weight and harms(stack, seen, theirs, own, task):
-                stack = own_alone(k)
+            if seen is not None and stack.weight and is_worse_than_local(stack, seen, theirs, own, task):
+                stack = single_local_ensemble(k)
             answers = {
                 "lone": alone,
                 "directions": directions[index],
@@ -145,7 +143,7 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
                 "mixture": stack(alone, joined) if stack.weight else alone,
                 "pooled": by(pooled, test),
             }
-            reached = {name: quality(one, wanted, task) for name, one in answers.items()}
+            reached = {name: selection_score(one, wanted, task) for name, one in answers.items()}
             yield {
                 "question": task.kind,
                 "setting": setting.name,
@@ -159,22 +157,17 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
 
 def table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown: means over hospitals, and intervals over seeds of the mixture's gain."""
-    columns = (
-        "question, hospitals, noise, alone, directions, joined head, mixture, gain, worst hospital, pooled"
-    )
+    columns = "question, hospitals, noise, alone, directions, joined head, mixture, gain, worst hospital, pooled"
     yield f"| {columns.replace(', ', ' | ')} |"
     yield "|---" * (columns.count(",") + 1) + "|"
     keys = list(dict.fromkeys((row["question"], row["setting"], row["shared"]) for row in rows))
     for key in keys:
         mine = [row for row in rows if (row["question"], row["setting"], row["shared"]) == key]
         seeds = sorted({row["seed"] for row in mine})
-        gains = np.array(
-            [[row["mixture"] - row["lone"] for row in mine if row["seed"] == seed] for seed in seeds]
-        )
+        gains = np.array([[row["mixture"] - row["lone"] for row in mine if row["seed"] == seed] for seed in seeds])
         half = student.ppf(0.975, max(1, len(seeds) - 1)) * gains.mean(1).std(ddof=1) / np.sqrt(len(seeds))
         mean = {
-            name: np.mean([row[name] for row in mine])
-            for name in ("lone", "directions", "joined", "mixture", "pooled")
+            name: np.mean([row[name] for row in mine]) for name in ("lone", "directions", "joined", "mixture", "pooled")
         }
         yield (
             f"| {key[0]} | {key[1]} | {'shared' if key[2] else 'own'} | {mean['lone']:.3f} | {mean['directions']:.3f} "
@@ -184,9 +177,7 @@ def table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--question", choices=TASKS, default="number")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--spoil", type=float, default=1.0, help="multiplies the second hospital's letter")
@@ -200,9 +191,7 @@ def main() -> None:
     for setting in SETTINGS:
         for seed in range(args.seeds):
             for row in measured(setting, TASKS[args.question], seed, args.spoil):
-                line = json.dumps(
-                    {key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()}
-                )
+                line = json.dumps({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})
                 if args.out is None:
                     print(line)
                 else:

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.metrics import auroc
-from wsi_fl.learning.survival import concordances, risk
+from wsi_fl.learning.metrics import compute_auroc
+from wsi_fl.learning.survival import compute_concordances, compute_risk
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
@@ -54,11 +54,7 @@ TEST_SHARE = 0.3
 """Of a site's patches, which are in its test slides alone."""
 REPEATS = 1000
 SHORTER = 30.0
-SURVIVAL = [
-    'target.time="months"',
-    'target.event="dead"',
-    "target.intervals=[3, 6, 12, 18, 24, 36, 48]",
-]
+SURVIVAL = ['target.time="months"', 'target.event="dead"', "target.intervals=[3, 6, 12, 18, 24, 36, 48]"]
 PIPELINE = """
 [train]
 data = "mosaics"
@@ -72,8 +68,8 @@ bootstrap = 0
 def pool_of(study: Study) -> tuple[Features, NDArray[np.int64], BagMeta]:
     """Features and labels of all patches of a study's only site, and what is known of them."""
     (site,) = study.site_names()
-    with BagStore(study.features(site)) as store:
-        label = store.patches.label
+    with BagStore(study.features_path(site)) as store:
+        label = store.patch_table.label
         return store.read(np.arange(len(label))), label, replace(store.meta, made_by="mosaic")
 
 
@@ -98,13 +94,10 @@ def study_of(pool: tuple[Features, NDArray[np.int64], BagMeta], args: Any, seed:
         (folder / "sites" / f"{site}.toml").write_text(file, encoding="utf-8")
         bags, labels, splits = [], [], []
         lives: list[str] = []
-        for split, mine, n in (
-            ("train", rows[n_test:], args.patients),
-            ("test", rows[:n_test], args.patients // 2),
-        ):
+        for split, mine, n in (("train", rows[n_test:], args.patients), ("test", rows[:n_test], args.patients // 2)):
             for one in range(n):
                 asked = args.question == "survival"
-                low, high = (0.0, args.tumour[1]) if asked else args.tumour
+                low, high = (0.0, args.tumor[1]) if asked else args.tumor
                 share = rng.uniform(low, high) if asked or one % 2 else 0.0
                 size = int(rng.integers(args.patches // 2, args.patches + 1))
                 bags.append(slide_of(x[mine], label[mine], share, size, rng))
@@ -116,7 +109,7 @@ def study_of(pool: tuple[Features, NDArray[np.int64], BagMeta], args: Any, seed:
         table = BagTable(np.array(labels), np.full(len(bags), ""), names, names, np.array(splits))
         table_of_lives = "\n".join(["patient,months,dead,share", *lives])
         (folder / f"{site}.csv").write_text(table_of_lives + "\n", encoding="utf-8")
-        path = study.mosaic(site)
+        path = study.mosaic_path(site)
         path.parent.mkdir(parents=True)
         write_bags(path, meta, table, bags)
     return study
@@ -136,7 +129,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
         if document["task"] == "survival":
             ends = [float(name.rsplit("_", 1)[1]) for name in columns]
             stated = np.array([[float(line[name]) for name in columns] for line in lines])
-            scores.append(risk(stated, ends).tolist())
+            scores.append(compute_risk(stated, ends).tolist())
             truth = [(float(line["time"]), float(line["event"])) for line in lines]
         else:
             scores.append([float(line[columns[-1]]) for line in lines])
@@ -148,7 +141,7 @@ def known_by(study: Study) -> float | None:
     """Concordance of who knows the share of tumour of every test patient."""
     lives = []
     for site in study.site_names():
-        with BagStore(study.mosaic(site)) as store:
+        with BagStore(study.mosaic_path(site)) as store:
             tested = set(store.table.patient[store.table.split == "test"].tolist())
         with (study.root / f"{site}.csv").open(encoding="utf-8") as file:
             lives += [line for line in csv.DictReader(file) if line["patient"] in tested]
@@ -158,7 +151,7 @@ def known_by(study: Study) -> float | None:
 
 def concordance(stated: NDArray[np.float64], truth: NDArray[Any]) -> float | None:
     """Return Harrell's concordance of patients; None where no pair's order is known."""
-    found = float(concordances(stated, truth, np.ones((1, len(truth)), np.int32))[0])
+    found = float(compute_concordances(stated, truth, np.ones((1, len(truth)), np.int32))[0])
     return None if np.isnan(found) else found
 
 
@@ -194,7 +187,7 @@ def measured(scores: NDArray[np.float64], truth: NDArray[Any]) -> float:
     """AUROC, or concordance where the truth is (time, event); mean over the sites' models."""
     survives = truth.ndim == 2
     found = [
-        concordance(one, truth) if survives else auroc(np.stack([1 - one, one], 1), truth) for one in scores
+        concordance(one, truth) if survives else compute_auroc(np.stack([1 - one, one], 1), truth) for one in scores
     ]
     return float(np.mean([value for value in found if value is not None]))
 
@@ -216,10 +209,7 @@ def with_interval(rows: Sequence[Row], role: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: AUROC or concordance of private models and proxies by head and promise."""
-    lines = [
-        "| head | promise | private models | proxies | seconds | seeds | known share |",
-        "|---" * 7 + "|",
-    ]
+    lines = ["| head | promise | private models | proxies | seconds | seeds | known share |", "|---" * 7 + "|"]
     for head in HEADS:
         for promise in PRIVACY:
             mine = [row for row in rows if (row["head"], row["promise"]) == (head, promise)]
@@ -233,9 +223,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features of patches")
     parser.add_argument("--question", choices=["tumour", "survival"], default="tumour")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS)
@@ -243,20 +231,14 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--patients", type=int, default=40, help="for training, of each site")
     parser.add_argument("--patches", type=int, default=60, help="of the largest slide; the smallest has half")
-    parser.add_argument(
-        "--tumour", type=float, nargs=2, default=(0.05, 0.2), help="share in a positive slide"
-    )
+    parser.add_argument("--tumour", type=float, nargs=2, default=(0.05, 0.2), help="share in a positive slide")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument(
-        "--out", type=Path, help="rows as JSON lines; those that are there are not made again"
-    )
+    parser.add_argument("--out", type=Path, help="rows as JSON lines; those that are there are not made again")
     parser.add_argument("--show", type=Path, help="only print the table of rows that are there")
     args = parser.parse_args()
     path = args.show or args.out
-    rows = (
-        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path and path.exists() else []
-    )
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path and path.exists() else []
     if args.show is None:
         if args.pool is None:
             parser.error("which pool?")

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.verdict import estimate
-from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.work.console import Bars
+from wsi_fl.learning.verdict import estimate_mean
+from wsi_fl.stages.prepare.partition import partition_images
+from wsi_fl.stages.work.console import ProgressBars
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.study.folder import Study, shipped
+from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.synthesis.stages.baselines import baselines
 
 SITES = ("A", "B", "C")
@@ -55,10 +55,7 @@ class Setting:
     scanners: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 3
 
 
-SETTINGS = (
-    Setting("alike"),
-    Setting("differ", (0.9, 0.1, 0.5), 120, ((1.0, 1.0), (0.5, 1.0), (1.0, 2.0))),
-)
+SETTINGS = (Setting("alike"), Setting("differ", (0.9, 0.1, 0.5), 120, ((1.0, 1.0), (0.5, 1.0), (1.0, 2.0))))
 
 
 def scanned(x: NDArray[np.uint8], contrast: float, gamma: float) -> NDArray[np.uint8]:
@@ -94,7 +91,7 @@ def made_study(root: Path, data: Path, setting: Setting, seed: int, args: argpar
     study = Study(root)
     for part in ("pipelines", "sites"):
         (root / part).mkdir(parents=True)
-    pipeline = shipped("pipelines") / f"{args.pipeline}.toml"
+    pipeline = find_shipped_folder("pipelines") / f"{args.pipeline}.toml"
     (root / "pipelines" / pipeline.name).write_bytes(pipeline.read_bytes())
     images = read_data_set(data, args.size_px).train
     order = np.random.default_rng(0).permutation(len(images))
@@ -112,7 +109,7 @@ def made_study(root: Path, data: Path, setting: Setting, seed: int, args: argpar
             x_test=scanned(images.x[asked], *scanner),
             y_test=images.y[asked],
         )
-        partition(study, file, n_sites=1, prefix=name)
+        partition_images(study, file, n_sites=1, prefix=name)
         file.unlink()
     (root / "made.json").write_text(json.dumps(said))
     root.rename(final)
@@ -140,10 +137,8 @@ def measured(study: Study, setting: Setting, seed: int, args: argparse.Namespace
     began = time.perf_counter()
     overrides = ["mpcpa.unchecked=true", "evaluate.bootstrap=0", f"ddpm.seed={seed}", f"train.seed={seed}"]
     overrides += args.set
-    with Bars(f"{setting.name}, seed {seed}") as watcher:
-        document = baselines(
-            study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher
-        )
+    with ProgressBars(f"{setting.name}, seed {seed}") as watcher:
+        document = baselines(study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher)
     runs = {method: right(study.root / run).tolist() for method, run in document["runs"].items()}
     seconds = time.perf_counter() - began
     return {"setting": setting.name, "seed": seed, "seconds": seconds, "right": runs, "table": document}
@@ -184,9 +179,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
     for name in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == name]
         passed = [one["passed"] for row in mine for one in row["table"]["memorization"]]
-        lines += [
-            f"**{name}**, seeds {', '.join(str(row['seed']) for row in mine)}; denoisers that pass their check: "
-        ]
+        lines += [f"**{name}**, seeds {', '.join(str(row['seed']) for row in mine)}; denoisers that pass their check: "]
         lines[-1] += f"{sum(passed)} of {len(passed)}"
         lines += ["", "| | every seed | mean |", "|---|---|---|"]
         for label, of in ANSWERS.items():
@@ -195,7 +188,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", "| difference | mean | 95 % interval |", "|---|---|---|"]
         for a, b in DIFFERENCES:
             values = np.array([ANSWERS[a](row) - ANSWERS[b](row) for row in mine])
-            found = estimate(values, np.ones_like(values), np.arange(values.shape[1]).astype(str))
+            found = estimate_mean(values, np.ones_like(values), np.arange(values.shape[1]).astype(str))
             low, high = found.low or np.nan, found.high or np.nan
             lines.append(f"| {a} − {b} | {found.mean:+.3f} | {low:+.3f} to {high:+.3f} |")
         lines.append("")
@@ -203,9 +196,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder of two classes of images")
     parser.add_argument("--folder", type=Path, default=Path("mpcpa_studies"), help="for the studies")
     parser.add_argument("--pipeline", default="mpcpa_small")

@@ -62,21 +62,21 @@ def release(folder: Path, *, per_site: int, clip: float, target_epsilon: float) 
 def _kept(folder: Path) -> Release:
     from safetensors.numpy import load_file
 
-    from wsi_fl.models import build
-    from wsi_fl.privacy.gradients import trained
-    from wsi_fl.privacy.ledger_file import digest
+    from wsi_fl.models import create_model
+    from wsi_fl.privacy.gradients import trainable_parameters
+    from wsi_fl.privacy.ledger_file import digest_values
     from wsi_fl.types import Images
 
     (state,) = folder.glob(f"runs/*/sites/{_SITE}/state/round_00001.safetensors")
     released = load_file(state)["push/x"]
     entry = json.loads((folder / "ledgers" / f"{_SITE}.jsonl").read_text().splitlines()[0])
     mechanism = entry["mechanism"]
-    if entry["released"] != f"model {digest(released)}" or entry["insecure"]:
+    if entry["released"] != f"model {digest_values(released)}" or entry["insecure"]:
         raise SystemExit(f"{state}: not what the ledger says was released without a seed")
     if mechanism["steps"] != 1:
         raise SystemExit(f"{mechanism['steps']} steps were planned: the attack is on one")
-    model = build("mlp", n_classes=2, shape=Images(3, _SIZE_PX), seed=_SEED)
-    start = [parameter.detach().numpy().ravel() for parameter in trained(model)]
+    model = create_model("mlp", n_classes=2, shape=Images(3, _SIZE_PX), seed=_SEED)
+    start = [parameter.detach().numpy().ravel() for parameter in trainable_parameters(model)]
     return Release(
         np.concatenate(start),
         released,
@@ -99,16 +99,13 @@ def _true_sum(folder: Path, model: Any, clip: float) -> NDArray[np.float32]:
     from wsi_fl.stores.patches import PatchStore
     from wsi_fl.study.folder import Study
 
-    store = PatchStore(Study(folder).store(_SITE))
+    store = PatchStore(Study(folder).store_path(_SITE))
     rows = np.flatnonzero(store.table.split == "train")
     x = torch.from_numpy(store.read(rows)).permute(0, 3, 1, 2).float() / 127.5 - 1
     y = torch.from_numpy(store.table.label[rows])
     store.close()
     sums, _ = ENGINES["ghost"](
-        model,
-        x,
-        lambda logits: functional.cross_entropy(logits, y),
-        lambda norms: (clip / norms).clamp(max=1),
+        model, x, lambda logits: functional.cross_entropy(logits, y), lambda norms: (clip / norms).clamp(max=1)
     )
     return np.concatenate([total.detach().numpy().ravel() for total in sums if total is not None])
 
@@ -126,9 +123,7 @@ def _run(folder: Path, *arguments: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     making = verbs.add_parser("release", help="train, and keep what is released")
     making.add_argument("folder", type=Path, help="is made; gets release.npz")
@@ -142,10 +137,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.verb == "release":
         found = release(
-            given.folder.resolve(),
-            per_site=given.per_site,
-            clip=given.clip,
-            target_epsilon=given.target_epsilon,
+            given.folder.resolve(), per_site=given.per_site, clip=given.clip, target_epsilon=given.target_epsilon
         )
         found.save(given.folder / "release.npz")
         return

@@ -21,15 +21,11 @@ from statistics import median
 import h5py
 from big_slide import write_big_slide
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
+from wsi_fl.stages.prepare.init import init_study
 
 MPP, _BLOCK_PX = 0.25, 2048
-KINDS = {
-    "nothing": "[]",
-    "pen, black, blur": '["pen","black","blur"]',
-    "all": '["pen","black","fold","bubble","blur"]',
-}
+KINDS = {"nothing": "[]", "pen, black, blur": '["pen","black","blur"]', "all": '["pen","black","fold","bubble","blur"]'}
 
 
 def seconds(study: Path, kinds: str) -> float:
@@ -46,17 +42,15 @@ def seconds(study: Path, kinds: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-px", type=int, default=16384)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         study = Path(folder) / "study"
-        init(study)
+        init_study(study)
         (study / "slides").mkdir()
-        picture = paint_slide(plan_slides(1, 1, _BLOCK_PX, 0)[0])
+        picture = simulate_slide(plan_slides(1, 1, _BLOCK_PX, 0)[0])
         write_big_slide(study / "slides" / "a.tif", picture, MPP, size_px=args.size_px)
         (study / "slides.csv").write_text("slide,patient,site,label\na.tif,p,C1,normal\n")
         (study / "sites" / "C1.toml").write_text(

@@ -16,11 +16,11 @@ import torch
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
-from wsi_fl.learning.examples import batches
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.data import examples_of, open_store
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
+from wsi_fl.learning.examples import load_batches
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.stages.site.data import load_patches, open_store
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 
@@ -43,12 +43,10 @@ def arrays_per_second(store: PatchStore, batch_size: int) -> float:
 
 def tensors_per_second(store: PatchStore, batch_size: int) -> float:
     """Patches a second as training takes them: float32, normalised; in the second epoch."""
-    examples = examples_of(store, "train", None, in_memory_bytes=0)
+    examples = load_patches(store, "train", None, in_memory_bytes=0)
     for _ in range(2):  # the first epoch touches memory that the others find
         began = time.perf_counter()
-        for _ in batches(
-            examples, shuffled(len(examples), batch_size), augment=None, device=torch.device("cpu")
-        ):
+        for _ in load_batches(examples, shuffled(len(examples), batch_size), augment=None, device=torch.device("cpu")):
             pass
     return len(examples) / (time.perf_counter() - began)
 
@@ -56,10 +54,10 @@ def tensors_per_second(store: PatchStore, batch_size: int) -> float:
 def make_study(root: Path, size_px: int, slide_px: int) -> Study:
     """A site with one big slide of whole tiles, all of it tissue."""
     (root / "slides").mkdir(parents=True)
-    block = paint_slide(plan_slides(1, 1, 2048, 0)[1])
+    block = simulate_slide(plan_slides(1, 1, 2048, 0)[1])
     write_big_slide(root / "slides" / "slide.tif", block, MPP, size_px=slide_px, tile_px=size_px, quality=87)
     (root / "slides.csv").write_text("slide,patient,site,label,split\nslide.tif,p,A,normal,train\n")
-    init(root / "study", archive=root)
+    init_study(root / "study", archive=root)
     return Study(root / "study")
 
 
@@ -75,8 +73,8 @@ def main() -> None:
         for content in ("raw", "native", "jpeg:90", "none"):
             settings = [f"tile.size_px={args.size_px}", f"tile.mpp={MPP}", "tile.balance=false"]
             settings += ["tile.min_tissue=0.0", f"store.pixels={content}"]
-            (row,) = tile(study, site="A", overrides=settings)["sites"]
-            shards = (study.store("A").parent / "slides").glob("*.h5")
+            (row,) = tile_slides(study, site="A", overrides=settings)["sites"]
+            shards = (study.store_path("A").parent / "slides").glob("*.h5")
             megabytes = sum(path.stat().st_size for path in shards) / 1e6
             with open_store(study, "A") as store:
                 arrays = arrays_per_second(store, args.batch_size)

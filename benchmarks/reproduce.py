@@ -67,8 +67,7 @@ STUDIES: dict[str, list[Trial]] = {
     "self_weight": _vary("topology.self_weight", 0.0, 0.5),
     "graph": _vary("topology.graph", "exponential", "ring", "random", "star"),
     "mlp_everywhere": [
-        Trial(m, m, ("model.private=mlp",))
-        for m in ("regular", "joint", "fedavg", "avgpush", "cwt", "fml", "proxyfl")
+        Trial(m, m, ("model.private=mlp",)) for m in ("regular", "joint", "fedavg", "avgpush", "cwt", "fml", "proxyfl")
     ],
 }
 
@@ -81,20 +80,11 @@ def _run(study: str, trial: Trial, seed: int, rounds: int) -> dict[str, Any]:
     from wsi_fl.study.folder import Study
 
     torch.set_num_threads(1)
-    overrides = [
-        f"train.rounds={rounds}",
-        f"train.eval_every={rounds}",
-        f"train.seed={seed}",
-        *trial.overrides,
-    ]
+    overrides = [f"train.rounds={rounds}", f"train.eval_every={rounds}", f"train.seed={seed}", *trial.overrides]
     root = Path(study)
-    summary = train(
-        Study(root), method=trial.method, pipeline_name="mnist", overrides=overrides, backend="local"
-    )
+    summary = train(Study(root), method=trial.method, pipeline_name="mnist", overrides=overrides, backend="local")
     lines = [
-        json.loads(
-            (root / summary["run"] / "sites" / row["site"] / "metrics.jsonl").read_text().splitlines()[-1]
-        )
+        json.loads((root / summary["run"] / "sites" / row["site"] / "metrics.jsonl").read_text().splitlines()[-1])
         for row in summary["sites"]
     ]
     return {
@@ -124,9 +114,7 @@ def _table(trials: Sequence[Trial], runs: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=[*STUDIES, "all"])
     parser.add_argument("--study", default=".", help="folder with the stores")
     parser.add_argument("--seeds", type=int, default=5)

@@ -48,9 +48,7 @@ def measured(command: tuple[str, ...], study: Path) -> tuple[float, float]:
     """Run a command of wsi-fl; return its seconds, and the most MB that it held."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "wsi_fl", *command], cwd=study, stdout=said, stderr=said
-        )
+        process = subprocess.Popen([sys.executable, "-m", "wsi_fl", *command], cwd=study, stdout=said, stderr=said)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             said.seek(0)
@@ -106,17 +104,12 @@ def _study(folder: Path) -> Path:
 def _row(unit: str, n: int, command: str, cost: tuple[float, float]) -> dict[str, Any]:
     seconds, mb = cost
     row = {"unit": unit, "n": n, "command": command, "seconds": round(seconds, 1), "mb": round(mb)}
-    print(
-        f"{command} of {n} {unit}s: {seconds:.1f} s, {1000 * seconds / n:.0f} ms each, {mb:.0f} MB",
-        file=sys.stderr,
-    )
+    print(f"{command} of {n} {unit}s: {seconds:.1f} s, {1000 * seconds / n:.0f} ms each, {mb:.0f} MB", file=sys.stderr)
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--slides", type=int, nargs="*", default=[750, 1500, 3000])
     args = parser.parse_args()

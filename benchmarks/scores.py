@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.tasks import CLASSES, Survival, Task, intervals
+from wsi_fl.learning.tasks import CLASSES, SurvivalTask, Task, score_intervals
 
 _REPEATS, _SLOW = 1000, 10
 
@@ -50,7 +50,7 @@ def of_survival(n: int) -> Case:
     hazard = np.clip(rng.normal(0.3, 0.1, (n, 4)) - 0.002 * time_[:, None], 0.05, 0.9)
     truth, patient = np.stack([time_, seen], 1), np.arange(n).astype(str)
     surviving: NDArray[np.float64] = np.cumprod(1 - hazard, 1, dtype=np.float64)
-    return Case(f"{n} lives", surviving, truth, patient, Survival((6, 12, 24, 36)))
+    return Case(f"{n} lives", surviving, truth, patient, SurvivalTask((6, 12, 24, 36)))
 
 
 def by_sorting(case: Case, repeats: int) -> dict[str, list[float] | None]:
@@ -61,7 +61,7 @@ def by_sorting(case: Case, repeats: int) -> dict[str, list[float] | None]:
     drawn = []
     for _ in range(repeats):
         rows = np.concatenate([members[k] for k in rng.integers(len(names), size=len(names))])
-        drawn.append(case.task.scored(case.said[rows], case.truth[rows]))
+        drawn.append(case.task.compute_scores(case.said[rows], case.truth[rows]))
     tails = [(1 - 0.95) / 2, (1 + 0.95) / 2]
     return {name: np.quantile([one[name] for one in drawn], tails).tolist() for name in case.task.scores}
 
@@ -77,11 +77,11 @@ def compared(case: Case, turns: int) -> str:
     """Return a row of a table in Markdown: the best of some turns each, both for `_REPEATS` resamples."""
     fast, slow = [], []
     for _ in range(turns):
-        fast.append(seconds(lambda: intervals(*_columns(case), repeats=_REPEATS))[0])
+        fast.append(seconds(lambda: score_intervals(*_columns(case), repeats=_REPEATS))[0])
         mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         took, expected = seconds(lambda: by_sorting(case, _SLOW))
         slow.append(took * _REPEATS / _SLOW)
-        found = intervals(*_columns(case), repeats=_SLOW)
+        found = score_intervals(*_columns(case), repeats=_SLOW)
         assert all(np.allclose(found[name] or [], expected[name] or [], rtol=1e-9) for name in expected)
     best, worst = min(fast), min(slow)
     return f"| {case.name} | {best:.1f} | {worst:.0f} | {worst / best:.0f} | {mb:.0f} |"
@@ -92,9 +92,7 @@ def _columns(case: Case) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[np.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patches", type=int, default=250_000)
     parser.add_argument("--patients", type=int, default=200)
     parser.add_argument("--turns", type=int, default=2)
@@ -104,9 +102,7 @@ def main() -> None:
         of_classes("10000 images, 10 classes", 10_000, 10, 10_000),
         of_classes(f"{args.patches} patches, {args.patients} patients", args.patches, 2, args.patients),
     ]
-    print(
-        "| 1000 resamples of | s by weights | s by sorting anew | times | MB so far |\n|---|---|---|---|---|"
-    )
+    print("| 1000 resamples of | s by weights | s by sorting anew | times | MB so far |\n|---|---|---|---|---|")
     for case in cases:
         print(compared(case, args.turns), flush=True)
 

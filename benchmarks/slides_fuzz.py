@@ -47,17 +47,12 @@ def written(folder: Path) -> list[Path]:
     """Write a sound slide in each way that can be written here."""
     import tifffile
 
-    picture = phantom.paint_slide(phantom.plan_slides(1, 1, 1024, 0)[0])
+    picture = phantom.simulate_slide(phantom.plan_slides(1, 1, 1024, 0)[0])
     folder.mkdir(parents=True, exist_ok=True)
     phantom.write_pyramid(folder / "jpeg.tif", picture, 0.5)
     for name in ("none", "deflate"):
         with tifffile.TiffWriter(folder / f"{name}.tif", bigtiff=name == "none") as tif:
-            how = {
-                "tile": (256, 256),
-                "photometric": "rgb",
-                "compression": name,
-                "resolutionunit": "CENTIMETER",
-            }
+            how = {"tile": (256, 256), "photometric": "rgb", "compression": name, "resolutionunit": "CENTIMETER"}
             for level in range(3):
                 step = 2**level
                 small = np.ascontiguousarray(picture[::step, ::step])
@@ -86,10 +81,7 @@ def _write_others(folder: Path, picture: NDArray[np.uint8]) -> None:
     axes: list[Any] = [{"name": "c", "type": "channel"}]
     axes += [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"]
     level: Any = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 1.0, 1.0]}]}
-    group.attrs["ome"] = {
-        "version": "0.5",
-        "multiscales": [{"version": "0.5", "axes": axes, "datasets": [level]}],
-    }
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"version": "0.5", "axes": axes, "datasets": [level]}]}
 
 
 def decoded(path: Path) -> NDArray[np.uint8]:
@@ -124,7 +116,7 @@ def pixels_of(path: Path) -> dict[tuple[int, int], NDArray[np.uint8]]:
     check_opens_safely(path)
     plan = plan_slide(record, _SPEC, PlanParams())
     aside: dict[int, str] = {}
-    batches = [batch for _, batch in read_patches(record, plan.xy_l0, _SPEC, threads=2, aside=aside)]
+    batches = [batch for _, batch in read_patches(record, plan.xy_l0, _SPEC, threads=2, excluded=aside)]
     rows = [row for row in range(len(plan.xy_l0)) if row not in aside]
     return {
         (int(x), int(y)): patch
@@ -219,9 +211,7 @@ def fuzz(folder: Path, slides: list[Path], files: int, seed: int) -> Counter[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))
     parser.add_argument("--slides", type=Path, help="a folder of further slides, which are copied")

@@ -41,9 +41,7 @@ def patients(label: NDArray[np.integer], patches: int, rng: np.random.Generator)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--patches", type=int, default=5, help="of a patient")

@@ -30,12 +30,12 @@ import openslide
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
-from wsi_fl.slides.reading.native import tiled_images
+from wsi_fl.slides.reading.native import read_tiled_images
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord
 
@@ -66,7 +66,7 @@ def plain_loop(work: Work, out: Path) -> None:
 
 def decoder_limit(work: Work) -> None:
     """Each native tile under the patches decoded once, and nothing else, in as many threads."""
-    image = tiled_images(work.record.path)[0]
+    image = read_tiled_images(work.record.path)[0]
     side, size = image.tile_px[0], work.spec.size_px
     touched = np.zeros((image.n_rows, image.n_columns), bool)
     for x, y in work.xy_l0.tolist():
@@ -109,7 +109,7 @@ def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
         for k in range(n_slides):
             (folder / "archive" / "slides" / f"slide_{k}.tif").hardlink_to(slide)
             table.writerow((f"slide_{k}.tif", f"patient_{k}", "A", "normal"))
-    init(folder / "study", archive=folder / "archive")
+    init_study(folder / "study", archive=folder / "archive")
     return folder / "study"
 
 
@@ -166,12 +166,7 @@ def measure(folder: Path, block: NDArray[np.uint8], tile_px: int, args: argparse
     spec = GridSpec(args.size_px, args.mpp, args.size_px)
     plan = plan_slide(record, spec)
     drawn = sample_rows(
-        plan.label,
-        np.zeros_like(plan.label),
-        [path.stem],
-        balance=False,
-        max_per_slide=args.patches,
-        seed=0,
+        plan.label, np.zeros_like(plan.label), [path.stem], balance=False, max_per_slide=args.patches, seed=0
     )
     work = Work(record, plan.xy_l0[drawn], spec, len(os.sched_getaffinity(0)))
     n, hdf5 = len(work.xy_l0), folder / "plain.h5"
@@ -200,9 +195,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
     lines.append(f"  openslide + PIL -> HDF5      {row['plain']:8.0f} patches/s")
     lines.append(f"  decoder's limit              {row['decoder']:8.0f} patches/s")
     ratio = row["reading_of_decoder"]
-    lines.append(
-        f"  reading alone                {row['reading']:8.0f} patches/s   {ratio:5.2f} of the limit"
-    )
+    lines.append(f"  reading alone                {row['reading']:8.0f} patches/s   {ratio:5.2f} of the limit")
     lines += [
         f"  tile, {name:<8} end to end    {row[name]['patches_per_s']:8.0f} patches/s   "
         f"{row[name]['of_plain']:5.2f} x plain   peak {row[name]['peak_mb']:.0f} MB"
@@ -213,9 +206,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tile-px", type=int, nargs="+", default=[256, 512, 240], help="native tiles")
     parser.add_argument("--slide-px", type=int, default=20480, help="side of the slides")
     parser.add_argument("--size-px", type=int, default=512, help="side of the patches")
@@ -231,7 +222,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     rows = []
-    block = paint_slide(plan_slides(1, 1, BLOCK_PX, 0)[0])
+    block = simulate_slide(plan_slides(1, 1, BLOCK_PX, 0)[0])
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for tile_px in args.tile_px:
             rows.append(measure(Path(folder), block, tile_px, args))

@@ -48,12 +48,7 @@ def counts(results: list[Result], *, seed: int, seconds: float) -> dict[str, Any
 
 
 def torture(
-    folder: Path,
-    *,
-    seed: int,
-    seconds: float = float("inf"),
-    turns: int | None = None,
-    shares: dict[str, int] = SHARES,
+    folder: Path, *, seed: int, seconds: float = float("inf"), turns: int | None = None, shares: dict[str, int] = SHARES
 ) -> dict[str, Any]:
     """Attack until the time or the turns are over; return the counts.
 
@@ -74,9 +69,7 @@ def torture(
                 number[kind] += 1
                 if results[-1].end == "failed":
                     print(
-                        f"{kind}:{results[-1].seed} {results[-1].what}: {results[-1].told}",
-                        file=sys.stderr,
-                        flush=True,
+                        f"{kind}:{results[-1].seed} {results[-1].what}: {results[-1].told}", file=sys.stderr, flush=True
                     )
             document = counts(results, seed=seed, seconds=time.monotonic() - began)
             partial = folder / "counts.json.partial"
@@ -88,9 +81,7 @@ def torture(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--turns", type=int, default=None, help="end after so many turns")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))

@@ -25,13 +25,13 @@ def _measure(megabytes: float, repeats: int, folder: Path) -> None:
 
     from wsi_fl.federation.comm import MpiComm
     from wsi_fl.federation.message import Outgoing
-    from wsi_fl.privacy.guarantee import Terms
+    from wsi_fl.privacy.guarantee import PrivacyTerms
     from wsi_fl.privacy.ledger import PrivacyLedger
 
     comm, world = MpiComm(60.0), MPI.COMM_WORLD
     (me,) = comm.sites
     n, size = comm.n_sites, int(megabytes * 1e6 / 4)
-    terms = Terms(1e-5, allow=("model",))
+    terms = PrivacyTerms(1e-5, allow=("model",))
     ledger = PrivacyLedger(folder / f"{me}.jsonl", site=str(me), run="r", terms=terms)
     vector = np.random.default_rng(me).standard_normal(size, np.float32)
     right, left = (me + 1) % n, (me - 1) % n
@@ -54,9 +54,7 @@ def _measure(megabytes: float, repeats: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=44.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)

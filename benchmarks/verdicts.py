@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.stacking import Stack, shared_alone, stacked
-from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
-from wsi_fl.learning.verdict import Estimate, estimate, verdict
-from wsi_fl.models.directions import normalised
-from wsi_fl.models.mil import linear_head
+from wsi_fl.learning.stacking import Ensemble, build_ensemble, single_federated_ensemble
+from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
+from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_mean
+from wsi_fl.models.directions import normalize_rows
+from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.plan import Proposal, planned, proposals
+from wsi_fl.privacy.plan import BudgetProposal, list_proposals, propose_plan
 
 Floats = NDArray[np.float64]
 FEATURES, TEST_PATIENTS, ROWS_EACH, POOL, RUNS, REDRAWS = 32, 60, 4, 10_000, 3, 32
@@ -75,9 +75,7 @@ class Rows:
     patient: NDArray[np.str_]
 
 
-def drawn(
-    rng: np.random.Generator, patients: int, each: int, share: float, site: int = 0, apart: float = 0.0
-) -> Rows:
+def drawn(rng: np.random.Generator, patients: int, each: int, share: float, site: int = 0, apart: float = 0.0) -> Rows:
     """Draw patients with so many rows each; at least two of each class."""
     y = rng.random(patients) < share
     y[:4] = [0, 1, 0, 1]
@@ -96,24 +94,24 @@ def said(model: torch.nn.Module, rows: Rows) -> Floats:
 
 def said_alone(head: FittedHead, rows: Rows) -> Floats:
     """Return the probabilities of the head that a hospital has alone."""
-    return softmax(normalised(rows.x) @ head.weight.T + head.bias)
+    return softmax(normalize_rows(rows.x) @ head.weight.T + head.bias)
 
 
 @lru_cache
-def plan_of(method: str, n: int, epsilon: float) -> Proposal:
+def plan_of(method: str, n: int, epsilon: float) -> BudgetProposal:
     """Return the noise for so many rows."""
-    if METHODS[method].once:
-        return proposals(n, 1, epsilon, DELTA)[0]
-    return planned(n, ROUNDS, epsilon, DELTA)
+    if METHODS[method].is_oneshot:
+        return list_proposals(n, 1, epsilon, DELTA)[0]
+    return propose_plan(n, ROUNDS, epsilon, DELTA)
 
 
 def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, seed: int) -> list[Any]:
     """Return each hospital's model after training together; shared noise is a part of it from each."""
     row, plan = METHODS[method], plan_of(method, len(parts[0].y), epsilon)
     found = federate(
-        {f"S{k}": Examples.of(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        {f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         row,
-        private=lambda: linear_head(2, FEATURES),
+        private=lambda: build_linear_head(2, FEATURES),
         rounds=ROUNDS,
         batch_size=plan.batch_size,
         lr=LR,
@@ -122,20 +120,19 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
         seed=seed,
     )
     return [
-        one.models.get("proxy") or one.models.get("shared") or next(iter(one.models.values()))
-        for one in found.values()
+        one.models.get("proxy") or one.models.get("shared") or next(iter(one.models.values())) for one in found.values()
     ]
 
 
-def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) -> Stack:
+def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) -> Ensemble:
     """Return how a hospital mixes what it has by joining with what it has alone, as a study does."""
     if not mixed:
-        return shared_alone(2)
-    worth = model.worth() if isinstance(model, SharedHead) else None
-    return stacked(lone.held_out, said(model, part), part.y, part.patient, worth)
+        return single_federated_ensemble(2)
+    worth = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
+    return build_ensemble(lone.held_out, said(model, part), part.y, part.patient, worth)
 
 
-def gains(models: Sequence[Any], stacks: Sequence[Stack], lone: Sequence[FittedHead], rows: Rows) -> Floats:
+def gains(models: Sequence[Any], stacks: Sequence[Ensemble], lone: Sequence[FittedHead], rows: Rows) -> Floats:
     """Return how much more often joined answers are right than lone ones, float64[n], the mean over hospitals."""
     found = []
     for model, stack, head in zip(models, stacks, lone, strict=True):
@@ -160,15 +157,14 @@ def repetition(setting: Setting, method: str, shared: bool, number: int) -> list
     parts = [drawn(rng, setting.n, 1, setting.share, k, setting.apart) for k in range(setting.sites)]
     test = drawn(rng, TEST_PATIENTS, ROWS_EACH, setting.share, apart=setting.apart)
     pool = drawn(rng, POOL, 1, setting.share, apart=setting.apart)
-    lone = [fitted_head(normalised(part.x), part.y, part.patient, 2) for part in parts]
+    lone = [fit_linear_head(normalize_rows(part.x), part.y, part.patient, 2) for part in parts]
     balanced = setting.share < 0.25
     w, w_pool = weights_of(test, balanced), weights_of(pool, balanced)
     seen, true, noise = [], [], []
     for seed in range(2 * RUNS):
         models = learned(parts, method, setting.epsilon, shared, seed)
         stacks = [
-            stack_of(model, head, part, setting.mixed)
-            for model, head, part in zip(models, lone, parts, strict=True)
+            stack_of(model, head, part, setting.mixed) for model, head, part in zip(models, lone, parts, strict=True)
         ]
         true.append(float(np.average(gains(models, stacks, lone, pool), weights=w_pool)))
         if seed >= RUNS:
@@ -178,20 +174,18 @@ def repetition(setting: Setting, method: str, shared: bool, number: int) -> list
             noise.append(moved(models, stacks, lone, test, w, rng))
     values, told = np.array(seen), np.array(noise) if noise else None
     ones = np.tile(w, (RUNS, 1))
-    near = 1 - sqrt(
-        (1 / RUNS) / (2 / RUNS)
-    )  # of the first, so that the truth is not nearer to them than an exact one
+    near = 1 - sqrt((1 / RUNS) / (2 / RUNS))  # of the first, so that the truth is not nearer to them than an exact one
     mean = near * np.mean(true[:RUNS]) + (1 - near) * np.mean(true[RUNS:])
     alone = float(np.mean(true[1:])) if noise else true[0]
-    single = estimate(values[:1], ones[:1], test.patient, None if told is None else told[:1])
-    several = estimate(values, ones, test.patient, told)
+    single = estimate_mean(values[:1], ones[:1], test.patient, None if told is None else told[:1])
+    several = estimate_mean(values, ones, test.patient, told)
     return [judged(single, alone) | {"runs": 1}, judged(several, float(mean)) | {"runs": RUNS}]
 
 
 @torch.inference_mode()
 def moved(
     models: Sequence[Any],
-    stacks: Sequence[Stack],
+    stacks: Sequence[Ensemble],
     lone: Sequence[FittedHead],
     rows: Rows,
     w: Floats,
@@ -200,10 +194,10 @@ def moved(
     """Return how much noise moves the gain, the mean over hospitals of each one's standard deviation."""
     spreads = []
     for model, stack, head in zip(models, stacks, lone, strict=True):
-        own, z = said_alone(head, rows), model.embedded(torch.from_numpy(rows.x))
+        own, z = said_alone(head, rows), model.embed_rows(torch.from_numpy(rows.x))
         means = []
         for _ in range(REDRAWS):
-            weights, bias = model.redrawn(rng).head()
+            weights, bias = model.redraw_noise(rng).solve_head()
             answers = stack(own, softmax((z @ weights + bias).numpy())).argmax(1)
             means.append(np.average(answers == rows.y, weights=w))
         spreads.append(np.std(means, ddof=1))
@@ -213,7 +207,7 @@ def moved(
 def judged(found: Estimate, truth: float) -> dict[str, Any]:
     """Return whether the interval holds the truth, and what was said."""
     assert found.low is not None and found.high is not None
-    said_ = verdict(found, None)
+    said_ = decide_verdict(found, None)
     return {
         "covered": bool(found.low <= truth <= found.high),
         "verdict": said_,
@@ -234,20 +228,11 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         setting, method, noise = key.split(" · ")
         for runs in (1, RUNS):
             mine = [row for row in rows if row["runs"] == runs]
-            cells = [
-                setting,
-                method,
-                noise,
-                str(runs),
-                f"{_mean(mine, 'truth'):+.3f}",
-                f"{_mean(mine, 'width'):.3f}",
-            ]
+            cells = [setting, method, noise, str(runs), f"{_mean(mine, 'truth'):+.3f}", f"{_mean(mine, 'width'):.3f}"]
             cells.append(f"{100 * _mean(mine, 'covered'):.1f} %")
             for word in ("join", "local"):
                 told = [row for row in mine if row["verdict"] == word]
-                cells += [
-                    f"{100 * len(one) / len(mine):.1f} %" for one in (told, [r for r in told if r["wrong"]])
-                ]
+                cells += [f"{100 * len(one) / len(mine):.1f} %" for one in (told, [r for r in told if r["wrong"]])]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -257,9 +242,7 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--methods", nargs="*", default=["oneshot", "fedavg", "proxyfl"])
     parser.add_argument("--jobs", type=int, default=1)

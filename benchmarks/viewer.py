@@ -25,15 +25,15 @@ from urllib.parse import urlsplit
 import numpy as np
 from big_slide import write_big_slide
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides
+from wsi_fl.demo.phantom import plan_slides, simulate_slide
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.study.folder import Study
 from wsi_fl.viewer.gallery import Gallery, Layer, Overlay
 from wsi_fl.viewer.server import ADDRESS, ViewServer
-from wsi_fl.viewer.site_layers import patches
+from wsi_fl.viewer.site_layers import patch_layer
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid
-from wsi_fl.viewer.viewing import gallery
+from wsi_fl.viewer.viewing import build_gallery
 
 PATCH_PX = 448
 N_TILES = 40
@@ -73,16 +73,16 @@ REDRAW = """(() => { const began = performance.now();
 def make_gallery(root: Path, slide_px: int) -> Gallery:
     """One slide with its tissue and a square grid of patches."""
     (root / "slides").mkdir(parents=True)
-    block = paint_slide(plan_slides(1, 1, 2048, 0)[1])
+    block = simulate_slide(plan_slides(1, 1, 2048, 0)[1])
     write_big_slide(root / "slides" / "slide.tif", block, 0.25, size_px=slide_px, shared=True)
     (root / "slides.csv").write_text("slide,patient,site,label,split\nslide.tif,p,A,normal,train\n")
-    init(root / "study", archive=root)
-    shown = gallery(Study(root / "study"), site="A")
+    init_study(root / "study", archive=root)
+    shown = build_gallery(Study(root / "study"), site="A")
     n = slide_px // PATCH_PX
     corners = np.stack(np.meshgrid(np.arange(n), np.arange(n)), -1).reshape(-1, 2).astype(np.int64) * PATCH_PX
 
     def draw(slide: Slide) -> Layer:
-        return patches(corners, PATCH_PX, corners.sum(1) // PATCH_PX % 2, ["healthy", "tumor"])
+        return patch_layer(corners, PATCH_PX, corners.sum(1) // PATCH_PX % 2, ["healthy", "tumor"])
 
     (exhibit,) = shown.exhibits
     overlays = [Overlay("patches", "patches", draw), *exhibit.overlays]
@@ -112,8 +112,8 @@ def tile_times(server: ViewServer, slide_px: int) -> dict[str, dict[str, float]]
     """Milliseconds of a request for tiles that were not asked for before, by level."""
     pyramid, rng, found = Pyramid((slide_px, slide_px)), np.random.default_rng(0), {}
     connection = http.client.HTTPConnection(ADDRESS, server.port)
-    for level in (pyramid.last, pyramid.last - 1, pyramid.last - 2):
-        n, spent = pyramid.size(level)[0] // TILE_PX, []
+    for level in (pyramid.last_level, pyramid.last_level - 1, pyramid.last_level - 2):
+        n, spent = pyramid.level_size(level)[0] // TILE_PX, []
         for column, row in rng.integers(0, n, (N_TILES, 2)).tolist():
             began = time.perf_counter()
             connection.request("GET", f"{urlsplit(server.url).path}slides/0/tiles/{level}/{column}_{row}.jpg")

@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import SCORES
-from wsi_fl.learning.verdict import ratio
+from wsi_fl.learning.verdict import estimate_ratio
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_answers
+from wsi_fl.stages.answers.predictions import read_example_scores
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bags import Bag, BagMeta, BagStore, bags_of, write_bags
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, group_bags, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import PatchTable
 
@@ -113,9 +113,7 @@ SHARED_NOISE = "privacy.noise=shared"
 
 def private(name: str, method: str, epsilon: float, *overrides: str, unit: str = "row") -> Variant:
     """A variant under differential privacy."""
-    where = (", shared noise" if SHARED_NOISE in overrides else "") + (
-        ", per patient" if unit == "patient" else ""
-    )
+    where = (", shared noise" if SHARED_NOISE in overrides else "") + (", per patient" if unit == "patient" else "")
     terms = (f"privacy.target_epsilon={epsilon}", f"privacy.unit={unit}")
     return Variant(f"{name}, ε = {epsilon:g}{where}", method, (*terms, *overrides), unit)
 
@@ -159,13 +157,13 @@ def pool_of(study: Study, patches: int = 1) -> Pool:
     Where patients have several patches the rows for tests are left out.
     """
     (site,) = study.site_names()
-    with BagStore(study.features(site)) as store:
-        split, names = store.patches.split, store.patches.patient.tolist()
+    with BagStore(study.features_path(site)) as store:
+        split, names = store.patch_table.split, store.patch_table.patient.tolist()
         order = np.array([int(name.rpartition("_")[2]) for name in names]) + len(names) * (split == "test")
         rows = np.argsort(order)
         if patches > 1:
             rows = rows[: (split == "train").sum()]
-        return Pool(store.read(rows), store.patches.label[rows], store.meta, patches)
+        return Pool(store.read(rows), store.patch_table.label[rows], store.meta, patches)
 
 
 def drawn(setting: Setting, label: Rows, seed: int, patches: int = 1) -> tuple[list[Rows], Rows]:
@@ -174,9 +172,7 @@ def drawn(setting: Setting, label: Rows, seed: int, patches: int = 1) -> tuple[l
     Of patients with several patches a site has whole ones, as many as come nearest.
     """
     rng, within, first = np.random.default_rng(seed), np.arange(patches), label[::patches]
-    left = [
-        (patches * rng.permutation(np.flatnonzero(first == one))[:, None] + within).ravel() for one in (0, 1)
-    ]
+    left = [(patches * rng.permutation(np.flatnonzero(first == one))[:, None] + within).ravel() for one in (0, 1)]
     parts = []
     for site in range(setting.sites):
         n = setting.rows if isinstance(setting.rows, int) else setting.rows[site % len(setting.rows)]
@@ -217,8 +213,8 @@ def study_of(
             np.concatenate([names, [f"test {row}" for row in rows[len(part) :]]]),
             split,
         )
-        path = study.features(site)
-        slides, _ = bags_of(table)
+        path = study.features_path(site)
+        slides, _ = group_bags(table)
         bags = [Bag(pool.x[rows[split == name]], table.xy_l0[split == name]) for name in slides.slide]
         write_bags(path, replace(pool.meta, site=site), slides, bags, patches=table)
     return study
@@ -244,8 +240,8 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     summary = train(study, method=variant.method, pipeline_name="worth", overrides=overrides, backend="local")
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
-    run = RunFolder(study.run(summary["run"]))
-    answers = [read_answers(run.site(site["site"]), "merged") or {} for site in document["sites"]]
+    run = RunFolder(study.find_run(summary["run"]))
+    answers = [read_example_scores(run.site_folder(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
     merged, shared = (
         document["merged"] or {},
@@ -277,9 +273,7 @@ def run_grid(pool: Pool, args: argparse.Namespace, done: set[tuple[str, str, int
                 # every site would fit the same pooled model, so one does
                 rows = [np.concatenate(parts)] if variant.method == "joint" else parts
                 with tempfile.TemporaryDirectory() as folder:
-                    study = study_of(
-                        pool, rows, test, Path(folder), variant.unit, receives=setting.receives > 0
-                    )
+                    study = study_of(pool, rows, test, Path(folder), variant.unit, receives=setting.receives > 0)
                     found = measured(study, variant, seed, args.directions)
                 names = {"setting": setting.name, "variant": variant.name, "seed": seed}
                 yield {**names, **found, "asked": test.tolist()}
@@ -314,7 +308,7 @@ def gain(
 
 def with_interval(part: NDArray[np.float64], whole: NDArray[np.float64], names: NDArray[np.str_]) -> Any:
     """(Σ part / Σ whole, (low, high) over seeds and test patients or None)."""
-    found = ratio(part, whole, names)
+    found = estimate_ratio(part, whole, names)
     return found.mean, None if found.low is None else (found.low, found.high)
 
 
@@ -364,16 +358,7 @@ def tables(rows: Sequence[Row]) -> str:
         lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
         cells = [headroom_words(of_seeds(rows, setting, one), lone, pooled) for one in joining]
         lines.append(line([setting, mean_of(lone, "accuracy"), mean_of(pooled, "accuracy"), *cells]))
-    titles = [
-        "",
-        "accuracy",
-        "balanced",
-        "AUROC",
-        "shared head",
-        "receiver's AUROC",
-        "gain over lone",
-        "gap_closed",
-    ]
+    titles = ["", "accuracy", "balanced", "AUROC", "shared head", "receiver's AUROC", "gain over lone", "gap_closed"]
     titles += ["worst site", "best site", "ε", "s", "messages", "kB", "seeds"]
     for setting in settings:
         lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
@@ -405,21 +390,15 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features")
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS], help="default: all")
     parser.add_argument("--variants", nargs="+", choices=[v.name for v in VARIANTS], help="default: all")
-    parser.add_argument(
-        "--directions", type=Path, help="of public tissue, for one-shot; default: random ones"
-    )
+    parser.add_argument("--directions", type=Path, help="of public tissue, for one-shot; default: random ones")
     parser.add_argument("--patches", type=int, default=1, help="of a patient, in a pool of stained.py")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, help="rows as JSON lines; those that are there are not made again"
-    )
+    parser.add_argument("--out", type=Path, help="rows as JSON lines; those that are there are not made again")
     parser.add_argument("--show", type=Path, help="only print the tables of rows that are there")
     args = parser.parse_args()
     if args.show:

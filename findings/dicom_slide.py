@@ -20,11 +20,7 @@ def write(path, organization, width, height, tiles, paths=1):
     """Write tiles of 256 x 256 px, each (x, y, optical path from 1 on, grey), as a slide of width x height px."""
     measures = item(PixelSpacing=[MM, MM], SliceThickness=0.001)
     kinds = item(FrameType=KIND)
-    light = {
-        "CodingSchemeDesignator": "DCM",
-        "CodeValue": "111741",
-        "CodeMeaning": "Transmission illumination",
-    }
+    light = {"CodingSchemeDesignator": "DCM", "CodeValue": "111741", "CodeMeaning": "Transmission illumination"}
     glass = {"CodingSchemeDesignator": "SCT", "CodeValue": "433466003", "CodeMeaning": "Microscope slide"}
     specimen = item(
         SpecimenIdentifier="S", SpecimenUID=generate_uid(), SpecimenPreparationSequence=[],

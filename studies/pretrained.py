@@ -28,7 +28,7 @@ from worth import ALONE, Setting, Variant, drawn, measured, pool_of, private, st
 
 from wsi_fl.learning import tuning
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.prepare.partition import partition
+from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.patches import PatchStore
@@ -77,7 +77,7 @@ def parts(given: argparse.Namespace) -> None:
         rows = {"train": order[: given.train], "test": order[given.train : given.train + N_TEST]}
         named = {f"{k}_{part}": table[k][chosen] for part, chosen in rows.items() for k in ("x", "y")}
         np.savez(study.root / "data.npz", **named)
-        partition(study, study.root / "data.npz", n_sites=1)
+        partition_images(study, study.root / "data.npz", n_sites=1)
         for epsilon, part, lr in PARTS:
             said = {"train.rounds": given.rounds, "train.eval_every": given.rounds, "train.lr": lr}
             said |= {"train.augment": "flips", "model.private": NETWORK if part else "gn_cnn_small"}
@@ -142,9 +142,7 @@ def in_order(store: PatchStore) -> NDArray[np.int64]:
     return np.lexsort((number, store.table.split == "test"))
 
 
-def networks_of(
-    root: Path, given: argparse.Namespace, store: PatchStore, hospitals: Sequence[Any], test: Any
-) -> Study:
+def networks_of(root: Path, given: argparse.Namespace, store: PatchStore, hospitals: Sequence[Any], test: Any) -> Study:
     """Return a study of patches with these hospitals, A1, B1, …, each with a share of the test set."""
     study = made(root, given.weights)
     for k, mine in enumerate(hospitals):
@@ -153,7 +151,7 @@ def networks_of(
             rows = in_order(store)[np.sort(chosen)]
             named |= {f"x_{part}": store.read(rows), f"y_{part}": store.table.label[rows]}
         np.savez(root / f"{name}.npz", **named)
-        partition(study, root / f"{name}.npz", n_sites=1, prefix=name)
+        partition_images(study, root / f"{name}.npz", n_sites=1, prefix=name)
     return study
 
 
@@ -163,7 +161,7 @@ def join(given: argparse.Namespace) -> None:
     there = {(row["setting"], row["method"], int(row["seed"])) for row in rows}
     known = Study(given.pool.resolve())
     pool, (site,) = pool_of(known), known.site_names()
-    with PatchStore(known.store(site)) as store, given.out.open("a", newline="") as file:
+    with PatchStore(known.store_path(site)) as store, given.out.open("a", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         if not rows:
             table.writerow(COLUMNS)
@@ -203,7 +201,7 @@ def held_out(
     """
     del folds, task
     found = np.empty((len(labels), 2))
-    for fold in tuning._held_out_folds(labels, patient):
+    for fold in tuning._split_folds(labels, patient):
         found[fold] = trained(usual, ~fold)
     return usual, found
 
@@ -262,16 +260,12 @@ def gain(gains: Sequence[NDArray[np.float64]]) -> str:
     means = np.array([one.mean() for one in gains])
     if not len(means):
         return ""
-    half = (
-        t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.nan
-    )
+    half = t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.nan
     return f"{means.mean():+.3f} ± {half:.3f} (worst {np.mean(gains, axis=0).min():+.3f})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ways = parser.add_subparsers(required=True)
     one = ways.add_parser("parts")
     one.set_defaults(work=parts)

@@ -37,16 +37,16 @@ from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import Learner
-from wsi_fl.learning.stacking import stacked
-from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
-from wsi_fl.models.directions import Directions, normalised, read_directions
-from wsi_fl.models.mil import linear_head
+from wsi_fl.learning.stacking import build_ensemble
+from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
+from wsi_fl.models.directions import Projection, normalize_rows, read_projection
+from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.plan import plan_of_round, planned, proposals
-from wsi_fl.report.words import signed
-from wsi_fl.stages.bench import Cell, FeatureTable, cells_of, drawn, read_table
+from wsi_fl.privacy.plan import list_proposals, plan_of_round, propose_plan
+from wsi_fl.report.words import format_signed
+from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, sample_sites
 
 Floats = NDArray[np.float64]
 Answers = Callable[[FeatureTable], Floats]
@@ -62,7 +62,7 @@ class Draw:
 
     parts: Sequence[FeatureTable]
     epsilon: float
-    along: Directions
+    along: Projection
     rng: np.random.Generator
 
     @property
@@ -74,15 +74,15 @@ class Draw:
 def seen(draw: Draw, x: NDArray[np.float32], space: str) -> Floats:
     """Return rows of length 1 at most: along public "directions", or "all" features, layer-normalised."""
     if space == "all":
-        found: Floats = normalised(x).astype(float) / np.sqrt(x.shape[1])
+        found: Floats = normalize_rows(x).astype(float) / np.sqrt(x.shape[1])
         return found
-    head = SharedHead(draw.k, x.shape[1], directions=draw.along)
-    return head.embedded(torch.from_numpy(x)).double().numpy()
+    head = SharedHead(draw.k, x.shape[1], projection=draw.along)
+    return head.embed_rows(torch.from_numpy(x)).double().numpy()
 
 
 def noise_of(draw: Draw, n: int) -> float:
     """Return σ of one Gaussian mechanism of sensitivity 1."""
-    return proposals(n, 1, draw.epsilon, DELTA)[0].mechanism.sigma
+    return list_proposals(n, 1, draw.epsilon, DELTA)[0].mechanism.sigma
 
 
 def least_squares(draw: Draw, *, space: str, ridge: float) -> list[Answers]:
@@ -147,14 +147,14 @@ def fedprox(draw: Draw, *, mu: float, rounds: int, lr: float, space: str) -> lis
     """Heads by DP-SGD, averaged each round, with a proximal term."""
     from dataclasses import replace
 
-    plan = planned(min(len(part.y) for part in draw.parts), rounds, draw.epsilon, DELTA)
+    plan = propose_plan(min(len(part.y) for part in draw.parts), rounds, draw.epsilon, DELTA)
     learned = federate(
         {
-            f"S{k}": Examples.of(scaled(draw, part.x, space), part.y, part.patient.tolist())
+            f"S{k}": Examples.from_arrays(scaled(draw, part.x, space), part.y, part.patient.tolist())
             for k, part in enumerate(draw.parts)
         },
         replace(METHODS["fedavg"], step=Prox(mu, lr)),
-        private=lambda: linear_head(draw.k, scaled(draw, draw.parts[0].x[:1], space).shape[1]),
+        private=lambda: build_linear_head(draw.k, scaled(draw, draw.parts[0].x[:1], space).shape[1]),
         rounds=rounds,
         batch_size=plan.batch_size,
         lr=lr,
@@ -198,32 +198,25 @@ def cvae(draw: Draw, *, rounds: int, lr: float, clip: float, space: str) -> list
     """Decoders are averaged, classes are drawn from them, and a head learns from what was drawn."""
     rows = [torch.from_numpy(scaled(draw, part.x, space)) for part in draw.parts]
     d, n = rows[0].shape[1], min(len(one) for one in rows)
-    found = planned(n, rounds, draw.epsilon, DELTA, clip=clip)
+    found = propose_plan(n, rounds, draw.epsilon, DELTA, clip=clip)
     torch.manual_seed(int(draw.rng.integers(2**31)))
     models = [CVAE(d, draw.k) for _ in rows]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     plans = [
         plan_of_round(
-            n=len(one),
-            batch_size=found.batch_size,
-            epochs=1,
-            sigma=found.mechanism.sigma,
-            clip=clip,
-            delta=DELTA,
+            n=len(one), batch_size=found.batch_size, epochs=1, sigma=found.mechanism.sigma, clip=clip, delta=DELTA
         )
         for one in rows
     ]
-    trainers = [DPTrainer.of(plan, model, lr=lr) for plan, model in zip(plans, models, strict=True)]
+    trainers = [DPTrainer.from_plan(plan, model, lr=lr) for plan, model in zip(plans, models, strict=True)]
     for _ in range(rounds):
         for part, x, plan, trainer, model in zip(draw.parts, rows, plans, trainers, models, strict=True):
-            stream = CipherStream.fresh()
+            stream = CipherStream.from_entropy()
             one = functional.one_hot(torch.from_numpy(part.y), draw.k).float()
-            for chosen in plan.batches(stream):
+            for chosen in plan.draw_batches(stream):
                 normal = torch.randn(len(chosen), model.parts[2])
-                trainer.step(
-                    torch.cat([x[chosen], one[chosen], normal], 1), partial(elbo, x[chosen], d), stream
-                )
+                trainer.step(torch.cat([x[chosen], one[chosen], normal], 1), partial(elbo, x[chosen], d), stream)
         together = {
             name: torch.stack([model.decoder.state_dict()[name] for model in models]).mean(0)
             for name in models[0].decoder.state_dict()
@@ -234,7 +227,7 @@ def cvae(draw: Draw, *, rounds: int, lr: float, clip: float, space: str) -> list
     with torch.inference_mode():
         z = torch.cat([torch.randn(len(y), models[0].parts[2]), functional.one_hot(y, draw.k).float()], 1)
         made = models[0].decoder(z).double().numpy()
-    head = fitted_head(made, y.numpy(), np.arange(len(y)).astype(str), draw.k)
+    head = fit_linear_head(made, y.numpy(), np.arange(len(y)).astype(str), draw.k)
     return [lambda some: softmax(scaled(draw, some.x, space) @ head.weight.T + head.bias)] * len(draw.parts)
 
 
@@ -278,22 +271,22 @@ _shared: dict[str, Any] = {}
 def begin(table: Path, directions: Path) -> None:
     """Read what all trainings of a process share."""
     torch.set_num_threads(1)
-    _shared.update(table=read_table(table, None), along=read_directions(directions, str(directions)))
+    _shared.update(table=read_table(table, None), along=read_projection(directions, str(directions)))
 
 
 @lru_cache(maxsize=4)
-def hospitals(cell: Cell, seed: int) -> tuple[list[FeatureTable], FeatureTable, list[FittedHead]]:
+def hospitals(cell: SamplingCell, seed: int) -> tuple[list[FeatureTable], FeatureTable, list[FittedHead]]:
     """Return hospitals, the test, and the head that each has alone."""
-    parts, test = drawn(_shared["table"], cell, seed)
+    parts, test = sample_sites(_shared["table"], cell, seed)
     return (
         parts,
         test,
-        [fitted_head(normalised(one.x), one.y, one.patient, len(one.classes)) for one in parts],
+        [fit_linear_head(normalize_rows(one.x), one.y, one.patient, len(one.classes)) for one in parts],
     )
 
 
 def tried(
-    method: str, cell: Cell, epsilon: float, seed: int, way: Mapping[str, Any]
+    method: str, cell: SamplingCell, epsilon: float, seed: int, way: Mapping[str, Any]
 ) -> list[tuple[float, float]]:
     """Return (score, own score) of each hospital."""
     parts, test, lone = hospitals(cell, seed)
@@ -301,15 +294,15 @@ def tried(
     answers = METHODS_OF_OTHERS[method][0](Draw(parts, epsilon, _shared["along"], rng), **way)
     found = []
     for says, part, head in zip(answers, parts, lone, strict=True):
-        stack = stacked(head.held_out, says(part), part.y, part.patient)
-        alone, joined = softmax(normalised(test.x) @ head.weight.T + head.bias), says(test)
+        stack = build_ensemble(head.held_out, says(part), part.y, part.patient)
+        alone, joined = softmax(normalize_rows(test.x) @ head.weight.T + head.bias), says(test)
         right = (balanced_accuracy_score(test.y, said.argmax(1)) for said in (stack(alone, joined), joined))
         found.append((float(next(right)), float(next(right))))
     return found
 
 
 def of_cell(
-    method: str, cell: Cell, epsilons: Sequence[float], seeds: int
+    method: str, cell: SamplingCell, epsilons: Sequence[float], seeds: int
 ) -> list[tuple[str | float | int, ...]]:
     """Tune a method on a draw of its own, and return its lines."""
     _, choices = METHODS_OF_OTHERS[method]
@@ -325,7 +318,7 @@ def of_cell(
 
 def run(given: argparse.Namespace) -> None:
     """Write the lines of all methods."""
-    cells = cells_of(given.hospitals, "alike")
+    cells = parse_cells(given.hospitals, "alike")
     works = [(method, cell, given.epsilon, given.seeds) for method in given.methods for cell in cells]
     with (
         given.out.open("w", newline="") as file,
@@ -379,7 +372,7 @@ def show(given: argparse.Namespace) -> None:
                 gains = [np.mean(ours[seed]) - np.mean(alone[seed]) for seed in sorted(ours)]
                 half = t.ppf(0.975, len(gains) - 1) * np.std(gains, ddof=1) / np.sqrt(len(gains))
                 by_itself = np.mean(own[method, epsilon, *cell])
-                told.append(f"{signed(np.mean(gains), 3)} ± {half:.3f} ({by_itself:.3f})")
+                told.append(f"{format_signed(np.mean(gains), 3)} ± {half:.3f} ({by_itself:.3f})")
             both = (f"{np.mean(list(one.values())):.3f}" for one in (alone, pooled))
             where = f"{cell[0]} × {cell[1]}, {cell[2]}"
             print(f"| {where} | {epsilon:g} | {' | '.join(both)} | {' | '.join(told)} |")
@@ -387,9 +380,7 @@ def show(given: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     does = parser.add_subparsers(required=True)
     runs = does.add_parser("run")
     runs.add_argument("table", type=Path)

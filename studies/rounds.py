@@ -60,16 +60,11 @@ def gain(of, method: str, epsilon: float) -> tuple[float, float]:
 
 def table(found) -> None:
     """Print a row for each cell and ε."""
-    print(
-        "| hospitals × rows | ε | alone | one letter | ProxyFL | FedAvg | pooled |\n|---|---|---|---|---|---|---|"
-    )
+    print("| hospitals × rows | ε | alone | one letter | ProxyFL | FedAvg | pooled |\n|---|---|---|---|---|---|---|")
     for (sites, n, skew), of in sorted(found.items(), key=lambda one: (one[0][2], one[0][1], one[0][0])):
         for epsilon in sorted({epsilon for _, epsilon in of if epsilon}):
             alone = np.mean([float(row["score"]) for row in of["regular", 0.0].values()])
-            told = [
-                "{:+.3f} ± {:.3f}".format(*gain(of, name, epsilon))
-                for name in ("oneshot", "proxyfl", "fedavg")
-            ]
+            told = ["{:+.3f} ± {:.3f}".format(*gain(of, name, epsilon)) for name in ("oneshot", "proxyfl", "fedavg")]
             pooled = "{:+.3f}".format(gain(of, "joint", 0.0)[0])
             print(f"| {sites} × {n}, {skew} | {epsilon:g} | {alone:.3f} | {' | '.join(told)} | {pooled} |")
 
@@ -79,9 +74,7 @@ def draw(found, path: Path, epsilon: float = 3.0) -> None:
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, skew, title in zip(
-        panels, ("0.9", "alike"), ("90 % of one class at each", "alike"), strict=True
-    ):
+    for axes, skew, title in zip(panels, ("0.9", "alike"), ("90 % of one class at each", "alike"), strict=True):
         for method, name in NAMES.items():
             for sites, style in ((4, "-"), (16, "--")):
                 cells = sorted(cell for cell in found if cell[0] == sites and cell[2] == skew)

@@ -32,11 +32,16 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from worth import SETTINGS, Setting, drawn
 
-from wsi_fl.learning.stacking import harms, own_alone, shared_alone, stack_by_rows
-from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.directions import Directions, normalised, public_directions
-from wsi_fl.models.shared_head import COUNT, SharedHead
-from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.learning.stacking import (
+    is_worse_than_local,
+    single_federated_ensemble,
+    single_local_ensemble,
+    weight_by_sample_size,
+)
+from wsi_fl.learning.tuning import fit_linear_head
+from wsi_fl.models.directions import Projection, fit_projection, normalize_rows
+from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
+from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.types import WsiFlError
 
 Array = NDArray[np.float64]
@@ -76,23 +81,23 @@ class Table:
 
     @cached_property
     def x(self) -> Array:
-        return normalised(self.raw)
+        return normalize_rows(self.raw)
 
     @cached_property
     def public_x(self) -> Array:
-        return normalised(self.public)
+        return normalize_rows(self.public)
 
     @cached_property
-    def directions(self) -> Directions:
-        return public_directions(self.public)
+    def directions(self) -> Projection:
+        return fit_projection(self.public)
 
     @cache  # noqa: B019 likewise
-    def z(self, along: Directions) -> Array:
+    def z(self, along: Projection) -> Array:
         return embedded(self.x, along)
 
     @cache  # noqa: B019 a table lives as long as the process
-    def first(self, n: int) -> Directions:
-        return public_directions(self.public, n=n)
+    def first(self, n: int) -> Projection:
+        return fit_projection(self.public, n=n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +132,7 @@ class Draw:
     sigma: float
     shared: bool
     key: tuple[int, ...]
-    along: Directions
+    along: Projection
 
     @property
     def k(self) -> int:
@@ -150,7 +155,7 @@ class Draw:
         return [found[part] for part in self.parts], found[self.test]
 
 
-def embedded(x: Array, along: Directions) -> Array:
+def embedded(x: Array, along: Projection) -> Array:
     return clipped((x - along.mean) @ along.components)
 
 
@@ -193,7 +198,7 @@ def by_class(z: Array, y: Rows) -> Array:
 
 
 def letters(
-    draw: Draw, z: Sequence[Array], share: float = 1.0, count: float = COUNT, salt: tuple[int, ...] = ()
+    draw: Draw, z: Sequence[Array], share: float = 1.0, count: float = COUNT_WEIGHT, salt: tuple[int, ...] = ()
 ) -> Letters:
     """One letter of each hospital's rows z[n, d] of length ≤ 1; a row's (z, count · 1) is scaled to length ≤ 1."""
     exact = np.stack([by_class(*pair) for pair in zip(z, draw.labels, strict=True)])
@@ -214,9 +219,7 @@ def means_of(own: Array, within: Array, others: Array, noise: Array) -> tuple[Ar
     counts = others[:, -1].clip(min=0)
     trust = counts / (v * counts + noise).clip(min=1e-30)
     precision = counts * trust + own[:, -1] / v
-    return (others[:, :-1] * trust[:, None] + own[:, :-1] / v) / precision[:, None].clip(
-        min=1e-30
-    ), precision * v
+    return (others[:, :-1] * trust[:, None] + own[:, :-1] / v) / precision[:, None].clip(min=1e-30), precision * v
 
 
 def within_of(z: Array, y: Rows, covariance: Array) -> Array:
@@ -227,9 +230,7 @@ def within_of(z: Array, y: Rows, covariance: Array) -> Array:
     return found
 
 
-def discriminant(
-    means: Array, within: Array, ridge: float = RIDGE, rows: Array | None = None
-) -> tuple[Array, Array]:
+def discriminant(means: Array, within: Array, ridge: float = RIDGE, rows: Array | None = None) -> tuple[Array, Array]:
     """With `rows`, what the means are worth, their squares are not too large by the noise in them."""
     d, v = len(within), np.trace(within) / len(within)
     inverse = np.linalg.inv(within + ridge * v * np.eye(d))
@@ -244,7 +245,7 @@ def harmonic(rows: Array) -> float:
 
 Solver = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """(means [2, d], what they are worth in rows [2], within [d, d], public covariance) → weights [d, 2] and bias [2]."""
-Map = Callable[["Table"], Directions]
+Map = Callable[["Table"], Projection]
 Send = Callable[["Draw", Sequence[Array]], Letters]
 
 
@@ -259,7 +260,7 @@ def solved(draw: Draw, sent: Letters, z: Sequence[Array], test: Array, solver: S
     return found
 
 
-def usual(table: Table) -> Directions:
+def usual(table: Table) -> Projection:
     return table.directions
 
 
@@ -298,20 +299,22 @@ def linear(own: Array, test: Array, weights: Array, bias: Array, worth: tuple[fl
 def shipped(draw: Draw) -> list[Said]:
     """The head of the package itself."""
     table, heads = draw.table, []
-    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n + 1))) * np.sqrt(draw.variance())
+    noise = draw.rng().normal(size=(draw.k, 2 * (table.directions.n_components + 1))) * np.sqrt(draw.variance())
     for part, y, one in zip(draw.parts, draw.labels, noise, strict=True):
-        head = SharedHead(2, table.raw.shape[1], directions=table.directions)
-        z, label = head.embedded(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
-        head.know(z, label)
-        exact = head.packed(z, label)
+        head = SharedHead(2, table.raw.shape[1], projection=table.directions)
+        z, label = head.embed_rows(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
+        head.set_local_statistics(z, label)
+        exact = head.pack_statistics(z, label)
         noisy, variance = exact + torch.from_numpy(one), draw.variance()
-        head.hold(exact, *((noisy, variance) if draw.shared else head.weighed(noisy, variance)))
+        head.set_noisy_statistics(
+            exact, *((noisy, variance) if draw.shared else head.weight_by_precision(noisy, variance))
+        )
         heads.append(head)
     SharedHead.combine(heads)
     test = torch.from_numpy(table.raw[draw.test])
     own = (torch.from_numpy(table.raw[part]) for part in draw.parts)
     return [
-        Said(head(x).double().numpy(), head(test).double().numpy(), head.worth())
+        Said(head(x).double().numpy(), head(test).double().numpy(), head.effective_sample_sizes())
         for head, x in zip(heads, own, strict=True)
     ]
 
@@ -344,7 +347,7 @@ def by_budget(send: Send | None = None, solver: Solver = USUALLY) -> Idea:
     return idea
 
 
-def reshaped(table: Table, power: float, quantile: float, n: int) -> Directions:
+def reshaped(table: Table, power: float, quantile: float, n: int) -> Projection:
     """Directions divided by another power of their variance, or with another share of public rows left unclipped."""
     usual = table.first(n)
     scale = np.linalg.norm(usual.components, axis=0)
@@ -352,7 +355,7 @@ def reshaped(table: Table, power: float, quantile: float, n: int) -> Directions:
     long = np.linalg.norm((table.public_x - usual.mean) @ components, axis=1)
     components /= np.quantile(long, quantile)
     covariance = np.cov(clipped((table.public_x - usual.mean) @ components).T)
-    return Directions(usual.mean, components.astype(np.float32), covariance)
+    return Projection(usual.mean, components.astype(np.float32), covariance)
 
 
 def shaped(power: float = -0.25, quantile: float = 0.5, n: int = 32) -> Map:
@@ -453,9 +456,7 @@ def second_moment(share: float, *, diagonal: bool = False) -> Idea:
             v, n = np.trace(within) / d, max(others[:, -1].sum(), 1.0)
             theirs = (moments.sum(0) - moments[i]) / n - means.T @ (means * others[:, -1:].clip(min=0)) / n
             if diagonal:  # the correlations stay as they are
-                theirs = within * np.sqrt(
-                    np.outer(*[np.diag(theirs).clip(min=0.1 * v) / np.diag(within)] * 2)
-                )
+                theirs = within * np.sqrt(np.outer(*[np.diag(theirs).clip(min=0.1 * v) / np.diag(within)] * 2))
             worth = n / (1 + draw.variance(share) * (draw.k - 1) / (2 * n * v**2))
             base = (y == 0).sum() + (y == 1).sum() - len(np.unique(y)) + d
             values, axes = np.linalg.eigh((base * within + worth * theirs) / (base + worth))
@@ -485,16 +486,14 @@ def learned_map(share: float, wide: int = 64, n: int = 32) -> Idea:
         components = wide_along.components @ axes[:, ::-1][:, :n]
         public = (draw.table.public_x - wide_along.mean) @ components
         components /= np.median(np.linalg.norm(public, axis=1))
-        along = Directions(wide_along.mean, components.astype(np.float32), np.eye(n))
+        along = Projection(wide_along.mean, components.astype(np.float32), np.eye(n))
         along = replace(along, covariance=np.cov(embedded(draw.table.public_x, along).T))
         return letter(lambda _: along, lambda draw, z: letters(draw, z, 1 - share))(draw)
 
     return idea
 
 
-def hessian_mixing(
-    draw: Draw, rounds: int = 2, rows: int = 100, share: float = 0.5, bound: float = 1.0
-) -> list[Said]:
+def hessian_mixing(draw: Draw, rounds: int = 2, rows: int = 100, share: float = 0.5, bound: float = 1.0) -> list[Said]:
     """Iterative Hessian Mixing (Lev et al., 2601.07545): Newton's steps of least squares from random mixtures of rows.
 
     A round releases mixtures S X + η N for the Hessian, and the gradient Xᵀ(y − X θ), residuals clipped, with noise.
@@ -513,18 +512,14 @@ def hessian_mixing(
         hessian, gradient = np.zeros((d, d)), np.zeros(d)
         mixture = np.zeros((rows, d))
         for mine, label in zip(x, y, strict=True):
-            mixture += rng.normal(size=(rows, len(mine))) @ mine + rng.normal(size=(rows, d)) * eta / np.sqrt(
-                k
-            )
+            mixture += rng.normal(size=(rows, len(mine))) @ mine + rng.normal(size=(rows, d)) * eta / np.sqrt(k)
             gradient += mine.T @ (label - mine @ theta).clip(-bound, bound)
             gradient += rng.normal(size=d) * unit * bound / np.sqrt(k)
         hessian = mixture.T @ mixture / rows
         theta = theta + np.linalg.solve(hessian, gradient)
     weights = np.outer(theta[:-1], [-0.5, 0.5]) / np.sqrt(1.25)
     bias = theta[-1] * 0.5 / np.sqrt(1.25) * np.array([-0.5, 0.5])
-    return [
-        linear(mine, test, weights, bias, said.worth) for mine, said in zip(z, in_numpy(draw), strict=True)
-    ]
+    return [linear(mine, test, weights, bias, said.worth) for mine, said in zip(z, in_numpy(draw), strict=True)]
 
 
 def mixing_noise(draw: Draw, rounds: int, rows: int, sigma: float) -> float:
@@ -563,9 +558,9 @@ def prototypes(cells: int) -> Idea:
         public = embedded(draw.table.public_x, along)
         centres, _ = kmeans2(public, cells, seed=0, minit="++")
         exact = np.stack([by_cell(*pair, centres) for pair in zip(z, draw.labels, strict=True)])
-        unit = 1 + COUNT**2
+        unit = 1 + COUNT_WEIGHT**2
         noise = draw.rng().normal(size=exact.shape) * np.sqrt(draw.variance() * unit)
-        noise[..., -1] /= COUNT
+        noise[..., -1] /= COUNT_WEIGHT
         noisy = exact + noise
         said, found = in_numpy(draw), []
         for i, (mine, y) in enumerate(zip(z, draw.labels, strict=True)):
@@ -573,10 +568,7 @@ def prototypes(cells: int) -> Idea:
             v = np.trace(within) / d
             others = noisy.sum(0) - noisy[i]
             whole = means_of(
-                exact[i].sum(1),
-                within,
-                others.sum(1),
-                np.full(2, draw.variance() * unit * cells * (draw.k - 1)),
+                exact[i].sum(1), within, others.sum(1), np.full(2, draw.variance() * unit * cells * (draw.k - 1))
             )[0]
             flat, rows = means_of(
                 exact[i].reshape(-1, d + 1),
@@ -590,9 +582,7 @@ def prototypes(cells: int) -> Idea:
             part /= part.sum(1, keepdims=True)
             inverse = np.linalg.inv(within + RIDGE * v * np.eye(d))
 
-            def logits(
-                at: Array, middle: Array = middle, part: Array = part, inverse: Array = inverse
-            ) -> Array:
+            def logits(at: Array, middle: Array = middle, part: Array = part, inverse: Array = inverse) -> Array:
                 apart = at[:, None, None] - middle
                 far = -0.5 * np.einsum("ncjd,de,ncje->ncj", apart, inverse, apart) + np.log(part)
                 return np.logaddexp.reduce(far, axis=2)
@@ -655,7 +645,7 @@ def by_own_count(draw: Draw, sent: Letters) -> Array:
     """Each hospital by its own noisy counts, shrunk to half of its rows as noise may have made the rest."""
     rows = np.array([[len(part)] for part in draw.parts])
     apart = (sent.noisy[:, 1, -1] - sent.noisy[:, 0, -1])[:, None]
-    error = 2 * sent.variance[:, :1] / COUNT**2
+    error = 2 * sent.variance[:, :1] / COUNT_WEIGHT**2
     real = (1 - error / apart**2).clip(min=0) * apart
     return (rows + real * [[-1, 1]]).clip(min=0.02 * rows) / 2 / rows
 
@@ -664,7 +654,7 @@ def by_all_counts(draw: Draw, sent: Letters) -> Array:
     """By all hospitals' noisy counts, shrunk to their mean as far as noise may have made them differ."""
     counts = sent.noisy[..., -1]
     mean = counts.mean(0).clip(min=1)
-    error = sent.variance[0] / COUNT**2
+    error = sent.variance[0] / COUNT_WEIGHT**2
     real = (1 - error / counts.var(0).clip(min=1e-9)).clip(min=0)
     return (mean + real * (counts - mean)).clip(min=0.02 * mean)
 
@@ -677,7 +667,7 @@ def by_likeness(draw: Draw, sent: Letters) -> Array:
     means = total[:, :-1] / total[:, -1:].clip(min=1)
     counts = sent.noisy[..., -1].clip(min=1)
     far = ((sent.noisy[..., :-1] - counts[..., None] * means) ** 2).sum(2)
-    due = d * (sent.variance + v * counts) + (sent.variance / COUNT**2) * (means**2).sum(1)
+    due = d * (sent.variance + v * counts) + (sent.variance / COUNT_WEIGHT**2) * (means**2).sum(1)
     found: Array = 1 / (1 + (far / due - 1).clip(min=0))
     return found
 
@@ -699,9 +689,7 @@ def synthetic(draw: Draw) -> list[Said]:
         own = table.x[draw.parts[i]]
         x, labels = np.concatenate([own, made]), np.concatenate([y, label])
         counts = sent.exact[i, :, -1]
-        theirs = np.minimum(
-            (rows - counts).clip(min=1), 60
-        )  # as `stack_by_rows` believes a head along few directions
+        theirs = np.minimum((rows - counts).clip(min=1), 60)  # as `stack_by_rows` believes a head along few directions
         weight = np.concatenate([np.ones(len(y)), (theirs / len(public))[label]])
         weight *= (weight.sum() / 2 / np.bincount(labels, weight))[labels]
         basis = np.linalg.qr(x.T)[0]
@@ -751,9 +739,7 @@ IDEAS: Mapping[str, Idea] = {
     "96 directions, power −1/8, used by worth / 2": letter(shaped(-0.125, n=96), solver=leading(0.5)),
     "96 directions, power −1/8, used by worth / 3": letter(shaped(-0.125, n=96), solver=leading(1 / 3)),
     "96 directions, power 0, used by worth / 2": letter(shaped(-1e-9, n=96), solver=leading(0.5)),
-    "64 directions, used by worth / 2, own counts weigh": letter(
-        first(64), weighed(by_own_count), leading(0.5)
-    ),
+    "64 directions, used by worth / 2, own counts weigh": letter(first(64), weighed(by_own_count), leading(0.5)),
     "second moment, 20 %": second_moment(0.2),
     "variances, 20 %": second_moment(0.2, diagonal=True),
     "second moment for the map, 20 %": learned_map(0.2),
@@ -770,9 +756,7 @@ IDEAS: Mapping[str, Idea] = {
     "own counts weigh, shrunk, 64 directions": letter(first(64), weighed(by_own_count), shrunk),
     "own counts weigh, shrunk, directions from n·ε": by_budget(weighed(by_own_count), shrunk),
     "shrunk, clip at the 25 % quantile": letter(shaped(quantile=0.25), solver=shrunk),
-    "own counts weigh, shrunk, clip at the 25 % quantile": letter(
-        shaped(quantile=0.25), weighed(by_own_count), shrunk
-    ),
+    "own counts weigh, shrunk, clip at the 25 % quantile": letter(shaped(quantile=0.25), weighed(by_own_count), shrunk),
     "likeness weighs": letter(send=weighed(by_likeness)),
     "synthetic rows": synthetic,
 }
@@ -787,11 +771,11 @@ def mixed(draw: Draw, i: int, said: Said) -> float:
     """Accuracy of the mixture that hospital i would use; balanced, since the tests are."""
     y, lone, shared = draw.labels[i], draw.lone[i], probabilities(said.own)
     if len(np.unique(y)) < 2:
-        stack = shared_alone(2)
+        stack = single_federated_ensemble(2)
     else:
-        stack = stack_by_rows(lone.own, shared, y, said.worth)
-        if lone.held_out and harms(stack, lone.own, shared, y):
-            stack = own_alone(2)
+        stack = weight_by_sample_size(lone.own, shared, y, said.worth)
+        if lone.held_out and is_worse_than_local(stack, lone.own, shared, y):
+            stack = single_local_ensemble(2)
     answer = stack(lone.test, probabilities(said.test))
     return float((answer.argmax(1) == draw.table.label[draw.test]).mean())
 
@@ -805,7 +789,7 @@ def probabilities(logits: Array) -> Array:
 def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> list[Lone]:
     """What the heads say that hospitals have alone; fitted once."""
     if not kept.exists():
-        made = [fitted_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts]
+        made = [fit_linear_head(table.x[one], table.label[one], np.array([""] * len(one)), 2) for one in parts]
         kept.parent.mkdir(exist_ok=True)
         np.savez(
             kept,
@@ -814,10 +798,7 @@ def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> l
             strength=[one.strength for one in made],
             held_out=[0 if one.held_out is None else 1 for one in made],
             seen=np.concatenate(
-                [
-                    np.zeros((len(p), 2)) if h.held_out is None else h.held_out
-                    for p, h in zip(parts, made, strict=True)
-                ]
+                [np.zeros((len(p), 2)) if h.held_out is None else h.held_out for p, h in zip(parts, made, strict=True)]
             ),
         )
     heads = np.load(kept)
@@ -833,7 +814,7 @@ def lone_heads(table: Table, parts: Sequence[Rows], test: Rows, kept: Path) -> l
 
 def measured(table: Table, args: argparse.Namespace, done: set[tuple[str, ...]]) -> list[dict[str, Any]]:
     """A row for each setting, seed and idea that is not done: accuracy of each hospital, over draws of noise."""
-    sigma = sigma_for(args.epsilon, 1.0, 1, DELTA)
+    sigma = find_sigma(args.epsilon, 1.0, 1, DELTA)
     table.__dict__["epsilon"] = args.epsilon
     rows = []
     for seed in args.seeds:
@@ -887,11 +868,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [idea]
         for setting in settings:
             seeds = sorted(
-                {
-                    s
-                    for name, one, s in found
-                    if (name, one) == (setting, idea) and (setting, "shipped", s) in found
-                }
+                {s for name, one, s in found if (name, one) == (setting, idea) and (setting, "shipped", s) in found}
             )
             if not seeds:
                 cells.append("")
@@ -913,17 +890,13 @@ def difference(each: Array) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--ideas", nargs="+", choices=IDEAS)
     parser.add_argument("--settings", nargs="+")
-    parser.add_argument(
-        "--cache", type=Path, default=Path("lone_heads"), help="of the heads that hospitals have alone"
-    )
+    parser.add_argument("--cache", type=Path, default=Path("lone_heads"), help="of the heads that hospitals have alone")
     parser.add_argument("--out", type=Path, default=Path("letters.jsonl"))
     parser.add_argument("--show", type=Path)
     args = parser.parse_args()
@@ -933,9 +906,7 @@ def main() -> None:
         if read := set(args.seeds) & set(READ_ONCE):
             parser.error(f"seeds {sorted(read)} were read once, for WORTH.md; take others")
         with np.load(args.table) as kept:
-            table = Table(
-                kept["x"].astype(np.float32), kept["y"].astype(np.int64), kept["public"].astype(np.float32)
-            )
+            table = Table(kept["x"].astype(np.float32), kept["y"].astype(np.int64), kept["public"].astype(np.float32))
         done = {(row["setting"], row["idea"], str(row["seed"])) for row in rows}
         rows += measured(table, args, done)
     print(shown(rows))

@@ -24,10 +24,10 @@ import hypothesis
 import numpy as np
 import pytest
 
-from wsi_fl.federation.documents import decoded, encoded
+from wsi_fl.federation.documents import decode_document, encode_document
 from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.stores.fields import StoreMeta, seal
-from wsi_fl.stores.patches import PIXELS
+from wsi_fl.stores.fields import StoreMeta, write_seal
+from wsi_fl.stores.patches import PIXEL_DATASETS
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
@@ -35,9 +35,7 @@ from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(
-    prefix="wsi-fl-state-"
-)  # heads of ledgers, gone with the tests
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsi-fl-state-")  # heads of ledgers, gone with the tests
 _MADE = tempfile.mkdtemp(prefix="wsi-fl-stores-")
 for _folder in (os.environ["XDG_STATE_HOME"], _MADE):
     atexit.register(shutil.rmtree, _folder, ignore_errors=True)
@@ -83,9 +81,7 @@ def pytest_runtest_call(item):
     result = yield
     limit = next(SECONDS[name] for name in SECONDS if not name or item.get_closest_marker(name))
     spent = _processor_seconds() - before
-    assert spent <= 3 * limit, (
-        f"it took {spent:.1f} s of processor, more than {limit} s: make it smaller or mark it"
-    )
+    assert spent <= 3 * limit, f"it took {spent:.1f} s of processor, more than {limit} s: make it smaller or mark it"
     return result
 
 
@@ -122,7 +118,7 @@ def patches_of(rng, labels, size_px, tint):
 def write_store(study: Study, site: str, *, n_per_slide=12, n_patients=4, size_px=16, mpp=1.0, seed=0):
     """A store of `n_patients` slides, the last patient's for testing."""
     made = _made_store(site, n_per_slide, n_patients, size_px, mpp, seed)
-    shutil.copytree(made, study.store(site).parent, copy_function=_put, dirs_exist_ok=True)
+    shutil.copytree(made, study.store_path(site).parent, copy_function=_put, dirs_exist_ok=True)
 
 
 def _put(source: str, target: str) -> None:
@@ -164,7 +160,7 @@ def edited(path: Path):
     """A patch store or a shard to be changed as if it had been written so."""
     with h5py.File(path, "r+") as file:
         yield file
-        seal(file, PIXELS)
+        write_seal(file, PIXEL_DATASETS)
 
 
 SMALL = """
@@ -214,7 +210,7 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
     from wsi_fl.stores.bags import BagMeta
 
     n = len(labels)
-    path = study.features(site)
+    path = study.features_path(site)
     table = PatchTable(
         np.stack([np.arange(n), np.zeros(n, np.int64)], 1).astype(np.int64),
         np.asarray(labels, np.int64),
@@ -223,16 +219,16 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
         np.asarray(patients),
         np.asarray(splits),
     )
-    study.store(site).unlink(missing_ok=True)
+    study.store_path(site).unlink(missing_ok=True)
     meta = BagMeta(site, CLASSES, "tiny sha256:0", GridSpec(8, 0.5, 8), "features")
     write_patches_as_bags(path, meta, table, np.asarray(x, np.float32))
 
 
 def write_patches_as_bags(path: Path, meta, patches: PatchTable, x) -> None:
     """A store of the features float32[n, d] of patches, as `features` writes it."""
-    from wsi_fl.stores.bags import Bag, bags_of, write_bags
+    from wsi_fl.stores.bags import Bag, group_bags, write_bags
 
-    bags, _ = bags_of(patches)
+    bags, _ = group_bags(patches)
     parts = [patches.slide == name for name in bags.slide]
     write_bags(path, meta, bags, [Bag(x[rows], patches.xy_l0[rows]) for rows in parts], patches=patches)
 
@@ -353,10 +349,10 @@ def _user_state(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
     """Eight painted slides of two hospitals, to be read alone."""
-    from wsi_fl.demo.phantom import paint_archive
+    from wsi_fl.demo.phantom import simulate_archive
 
     folder = tmp_path_factory.mktemp("phantom") / "archive"
-    return paint_archive(folder, n_sites=2, patients_per_site=2, size_px=1024)
+    return simulate_archive(folder, n_sites=2, patients_per_site=2, size_px=1024)
 
 
 @pytest.fixture(scope="session")
@@ -437,9 +433,9 @@ def as_ranks(monkeypatch):
                 self.sites = (me.rank,)
 
             def gather(self, documents, kind):
-                told[me.rank] = [encoded(one, kind, me.rank) for one in documents]
+                told[me.rank] = [encode_document(one, kind, me.rank) for one in documents]
                 barrier.wait()
-                found = [decoded(text, kind, k) for k, texts in enumerate(told) for text in texts]
+                found = [decode_document(text, kind, k) for k, texts in enumerate(told) for text in texts]
                 barrier.wait()
                 return found
 
@@ -454,7 +450,7 @@ def as_ranks(monkeypatch):
                 return end
 
         with monkeypatch.context() as patch, ThreadPoolExecutor(n) as threads:
-            patch.setattr("wsi_fl.stages.work.job.launched_ranks", lambda: n)
+            patch.setattr("wsi_fl.stages.work.job.count_ranks", lambda: n)
             patch.setattr("wsi_fl.federation.comm.MpiComm", Comm)
             return list(threads.map(as_rank, range(n)))
 
@@ -467,8 +463,8 @@ def train_generator(study, *, site, overrides=(), **given):
     from wsi_fl.synthesis.stages.kinds import kind_of
     from wsi_fl.synthesis.stages.train import train_generator
 
-    pipeline = study.pipeline(study.pipeline_name(None), overrides)
-    return train_generator(study, pipeline, kind_of(pipeline.section(Synthesis).generator), site, **given)
+    pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
+    return train_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site, **given)
 
 
 def check(study, *, site, overrides=()):
@@ -477,8 +473,8 @@ def check(study, *, site, overrides=()):
     from wsi_fl.synthesis.stages.check import check_generator
     from wsi_fl.synthesis.stages.kinds import kind_of
 
-    pipeline = study.pipeline(study.pipeline_name(None), overrides)
-    return check_generator(study, pipeline, kind_of(pipeline.section(Synthesis).generator), site)
+    pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
+    return check_generator(study, pipeline, kind_of(pipeline.find_section(Synthesis).generator), site)
 
 
 @pytest.fixture(scope="session")

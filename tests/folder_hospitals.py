@@ -27,7 +27,7 @@ import sklearn.model_selection  # noqa: F401
 from wsi_fl.federation import loop, shared
 from wsi_fl.hospitals.lines import relayed
 from wsi_fl.hospitals.plans import signed
-from wsi_fl.hospitals.plans.signed import Plan, approve, plan_path
+from wsi_fl.hospitals.plans.signed import FederationPlan, plan_path, record_approval
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work import start as starting
@@ -55,7 +55,9 @@ def be(job, killed):
     if job.get("lies"):
         _lie(job["lies"])
     if job.get("approves"):
-        approve(Study(study), Plan.load(plan_path(Study(study))), Kit.open(Path(job["kit"])).identity())
+        record_approval(
+            Study(study), FederationPlan.load(plan_path(Study(study))), Kit.open(Path(job["kit"])).load_identity()
+        )
     if job.get("after"):  # cron starts a hospital that another one waits for
         share = Path(Kit.open(Path(job["kit"])).folder)
         deadline = time.monotonic() + 120
@@ -63,7 +65,7 @@ def be(job, killed):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{job['after']} never said hello")
             time.sleep(0.02)
-    relayed._END_S = job.get("end_s", relayed._END_S)
+    relayed._FAREWELL_S = job.get("end_s", relayed._FAREWELL_S)
     starting._LEAVING_S = job.get("leaving_s", starting._LEAVING_S)
     try:
         for _ in range(job.get("calls", 1)):
@@ -122,14 +124,14 @@ def _take_your_time(seconds):
 
 def _lie(how):
     """Be a hospital that wants others to spend: it spoils sums, or says that it never had one and begins again."""
-    masked = shared.masked
+    masked = shared.mask_values
     if how == "spoils":
-        shared.masked = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
+        shared.mask_values = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
     shared._is_done = lambda *_: False
-    starting.finished_summary = lambda *_, **__: None
-    PrivacyLedger.affords = lambda *_: True
-    shared._refusal = lambda *_: ""
-    PrivacyLedger._check = lambda *_: None
+    starting.find_summary = lambda *_, **__: None
+    PrivacyLedger.fits_budget = lambda *_: True
+    shared._find_refusal = lambda *_: ""
+    PrivacyLedger._check_budget = lambda *_: None
 
 
 def _die_in(kill):

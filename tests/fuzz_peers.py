@@ -22,15 +22,15 @@ from pydantic import TypeAdapter
 from typing_extensions import is_typeddict
 
 from wsi_fl.federation import message, topology
-from wsi_fl.federation.documents import decoded, encoded
-from wsi_fl.federation.exchange import _problem as problem_of_model
-from wsi_fl.federation.exchange import _too_far as too_far
-from wsi_fl.federation.preflight import Brought, compare
-from wsi_fl.federation.roster import RosterEntry, Standing, first_round, roster_of
+from wsi_fl.federation.documents import decode_document, encode_document
+from wsi_fl.federation.exchange import _find_distance_problem as too_far
+from wsi_fl.federation.exchange import _find_problem as problem_of_model
+from wsi_fl.federation.preflight import PreflightDocument, compare_sites
+from wsi_fl.federation.roster import MembershipReply, ResumeState, build_membership, find_first_round
 from wsi_fl.federation.site import BufferShape
 from wsi_fl.federation.topology import parse_graph
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.stages.site.account import spent_words
+from wsi_fl.stages.site.account import describe_spending
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.types import WsiFlError
 
@@ -86,52 +86,12 @@ SAMPLES: dict[str, dict[str, Any]] = {
 """Where an example with all keys, some of them None, says too little."""
 ATOMS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 3, 2**31, 2**53 + 1, 2**63, -(2**70), 10**300),
-    *(
-        0.5,
-        -0.0,
-        1e308,
-        5e-324,
-        "",
-        "C1",
-        "C2",
-        "away",
-        "leaving",
-        "../../x",
-        "/etc",
-        "a b",
-        "é",
-        "\u202e",
-        "\u2028",
-    ),
+    *(0.5, -0.0, 1e308, 5e-324, "", "C1", "C2", "away", "leaving", "../../x", "/etc", "a b", "é", "\u202e", "\u2028"),
     *("\x00", "a\nb", "\x1b[31m", "\x7f", "x" * 300, "x" * 5000, SCHEMA, "abcdef01" * 4, "NaN", {}, []),
 )
 TOKENS = (
-    *(
-        b"NaN",
-        b"-Infinity",
-        b"1e999",
-        b"-",
-        b"00",
-        b"9" * 5000,
-        b"[" * 5000,
-        b'{"a":' * 300,
-        b"]",
-        b"}",
-        b",",
-        b":",
-    ),
-    *(
-        b"null",
-        b"\x00",
-        b"\xff",
-        b"\xed\xa0\x80",
-        b'"\\ud800"',
-        b'"\\u0000"',
-        b"\\",
-        b'"',
-        b"\xef\xbb\xbf",
-        b"\n",
-    ),
+    *(b"NaN", b"-Infinity", b"1e999", b"-", b"00", b"9" * 5000, b"[" * 5000, b'{"a":' * 300, b"]", b"}", b",", b":"),
+    *(b"null", b"\x00", b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b'"\\u0000"', b"\\", b'"', b"\xef\xbb\xbf", b"\n"),
 )
 
 
@@ -224,8 +184,8 @@ def document(rng: random.Random, kind: Any, sample: Any) -> Any:
     text = json.dumps(sample).encode()
     if rng.random() < 0.3:
         text = bent_bytes(rng, text)
-    told = decoded(text, kind, "C1")
-    assert decoded(encoded(told, kind, "C1"), kind, "C1") == told
+    told = decode_document(text, kind, "C1")
+    assert decode_document(encode_document(told, kind, "C1"), kind, "C1") == told
     return told
 
 
@@ -236,7 +196,7 @@ def several(rng: random.Random, kind: Any, samples: list[Any]) -> list[Any]:
         try:
             found.append(document(rng, kind, sample))
         except WsiFlError:
-            found.append(decoded(json.dumps(sample).encode(), kind, "C1"))
+            found.append(decode_document(json.dumps(sample).encode(), kind, "C1"))
     return found
 
 
@@ -244,37 +204,35 @@ def fuzz_documents(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) 
     """Documents of all kinds; what is said of a row."""
     kind, sample = rng.choice(every)
     told = document(rng, kind, sample)
-    return spent_words(told) if kind.__name__ == "SummaryRow" else told
+    return describe_spending(told) if kind.__name__ == "SummaryRow" else told
 
 
 def fuzz_preflight(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
     """The comparison of what sites bring, and of their budgets."""
     del every
-    own = [example_of(Brought) | SAMPLES["Brought"] | {"site": f"C{k}"} for k in range(1, N_SITES)]
-    brought = several(rng, Brought, own)
+    own = [example_of(PreflightDocument) | SAMPLES["Brought"] | {"site": f"C{k}"} for k in range(1, N_SITES)]
+    brought = several(rng, PreflightDocument, own)
     limits = {"C1": 3.0} if rng.random() < 0.5 else {}
     check_budgets(brought, limits, 3)
-    compare(brought)
+    compare_sites(brought)
     return brought
 
 
 def fuzz_roster(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
     """Who takes part, and the graph among them: no mass is lost whoever says what."""
     del every
-    first = first_round(several(rng, Standing, [SAMPLES["Standing"]] * N_SITES))
+    first = find_first_round(several(rng, ResumeState, [SAMPLES["Standing"]] * N_SITES))
     assert 0 <= first < 2**31
     answers = [
         {"state": rng.choice(("staying", "leaving", "returning", "away")), "ahead": rng.random() < 0.3}
         for _ in range(N_SITES)
     ]
-    roster = roster_of(range(N_SITES), several(rng, RosterEntry, answers))
+    roster = build_membership(range(N_SITES), several(rng, MembershipReply, answers))
     edges = {"rounds": [[["A", "B"], ["B", "C"]], [["C", "D", 0.5], ["D", "A", 0.5]], [["D", "A"]]]}
-    graph = rng.choice(
-        [make(rng.randrange(9)) for make in topology.TOPOLOGIES.values()] + [parse_graph(edges, "ABCD")]
-    )
-    hops = topology.over(graph, N_SITES, roster.present, min(first, ROUND), 0.5)
-    hops.append(topology.handover(N_SITES, roster.leaving, roster.staying))
-    hops.append(topology.welcome(N_SITES, roster.returning, roster.staying))
+    graph = rng.choice([make(rng.randrange(9)) for make in topology.TOPOLOGIES.values()] + [parse_graph(edges, "ABCD")])
+    hops = topology.list_hops(graph, N_SITES, roster.present, min(first, ROUND), 0.5)
+    hops.append(topology.build_handover(N_SITES, roster.leaving, roster.staying))
+    hops.append(topology.build_welcome(N_SITES, roster.returning, roster.staying))
     for matrix in hops:
         np.testing.assert_allclose(matrix.sum(axis=0), 1)
     return roster
@@ -285,28 +243,26 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
     del every
     images = rng.random() < 0.3
     if images:
-        values: Any = SHAPE.packed(np.zeros((3, 2, 2, 3), np.uint8), np.array([0, 1, 1]))
+        values: Any = SHAPE.pack_samples(np.zeros((3, 2, 2, 3), np.uint8), np.array([0, 1, 1]))
     else:
         values = np.linspace(0, 1, N_VALUES).astype(np.float32)
     kind, size = values.dtype, values.size
-    header, body = message.pack(message.Outgoing(1, 0, 1.0, _release(values)), ROUND, HOP)
+    header, body = message.pack_message(message.Outgoing(1, 0, 1.0, _release(values)), ROUND, HOP)
     if rng.random() < 0.8:
         header = bent_bytes(rng, header)
     announced = message.body_length(header, size, kind)
     assert 0 <= announced <= 4 * size
     raw = bent_bytes(rng, body.tobytes()) if rng.random() < 0.5 else body.tobytes()
     raw = raw[: announced * kind.itemsize].ljust(announced * kind.itemsize, b"\x7f")
-    arrived = message.received(header, np.frombuffer(raw, kind), 1, 0, ROUND, size, kind=kind)
+    arrived = message.unpack_message(header, np.frombuffer(raw, kind), 1, 0, ROUND, size, kind=kind)
     assert arrived.refused or (arrived.vector.size, arrived.sender, arrived.round) == (size, 1, ROUND)
     if arrived.refused:
         problem = arrived.refused
     elif images:
-        problem = SHAPE.problem_of(np.asarray(arrived.vector, np.uint8))
+        problem = SHAPE.find_problem(np.asarray(arrived.vector, np.uint8))
     else:
         with np.errstate(all="ignore"):
-            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(
-                arrived, np.ones(size, np.float32), ()
-            )
+            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(arrived, np.ones(size, np.float32), ())
     if problem:
         raise WsiFlError(problem)
     if not images:
@@ -337,9 +293,7 @@ def run_case(seed: int, case: int, every: list[tuple[Any, dict[str, Any]]]) -> s
         raise
 
 
-def fuzz(
-    seed: int, *, cases: int | None = None, seconds: float | None = None, slow: bool = False
-) -> Counter[str]:
+def fuzz(seed: int, *, cases: int | None = None, seconds: float | None = None, slow: bool = False) -> Counter[str]:
     """How often each outcome was seen, in so many cases or seconds."""
     every = kinds(slow=slow)
     numbers: Iterator[int] = iter(range(cases if cases is not None else 1 << 62))
@@ -353,9 +307,7 @@ def fuzz(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--case", type=int)

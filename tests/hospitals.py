@@ -21,13 +21,13 @@ from conftest import make_study
 from opened import Opened
 
 from wsi_fl import plugins
-from wsi_fl.hospitals.demo import free_port
-from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan, code_digest, plan_path
+from wsi_fl.hospitals.plans.signed import FederationPlan, code_digest, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.root import RootCA
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 
@@ -40,7 +40,7 @@ ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buf
 def one_installation():
     """Nothing is installed while the tests of a file run that imports this: what is installed is read once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "versions", cache(plugins.versions))
+        patch.setattr(plugins, "plugin_versions", cache(plugins.plugin_versions))
         once = cache(code_digest)
         for name in ("signed", "making", "admitting"):
             patch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", once)
@@ -56,8 +56,8 @@ class Bed:
             for k in range(n if furnish else 0):
                 furnish(whole, f"S{k}", k)
         self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
-        server = None if folder else server or f"localhost:{free_port()}"
-        provision(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
+        server = None if folder else server or f"localhost:{find_free_port()}"
+        provision_federation(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
         for site in self.sites:
             others = [name for name in self.sites if name != site]
             shutil.copytree(whole.root, root / site, ignore=shutil.ignore_patterns(*others, "data.npz"))
@@ -73,14 +73,14 @@ class Bed:
     def study(self, site: str) -> Study:
         return Study(self.root / site)
 
-    def sign(self, method: str, *settings: str, by: list[str] | None = None) -> Plan:
+    def sign(self, method: str, *settings: str, by: list[str] | None = None) -> FederationPlan:
         """A plan for the pipeline of the tests, which all hospitals sign."""
-        keys = Root.open(self.root / "kits").keys()
+        keys = RootCA.open(self.root / "kits").load_keys()
         given = {"pipeline_name": self.pipeline, "overrides": [*INSECURE, *settings], "keys": keys}
         plan = make_plan(self.study(self.sites[0]), method=method, out=self.root / "plan.json", **given)
         for site in by or self.sites:
-            looked = look(self.study(site), plan, site)
-            sign(self.study(site), looked, self.kit(site).identity())
+            looked = review_plan(self.study(site), plan, site)
+            sign_plan(self.study(site), looked, self.kit(site).load_identity())
         return plan
 
     def locally(self, method: str, *settings: str) -> dict[str, str]:
@@ -191,7 +191,5 @@ class Earlier(datetime):
 
 def digests(run: Path, site: str) -> dict[str, str]:
     """SHA-256 of every model that a run left at a site."""
-    files = [
-        run / "sites" / site / f"{role}.safetensors" for role in ("central", "model", "private", "proxy")
-    ]
+    files = [run / "sites" / site / f"{role}.safetensors" for role in ("central", "model", "private", "proxy")]
     return {path.name: sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}

@@ -26,8 +26,7 @@ def scn(path, pixels):
     def image(levels, size, at):
         width, height = size
         dims = "".join(
-            f'<dimension sizeX="{w}" sizeY="{h}" r="{k}" ifd="{ifd}"/>'
-            for k, (w, h, ifd) in enumerate(levels)
+            f'<dimension sizeX="{w}" sizeY="{h}" r="{k}" ifd="{ifd}"/>' for k, (w, h, ifd) in enumerate(levels)
         )
         view = f'sizeX="{width * _NM}" sizeY="{height * _NM}" offsetX="{at[0] * _NM}" offsetY="{at[1] * _NM}"'
         light = "<illuminationSettings><illuminationSource>brightfield</illuminationSource></illuminationSettings>"

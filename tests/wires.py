@@ -11,8 +11,14 @@ from math import inf
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from wsi_fl.hospitals.lines.relayed import Answer
-from wsi_fl.hospitals.trust.certificates import Identity, approved, new_key, new_request, new_root
+from wsi_fl.hospitals.lines.relayed import Receipt
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    build_request,
+    build_root_certificate,
+    generate_key,
+    issue_certificate,
+)
 from wsi_fl.hospitals.trust.letters import Buffer
 
 NAMES = ("C1", "C2", "C3")
@@ -23,12 +29,12 @@ class Federation:
     """A root, and the identities and kits of sites."""
 
     def __init__(self) -> None:
-        self.key = new_key()
-        self.root = new_root(self.key, "a federation")
+        self.key = generate_key()
+        self.root = build_root_certificate(self.key, "a federation")
 
     def identity(self, name, **given):
-        key = new_key()
-        certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
+        key = generate_key()
+        certificate = issue_certificate(build_request(key, name, "org"), self.key, self.root, role="hospital", **given)
         return Identity.load(key, certificate, self.root)
 
     def kit(self, folder, name, identity=None, /, **more):
@@ -77,13 +83,13 @@ class Wire:
     def __init__(
         self,
         name: str,
-        ends: dict[str, Callable[[Buffer], Answer]],
+        ends: dict[str, Callable[[Buffer], Receipt]],
         meddle: Callable[[str, str, str, bytes], Sequence[bytes]] | None = None,
     ) -> None:
         self._name, self._ends, self._meddle = name, ends, meddle
         self._down = ""
 
-    def listen(self, take: Callable[[Buffer], Answer]) -> None:
+    def listen(self, take: Callable[[Buffer], Receipt]) -> None:
         self._ends[self._name] = take
 
     def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
@@ -99,10 +105,10 @@ class Wire:
         """Let the line carry nothing any more."""
         self._down = why
 
-    def broken(self) -> str:
+    def failure_reason(self) -> str:
         return self._down
 
-    def silent_s(self, site: str) -> float:
+    def silence_s(self, site: str) -> float:
         del site
         return inf
 

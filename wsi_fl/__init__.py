@@ -1,6 +1,6 @@
-"""wsi-fl: hospitals learn together from whole-slide images they may not share.
+"""wsi-fl: federated learning on whole-slide images that hospitals may not share.
 
-What notebooks need is here by name, such as `wsi_fl.Slide` and `wsi_fl.federate`; `wsi_fl.api` says what there is.
+The public API is here by name, such as `wsi_fl.Slide` and `wsi_fl.federate`; `wsi_fl.api` lists it.
 """
 
 from importlib import import_module

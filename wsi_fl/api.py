@@ -1,4 +1,4 @@
-"""The front door for notebooks: what one needs by short names, imported when it is first used.
+"""The public API for notebooks: short names, imported on first use.
 
 All of it is `wsi_fl.NAME` too. Paths may be strings, arrays are NumPy's, and errors are `WsiFlError` in one line.
 `docs/python.md` shows each in five lines.
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from wsi_fl.stores.patches import PatchStore
     from wsi_fl.types import GridSpec
 
-_HOME = {
+_MODULES = {
     "Slide": "slides.reading.reader",
-    "paint_archive": "demo.phantom",
+    "simulate_archive": "demo.phantom",
     "GridSpec": "types",
     "tissue_mask": "slides.patching.tissue",
     "PatchStore": "stores.patches",
     "BagStore": "stores.bags",
     "Encoder": "models.encoder",
-    "encode": "models.encoder",
-    "build": "models",
+    "encode_batches": "models.encoder",
+    "create_model": "models",
     "Images": "types",
     "Bags": "types",
     "Vectors": "types",
@@ -40,27 +40,27 @@ _HOME = {
     "PrivacyPlan": "privacy.plan",
     "plan_of_round": "privacy.plan",
     "epsilon": "privacy.accounting",
-    "detection": "privacy.accounting",
+    "max_tpr": "privacy.accounting",
     "DPTrainer": "privacy.dpsgd",
-    "NoisySums": "privacy.sums",
+    "NoisyStatistics": "privacy.sums",
     "SharedHead": "models.shared_head",
-    "public_directions": "models.directions",
+    "fit_projection": "models.directions",
     "METHODS": "federation.methods",
     "federate": "federation.in_memory",
-    "scored": "learning.tasks",
+    "score_predictions": "learning.tasks",
     "WsiFlError": "types",
 }
-"""Name → the module that it comes from."""
+"""Name → its module."""
 
-__all__ = [*_HOME, "examples", "loader", "patches"]  # noqa: PLE0604 they are strings
+__all__ = [*_MODULES, "examples", "loader", "patches"]  # noqa: PLE0604 they are strings
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"wsi_fl.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"wsi_fl.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 def patches(
     slide: Slide, spec: GridSpec, *, min_tissue: float = 0.2
 ) -> tuple[NDArray[np.int64], Iterator[NDArray[np.uint8]]]:
-    """Return the patches of a slide's grid that hold enough tissue: where they lie, and their pixels.
+    """Return positions and pixels of the patches of a slide's grid with enough tissue.
 
     Args:
         spec: size, resolution and step of the grid.
@@ -78,12 +78,12 @@ def patches(
 
     Returns:
         The top-left corners (x, y) int64[n, 2] in level-0 pixels, and batches uint8[b, size_px, size_px, 3] in the same
-        order, read when they are asked for.
+        order, read on demand.
 
     Raises:
-        WsiFlError: when the slide has no tissue or does not say its µm per pixel; while it is read, when it is damaged.
+        WsiFlError: when the slide has no tissue or no µm per pixel; while it is read, when it is damaged.
     """
-    from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
+    from wsi_fl.slides.patching.grid import grid_positions, patch_side_l0
     from wsi_fl.slides.patching.tissue import tissue_fraction, tissue_mask
     from wsi_fl.slides.reading.sweep import read_patches
     from wsi_fl.system.machine import n_cores
@@ -92,7 +92,7 @@ def patches(
     thumbnail, downsample = slide.thumbnail()
     mask = tissue_mask(thumbnail, downsample * slide.mpp)
     xy_l0 = grid_positions(slide.size_l0, spec, slide.mpp)
-    share = tissue_fraction(mask, xy_l0, size_in_l0(spec, slide.mpp), downsample)
+    share = tissue_fraction(mask, xy_l0, patch_side_l0(spec, slide.mpp), downsample)
     chosen = xy_l0[share >= min_tissue]
     record = SlideRecord(slide.path, slide.path.stem, "", "", "weak", False, mpp_override=slide.mpp)
     read = read_patches(record, chosen, spec, threads=n_cores())
@@ -103,22 +103,22 @@ def examples(store: PatchStore | BagStore, split: str = "train") -> Examples:
     """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
     import numpy as np
 
-    from wsi_fl.learning.examples import Examples, bag_examples, subset
+    from wsi_fl.learning.examples import Examples, build_bag_examples, select_examples
     from wsi_fl.stores.patches import PatchStore
 
     rows = np.flatnonzero(store.table.split == split)
     if isinstance(store, PatchStore):
         table = store.table
-        return subset(Examples(store.read, table.label, table.slide, table.patient), rows)
+        return select_examples(Examples(store.read, table.label, table.slide, table.patient), rows)
     bags = store
 
     def read(k: int) -> NDArray[np.float32]:
-        return bags.bag(int(rows[k])).features
+        return bags.read_bag(int(rows[k])).features
 
-    return bag_examples(read, bags.table.take(rows), None, n_features=bags.n_features, in_memory=False)
+    return build_bag_examples(read, bags.table.take(rows), None, n_features=bags.n_features, in_memory=False)
 
 
-def loader(of: Examples, *, batch_size: int = 32, shuffle: bool = False) -> DataLoader[int]:
+def loader(dataset: Examples, *, batch_size: int = 32, shuffle: bool = False) -> DataLoader[int]:
     """Return a PyTorch loader of batches as `build`'s models take them: (inputs, labels int64[b]).
 
     Images are float32[b, channels, h, w] in [−1, 1], features float32[b, d], and bags float32[b, m, d + 1], padded to
@@ -131,12 +131,12 @@ def loader(of: Examples, *, batch_size: int = 32, shuffle: bool = False) -> Data
     import torch
     from torch.utils.data import DataLoader
 
-    from wsi_fl.learning.examples import require_labels, tensor_of
+    from wsi_fl.learning.examples import build_tensor, require_labels
 
-    require_labels(of)
+    require_labels(dataset)
 
-    def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
+    def collate_batch(rows: list[int]) -> tuple[Tensor, Tensor]:
         chosen = np.array(rows, np.int64)
-        return tensor_of(of.read(chosen)), torch.from_numpy(of.label[chosen])
+        return build_tensor(dataset.read(chosen)), torch.from_numpy(dataset.label[chosen])
 
-    return DataLoader(range(len(of)), batch_size, shuffle=shuffle, collate_fn=batch)  # type: ignore[arg-type]
+    return DataLoader(range(len(dataset)), batch_size, shuffle=shuffle, collate_fn=collate_batch)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What passes between rooms: frozen dataclasses of numpy arrays and plain values, and the two errors.
+"""Types shared by all packages: frozen dataclasses of numpy arrays and plain values, and the errors.
 
 Frames and units are in the names: ``xy_l0`` are (x, y) pixels of level 0, ``size_px`` pixels of a patch,
 ``mpp`` micrometres per pixel.
@@ -27,120 +27,120 @@ UNLABELLED = ("unlabelled",)
 SPLITS = ("train", "val", "test")
 
 MPP_BOUNDS = 0.01, 1000
-"""Of plausible slides, in µm per pixel of their finest level."""
+"""Plausible µm per pixel of a slide's finest level."""
 
 Supervision = Literal["negative", "annotated", "partial", "weak", "unlabelled"]
-"""How the patches of a slide get their labels.
+"""Source of the labels of a slide's patches.
 
 ``negative``   the whole slide is healthy
 ``annotated``  tumour is outlined exhaustively: inside is tumour, outside is healthy
 ``partial``    tumour is outlined, but tissue outside is not safely healthy (isolated tumour cells)
-``weak``       no outline: every patch takes the label of its slide
-``unlabelled`` nobody has said anything: every patch is of the only class, `UNLABELLED`
+``weak``       no outline: every patch has the label of its slide
+``unlabelled`` no label: every patch is of the only class, `UNLABELLED`
 """
 
 
 class WsiFlError(Exception):
-    """A failure whose message is one line that says what is wrong, where, and what to do (exit code 1)."""
+    """A failure with a one-line message: what is wrong, where, and what to do (exit code 1)."""
 
 
 class DiskFull(WsiFlError):
-    """No space is left; nothing that was finished is lost."""
+    """No space is left; finished work is not lost."""
 
 
 class UsageError(WsiFlError):
     """Wrong usage or configuration (exit code 2)."""
 
 
-class KnownToAll(WsiFlError):
-    """A failure that may be told to other sites: its text is made of nothing but what all sites told each other."""
+class ReportableError(WsiFlError):
+    """A failure that may be reported to other sites: its text has only facts that all sites exchanged."""
 
 
-class Interrupted(KnownToAll):
-    """Nothing failed, and this process does not go on as it is: whoever called knows how."""
+class Interrupted(ReportableError):
+    """The end of this process without a failure; its caller goes on."""
 
 
-class NoCommonPlan(KnownToAll, UsageError):
-    """What the sites bring does not make one plan (exit code 2)."""
+class NoCommonPlan(ReportableError, UsageError):
+    """Data and models of the sites that do not fit one plan (exit code 2)."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return what an error says in one line, or the name of its type where it says nothing."""
+def single_line(error: BaseException) -> str:
+    """Return an error's message in one line, or the name of its type where it is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Return the key by which people order names: numbers in them by their size.
+def natural_key(name: str) -> tuple[tuple[str, int], ...]:
+    """Return a sort key of names with numbers ordered by their size.
 
     Example:
-        >>> sorted(["S10", "S2", "S1"], key=natural)
+        >>> sorted(["S10", "S2", "S1"], key=natural_key)
         ['S1', 'S2', 'S10']
     """
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d{0,18})", name))
 
 
-def printable(text: str) -> str:
-    """Return a text as people may see it: what moves a cursor, turns the order of letters round or hides is U+FFFD.
+def make_printable(text: str) -> str:
+    """Return a text with U+FFFD for characters that move a cursor, reverse the order of letters or hide text.
 
     These are control and format characters (ESC and the marks of bidirectional text among them), lone surrogates and
     breaks other than a line feed or a tab.
 
     Example:
-        >>> printable("Zoë 名" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë 名{chr(10)}a\ufffd[2J\ufffd"
+        >>> make_printable("Zoë" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë{chr(10)}a\ufffd[2J\ufffd"
         True
     """
-    return "\n".join(line if line.isprintable() else "".join(map(_seen, line)) for line in text.split("\n"))
+    return "\n".join(line if line.isprintable() else "".join(map(_replace_hidden, line)) for line in text.split("\n"))
 
 
-def _seen(character: str) -> str:
-    return "\ufffd" if category(character) in _UNSEEN and character != "\t" else character
+def _replace_hidden(character: str) -> str:
+    return "\ufffd" if category(character) in _HIDDEN_CATEGORIES and character != "\t" else character
 
 
-_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+_HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
-def strange_character(text: str) -> str | None:
+def find_control_character(text: str) -> str | None:
     """Return the first control character or lone surrogate of a text as U+0000, or None.
 
-    No name or path holds one: files, messages and other programs would each make something else of it.
+    Names and paths must not hold one: files, messages and other programs treat it differently.
 
     Example:
-        >>> strange_character("Zoë 名"), strange_character("a" + chr(0))
+        >>> find_control_character("Zoë 名"), find_control_character("a" + chr(0))
         (None, 'U+0000')
     """
-    found = next((one for one in text if category(one) in ("Cc", "Cs")), None)
-    return None if found is None else f"U+{ord(found):04X}"
+    control = next((character for character in text if category(character) in ("Cc", "Cs")), None)
+    return None if control is None else f"U+{ord(control):04X}"
 
 
-_BETWEEN_PARTS = "; "
-NOT_PLAIN = (
+_PART_SEPARATOR = "; "
+PLAIN_NAME_MESSAGE = (
     "is no plain name of an architecture (letters, digits, dots, dashes, underscores); a hub's is not taken"
 )
 
 
-def is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Return whether an architecture's name can only be looked up in a library's own table.
 
     Example:
-        >>> [is_plain(name) for name in ("vit_base_patch16_224.dino", "hf-hub:me/net", "local-dir:/tmp", "")]
+        >>> [is_plain_name(name) for name in ("vit_base_patch16_224.dino", "hf-hub:me/net", "local-dir:/tmp", "")]
         [True, False, False, False]
     """
     return re.fullmatch("[A-Za-z0-9_.-]+", name) is not None
 
 
-_DIGEST, _EARLIER = " sha256:", 16
+_DIGEST_PREFIX, _SHORT_DIGITS = " sha256:", 16
 
 
 def encoder_label(head: str, parts: Sequence[str]) -> str:
-    """Return what a store says of its encoder: name and digest of the weights, then transform and pooling."""
-    return _BETWEEN_PARTS.join([head, *parts])
+    """Return a store's encoder label: name and digest of the weights, then transform and pooling."""
+    return _PART_SEPARATOR.join([head, *parts])
 
 
 def encoder_differences(labels: Sequence[str]) -> list[str]:
-    """Return of each label the parts in which the labels differ; all are empty where they mean the same features.
+    """Return the differing parts of each label; all are empty for the same features.
 
-    A label without a digest of weights, as of features that another tool made, is compared by its name alone. Digests
-    are compared whole, and with one that an earlier version wrote by the digits that it has.
+    A label without a digest of weights, as of another tool's features, is compared by its name alone. Digests are
+    compared whole, and with a shorter one of an earlier version by its digits.
 
     Example:
         >>> encoder_differences(["a sha256:1; mean 0.5; bilinear", "a sha256:1; mean 0.4; bilinear"])
@@ -150,29 +150,29 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
         >>> encoder_differences([f"a sha256:{16 * '1'}", f"a sha256:{64 * '1'}"])
         ['', '']
     """
-    if any(_digits(label) == _EARLIER for label in labels):
+    if any(_count_digits(label) == _SHORT_DIGITS for label in labels):
         labels = [short_label(label) for label in labels]
-    if len({_named(label) for label in labels}) == 1:
-        known = next((label for label in labels if _DIGEST in label), labels[0])
-        labels = [label if _DIGEST in label else known for label in labels]
-    rows = list(zip_longest(*(label.split(_BETWEEN_PARTS) for label in labels), fillvalue=""))
-    return [_BETWEEN_PARTS.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
+    if len({_encoder_name(label) for label in labels}) == 1:
+        reference = next((label for label in labels if _DIGEST_PREFIX in label), labels[0])
+        labels = [label if _DIGEST_PREFIX in label else reference for label in labels]
+    rows = list(zip_longest(*(label.split(_PART_SEPARATOR) for label in labels), fillvalue=""))
+    return [_PART_SEPARATOR.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
 
 
 def short_label(label: str) -> str:
-    """Return what a store says of its encoder with as many digits of the digest as earlier versions wrote."""
-    return re.sub(f"({_DIGEST}[0-9a-f]{{{_EARLIER}}})[0-9a-f]*", r"\1", label)
+    """Return a store's encoder label with the shorter digest of earlier versions."""
+    return re.sub(f"({_DIGEST_PREFIX}[0-9a-f]{{{_SHORT_DIGITS}}})[0-9a-f]*", r"\1", label)
 
 
-def _digits(label: str) -> int:
-    found = re.search(f"{_DIGEST}([0-9a-f]*)", label)
-    return len(found[1]) if found else 0
+def _count_digits(label: str) -> int:
+    match = re.search(f"{_DIGEST_PREFIX}([0-9a-f]*)", label)
+    return len(match[1]) if match else 0
 
 
-def _named(label: str) -> str:
+def _encoder_name(label: str) -> str:
     """Return the name of an encoder."""
-    head = label.split(_BETWEEN_PARTS, maxsplit=1)[0]
-    return head.split(maxsplit=1)[0] if _DIGEST in head else head
+    head = label.split(_PART_SEPARATOR, maxsplit=1)[0]
+    return head.split(maxsplit=1)[0] if _DIGEST_PREFIX in head else head
 
 
 @dataclass(frozen=True)
@@ -192,14 +192,14 @@ class SlideRecord:
     """One of SPLITS when the archive prescribes it."""
     mpp_override: float | None = None
     diagnosis: str = ""
-    """What the whole slide is labelled with in a study of subtypes; empty elsewhere."""
+    """Label of the whole slide in a study of subtypes; empty elsewhere."""
     tumor_type: str = ""
-    """The kind of tumour that is known of the slide before its diagnosis, such as its organ; may be empty."""
+    """The kind of tumour known before the diagnosis, such as its organ; may be empty."""
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """A slide that could not be used, with its one-line reason."""
+class ExcludedSlide:
+    """An excluded slide, with its one-line reason."""
 
     slide: str
     reason: str
@@ -214,7 +214,7 @@ class GridSpec:
     stride_px: int
 
 
-def _require_one_length(table: BagTable | PatchTable) -> None:
+def _require_equal_lengths(table: BagTable | PatchTable) -> None:
     columns = {f.name: getattr(table, f.name) for f in fields(table)}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -229,21 +229,21 @@ class BagTable:
     """The columns of s bags, one per slide; every array has length s."""
 
     label: NDArray[Any]
-    """[s] int64, position in the store's classes; what else is asked of slides stands here in its stead."""
+    """[s] int64, position in the store's classes, or the target of another task."""
     tumor_type: NDArray[np.str_]
-    """[s] what is known before the diagnosis; empty where nothing is."""
+    """[s] the kind of tumour known before the diagnosis, or empty."""
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
     split: NDArray[np.str_]
 
     def __post_init__(self) -> None:
-        _require_one_length(self)
+        _require_equal_lengths(self)
 
     def __len__(self) -> int:
         return len(self.label)
 
     def take(self, bags: NDArray[np.int64] | NDArray[np.bool_]) -> BagTable:
-        """The chosen bags, by position or mask."""
+        """Return the bags at these positions or in a mask."""
         return BagTable(**{f.name: getattr(self, f.name)[bags] for f in fields(self)})
 
 
@@ -262,8 +262,8 @@ class PatchTable:
     split: NDArray[np.str_]
 
     @staticmethod
-    def of_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
-        """Return the table of images that were cut from no slide, but lie in one shard."""
+    def from_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
+        """Return the table of images in one shard that were cut from no slide."""
         import numpy as np
 
         n = len(label)
@@ -271,13 +271,13 @@ class PatchTable:
         return PatchTable(xy, label, fraction, np.full(n, slide), np.array(patient), np.full(n, split))
 
     def __post_init__(self) -> None:
-        _require_one_length(self)
+        _require_equal_lengths(self)
 
     def __len__(self) -> int:
         return len(self.label)
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> PatchTable:
-        """The chosen rows, by position or mask, or between two positions."""
+        """Return the rows at these positions, in a mask or in a slice."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
@@ -313,4 +313,4 @@ class Vectors:
 
 
 Shape = Images | Bags | Vectors
-"""What a model sees."""
+"""Shape of a model's input."""

@@ -16,14 +16,7 @@ _MENDING = ("tile", "features", "mosaic")
 """Commands that make again what a store of theirs lost."""
 _TRAIN = ("train", "--method", "fedavg", *LOCAL, *OPEN, "--set", "train.rounds=1")
 _BAGS = ("--set", "train.data=mosaics", "--set", "model.private=deepset", "--set", "model.proxy=deepset")
-_HEAD = (
-    "--set",
-    "train.data=features",
-    "--set",
-    "model.private=linear_head",
-    "--set",
-    "model.proxy=linear_head",
-)
+_HEAD = ("--set", "train.data=features", "--set", "model.private=linear_head", "--set", "model.proxy=linear_head")
 
 Command = tuple[str, ...]
 
@@ -79,11 +72,7 @@ def attack(seed: int, folder: Path) -> Result:
     study = copied(before, folder / f"flip {seed}")
     name = _drawn(study, rng)
     how = hurt(study / name, rng)
-    spoilt = (
-        name.startswith("stores/")
-        and name.endswith(".h5")
-        and name in different(outcome(before), outcome(study))
-    )
+    spoilt = name.startswith("stores/") and name.endswith(".h5") and name in different(outcome(before), outcome(study))
     told, ends, seconds, most = "", [], 0.0, 0
     for command in readers(name):
         calm = result_of(folder, command)
@@ -172,6 +161,4 @@ def made_by(command: Command, study: Path) -> dict[str, str]:
 def _room(name: str) -> str:
     """Return the kind of a file."""
     parts = name.split("/")
-    return "/".join(
-        (*(part for part in parts[:-1] if not part.startswith(("C", "0"))), parts[-1].split(".")[-1])
-    )
+    return "/".join((*(part for part in parts[:-1] if not part.startswith(("C", "0"))), parts[-1].split(".")[-1]))

@@ -75,9 +75,7 @@ def _cost(digest: str) -> str:
     if not digest.startswith("["):
         return "there"
     lines = json.loads(digest)
-    return json.dumps(
-        [[[line["round"], line["bytes"]] for line in lines], lines[-1]["epsilon"] if lines else None]
-    )
+    return json.dumps([[[line["round"], line["bytes"]] for line in lines], lines[-1]["epsilon"] if lines else None])
 
 
 _KNOWN: dict[tuple[Path, str], tuple[dict[str, str], float]] = {}

@@ -132,9 +132,7 @@ class Sequences:
         self.twister = twister
         n, degree = twister.n, twister.n_bits
         first = np.random.default_rng(0).integers(1 << _WORD, size=n, dtype=np.uint32)
-        self._words = twister.words(first, n + 2 * degree)[
-            n:
-        ]  # what is made; of x[0] not all bits are the state's
+        self._words = twister.words(first, n + 2 * degree)[n:]  # what is made; of x[0] not all bits are the state's
         self._outputs = tempered(self._words)
         base = self._outputs >> 23 & 1
         modulus = minimal_polynomial(base.tolist())

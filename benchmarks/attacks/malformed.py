@@ -34,9 +34,7 @@ def attack(seed: int, folder: Path) -> Result:
     told = ended.wrong()
     shown = " ".join(command)[:300]
     if told:
-        (study / "what.json").write_text(
-            json.dumps([command, ended.said[-4000:], ended.told[-4000:]], indent=2)
-        )
+        (study / "what.json").write_text(json.dumps([command, ended.said[-4000:], ended.told[-4000:]], indent=2))
     else:
         shutil.rmtree(study)
     end = "failed" if told else "refused" if ended.code else "used"
@@ -80,9 +78,9 @@ def _setting(_: Path, rng: random.Random) -> Words:
 @functools.cache
 def _keys() -> list[str]:
     """All keys of a pipeline, with their sections."""
-    from wsi_fl.study.reference import keys
+    from wsi_fl.study.reference import find_keys
 
-    return [row["key"] for row in keys() if not row["key"].startswith("site.")]
+    return [row["key"] for row in find_keys() if not row["key"].startswith("site.")]
 
 
 def _value(rng: random.Random) -> str:
@@ -125,15 +123,7 @@ def _word(study: Path, option: str, rng: random.Random) -> str:
     return rng.choice((rng.choice(right or files), rng.choice(right or files), rng.choice(ODD), _value(rng)))
 
 
-_NOT = {
-    "demo",
-    "rank",
-    "view",
-    "federation demo",
-    "federation start",
-    "federation submit",
-    "federation status",
-}
+_NOT = {"demo", "rank", "view", "federation demo", "federation start", "federation submit", "federation status"}
 _NOT |= {"federation abort", "federation check", "doctor"}
 """Commands that serve, wait for others, or take minutes."""
 
@@ -148,11 +138,7 @@ def _commands() -> list[tuple[Words, Sequence[Any]]]:
     def walk(command: Any, words: Words) -> list[tuple[Words, Sequence[Any]]]:
         if hasattr(command, "commands"):
             return [one for name, sub in command.commands.items() for one in walk(sub, (*words, name))]
-        return (
-            []
-            if " ".join(words) in _NOT
-            else [(words, [one for one in command.params if one.name != "help"])]
-        )
+        return [] if " ".join(words) in _NOT else [(words, [one for one in command.params if one.name != "help"])]
 
     return walk(typer.main.get_command(app), ())
 
@@ -207,16 +193,7 @@ def _partition(study: Path, rng: random.Random) -> Words:
 
 _RESUME = ("train", "--resume", "1", *LOCAL)
 _PREDICT = ("predict", "1", "--site", "C1", "--slide", "generic/patient_000_node_0.tif")
-_SUMS = (
-    "train",
-    "--method",
-    "oneshot",
-    *LOCAL,
-    "--set",
-    "train.data=features",
-    "--set",
-    "train.from_released=true",
-)
+_SUMS = ("train", "--method", "oneshot", *LOCAL, "--set", "train.data=features", "--set", "train.from_released=true")
 _TILE, _READ = ("tile", "--site", "C1"), ("train", "--method", "regular", *LOCAL, "--set", "train.rounds=1")
 _TWO = ("--set", 'sites=["C1","C2"]')
 CASES: dict[str, tuple[Case, int]] = {

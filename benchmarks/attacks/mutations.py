@@ -39,17 +39,13 @@ def tiff(given: bytes, rng: random.Random) -> bytes:
         return blob(given, rng)
     for _ in range(rng.randint(1, 3)):
         at, wide = rng.choice(entries)
-        field, width = rng.choice(
-            [(0, 2), (2, 2), (4, 8 if wide else 4), *[(12 if wide else 8, 8 if wide else 4)] * 3]
-        )
+        field, width = rng.choice([(0, 2), (2, 2), (4, 8 if wide else 4), *[(12 if wide else 8, 8 if wide else 4)] * 3])
         known = int.from_bytes(data[at + field : at + field + width], "little")
         odd = rng.choice(
             [0, 1, known + 1, known * 2, known // 2, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 40, (1 << 64) - 1]
         )
         data[at + field : at + field + width] = (odd % (1 << 8 * width)).to_bytes(width, "little")
-        if rng.random() < 0.3 and known + 8 < len(
-            data
-        ):  # what the entry points to: offsets and lengths of tiles
+        if rng.random() < 0.3 and known + 8 < len(data):  # what the entry points to: offsets and lengths of tiles
             data[known : known + 8] = rng.choice([0, 1 << 40, 1 << 31, len(data), 17]).to_bytes(8, "little")
     return bytes(data)
 
@@ -129,9 +125,7 @@ def blob(given: bytes, rng: random.Random) -> bytes:
     elif how == 6:
         data[at : at + 8] = b"\xff" * 8
     else:
-        return rng.choice(
-            (b"", rng.randbytes(3000), b"\x89PNG\r\n\x1a\n" + rng.randbytes(50), b"PK\x03\x04", b"{}")
-        )
+        return rng.choice((b"", rng.randbytes(3000), b"\x89PNG\r\n\x1a\n" + rng.randbytes(50), b"PK\x03\x04", b"{}"))
     return bytes(data)
 
 

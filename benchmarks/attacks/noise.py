@@ -79,11 +79,7 @@ class Chunk(NamedTuple):
         if 4 * self.k % _LANES:
             own[-_LANES:], lane[-_LANES:] = 4 * self.k + np.arange(_LANES), np.arange(_LANES)
         cosine = lane < _HALF
-        return (
-            self.word + np.where(cosine, own, own - _HALF),
-            self.word + np.where(cosine, own + _HALF, own),
-            cosine,
-        )
+        return (self.word + np.where(cosine, own, own - _HALF), self.word + np.where(cosine, own + _HALF, own), cosine)
 
 
 def chunks_of(sizes: Sequence[int]) -> Iterator[Chunk]:
@@ -202,9 +198,7 @@ class Signs(NamedTuple):
         return sum(erfc(2 * one / sqrt(2)) / 2 for one in self.margin.tolist())
 
 
-def certain_signs(
-    noisy: NDArray[np.float64], wrong: NDArray[np.float64], sizes: Sequence[int], n: int
-) -> Signs:
+def certain_signs(noisy: NDArray[np.float64], wrong: NDArray[np.float64], sizes: Sequence[int], n: int) -> Signs:
     """Return at least the n most certain signs, and a quarter more where there are, the most certain first."""
     parts = []
     for chunk in chunks_of(sizes):
@@ -275,10 +269,7 @@ def _solved(signs: Signs, sequences: Sequences) -> Solved:
 
 
 def _fit(
-    release: Release,
-    noisy: NDArray[np.float64],
-    wrong: NDArray[np.float64],
-    noise: NDArray[np.float64] | None,
+    release: Release, noisy: NDArray[np.float64], wrong: NDArray[np.float64], noise: NDArray[np.float64] | None
 ) -> dict[str, float]:
     """How the predicted noise agrees with the released step, and what is left with the true sum of gradients."""
     told = {}

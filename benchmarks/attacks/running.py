@@ -58,8 +58,7 @@ class Ended:
             f"crash: ended with {self.code}": self.code not in (0, 1, 2) and not self.killed,
             "traceback": "Traceback (most recent call last)" in self.told + self.said,
             f"unexpected: {self.error}": "unexpected" in self.error,
-            f"lines: {lines} lines of error with exit status {self.code}": lines != (self.code != 0)
-            and not self.finds,
+            f"lines: {lines} lines of error with exit status {self.code}": lines != (self.code != 0) and not self.finds,
         }
         return next((said for said, found in faults.items() if found), "")
 

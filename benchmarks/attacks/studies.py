@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from attacks.running import Ended, run
-from wsi_fl.stores.hdf5 import opened
+from wsi_fl.stores.hdf5 import open_hdf5
 
 PIPELINE = """
 [slides]
@@ -126,11 +126,11 @@ def make(folder: Path) -> None:
     from safetensors.torch import save_file
 
     from wsi_fl.demo import phantom
-    from wsi_fl.stages.prepare.init import init
+    from wsi_fl.stages.prepare.init import init_study
 
-    archive = phantom.paint_archive(folder / "archive", n_sites=2, patients_per_site=3, size_px=768)
+    archive = phantom.simulate_archive(folder / "archive", n_sites=2, patients_per_site=3, size_px=768)
     root = folder / "bare"
-    init(root, archive=archive)
+    init_study(root, archive=archive)
     for path in (root / "pipelines").glob("*.toml"):
         path.unlink()
     (root / "pipelines" / "p.toml").write_text(PIPELINE)
@@ -197,7 +197,7 @@ def _digest_h5(path: Path) -> str:
         if isinstance(node, h5py.Dataset):
             digest.update(np.ascontiguousarray(node[()]).tobytes() if node.dtype != object else b"")
 
-    with opened(path) as file:  # HDF5 alone would read some damage for ever
+    with open_hdf5(path) as file:  # HDF5 alone would read some damage for ever
         take("/", file)
         file.visititems(take)
     return digest.hexdigest()
@@ -228,9 +228,7 @@ def _ledger(path: Path) -> str:
 
 def _scores(path: Path) -> str:
     document = json.loads(path.read_text())
-    return json.dumps(
-        [document.get(key) for key in ("merged", "internal", "external", "sites")], sort_keys=True
-    )
+    return json.dumps([document.get(key) for key in ("merged", "internal", "external", "sites")], sort_keys=True)
 
 
 _READERS: tuple[tuple[Callable[[str], bool], Callable[[Path], str]], ...] = (

@@ -17,11 +17,11 @@ import typer
 from rich.console import Console
 
 from wsi_fl.cli.main import app
-from wsi_fl.cli.options import announced
+from wsi_fl.cli.options import announce_start
 from wsi_fl.federation import loop
 from wsi_fl.stages import doctor
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stages.work import console
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import WsiFlError
@@ -119,9 +119,9 @@ def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monk
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and words in last
     command = re.search(r"`wsi-fl train --resume (\S+)`", last)
-    summary = resume(pair, command[1], backend="local")
-    assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(pair.runs.glob("0*"))) == 1
-    lines = [line for line in read_lines(pair.ledger("S0")) if line.get("released")]
+    summary = resume_run(pair, command[1], backend="local")
+    assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(pair.runs_path.glob("0*"))) == 1
+    lines = [line for line in read_lines(pair.ledger_path("S0")) if line.get("released")]
     assert {line["run"] for line in lines} == {lines[0]["run"]}
 
 
@@ -149,7 +149,7 @@ def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_pa
     ],
 )
 def test_only_the_first_rank_says_that_it_starts(monkeypatch, capsys, size, rank):
-    command = announced(lambda: None, "train")
+    command = announce_start(lambda: None, "train")
     for number, said in (("1", ""), ("0", "wsi-fl train: starting …\n")):
         monkeypatch.setenv(size, "2")
         monkeypatch.setenv(rank, number)
@@ -181,7 +181,7 @@ def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
 def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
     monkeypatch.setattr(console, "_LINE_EVERY_S", 0.02)
     monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
-    with console.Bars("tile") as bars:
+    with console.ProgressBars("tile") as bars:
         time.sleep(0.1)
         bars.update("A", 1, 4, "finding tissue")
         time.sleep(0.1)
@@ -192,33 +192,33 @@ def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys)
 
 
 def test_progress_over_works_one_after_another_never_goes_back(capsys):
-    bars, shown = console.Bars("train"), []
+    bars, shown = console.ProgressBars("train"), []
     for before in range(3):
-        one = console.OneOf(bars, before, 3)
+        one = console.NestedProgress(bars, before, 3)
         for done in (0, 1, 2):
             one.update("C1", done, 2)
-            bars._from["C1"] = 0, bars._began - 60
-            shown.append(bars._line())
+            bars._starting_points["C1"] = 0, bars._start_time - 60
+            shown.append(bars._format_progress())
     shares = [int(line.split()[1].rstrip("%,")) for line in shown]
     assert shares == sorted(shares) == [0, 17, 33, 33, 50, 67, 67, 83, 100]
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
 def test_what_is_left_counts_down_between_two_steps():
-    bars = console.Bars("train")
+    bars = console.ProgressBars("train")
     bars.update("C1", 1, 4)
     now = time.monotonic()  # a step took 30 s, and 30 s more have gone
-    bars._from["C1"], bars._moved = (0, now - 60), now - 30
-    assert bars._line() == "train: 25%, about 60 s left"
+    bars._starting_points["C1"], bars._progress_time = (0, now - 60), now - 30
+    assert bars._format_progress() == "train: 25%, about 60 s left"
 
 
 @pytest.mark.usefixtures("_eight_cores")
 def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8,2")
     assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2"
-    assert launch.threads_note(4) == "OMP_NUM_THREADS = 8 in 4 ranks is more than 8 cores: each takes 2"
+    assert launch.describe_threads(4) == "OMP_NUM_THREADS = 8 in 4 ranks is more than 8 cores: each takes 2"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2" and not launch.threads_note(4)
+    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2" and not launch.describe_threads(4)
 
 
 def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
@@ -230,15 +230,13 @@ def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
     assert all(row["ok"] for row in document["checks"] if row["name"] != "disk"), document
 
 
-@pytest.mark.parametrize(
-    "problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")]
-)
+@pytest.mark.parametrize("problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")])
 def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
     def broken():
         raise problem
 
-    monkeypatch.setattr(doctor, "_openslide", broken)
-    document = doctor.doctor()
+    monkeypatch.setattr(doctor, "_check_openslide", broken)
+    document = doctor.check_installation()
     failed = [row for row in document["checks"] if not row["ok"] and row["name"] != "disk"]
     assert not document["ok"] and [row["name"] for row in failed] == ["OpenSlide"]
     assert failed[0]["said"].startswith(" ".join(str(problem).split()))

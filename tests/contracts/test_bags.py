@@ -17,26 +17,26 @@ from trained import answers, csv_rows, trained
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import (
-    allowed_classes,
-    bag_examples,
-    batches,
-    joined,
-    packed,
-    unlabelled_bags,
-    with_drawn_patches,
+    build_bag_examples,
+    build_unlabelled_bags,
+    concatenate_examples,
+    find_allowed_classes,
+    load_batches,
+    pack_bags,
+    sample_patches,
 )
-from wsi_fl.learning.local import probabilities
-from wsi_fl.models import BAG_BUILDERS, build, mil
-from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
+from wsi_fl.learning.local import predict_examples
+from wsi_fl.models import BAG_BUILDERS, create_model, mil
+from wsi_fl.privacy.accounting import Mechanism, epsilon, plan_mechanism
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import _summed_by_unit
+from wsi_fl.privacy.dpsgd import _sum_unit_gradients
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.privacy.independence import standing_of
-from wsi_fl.stages.answers.audit import audit
+from wsi_fl.privacy.independence import model_origin
+from wsi_fl.stages.answers.audit import audit_run
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predictor import load_predictor
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
@@ -65,9 +65,7 @@ mpp = 1.0
 """
 
 
-def write_mosaic(
-    study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None
-):
+def write_mosaic(study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None):
     """A feature store whose features tell the class; every third slide is held out."""
     rng = np.random.default_rng(seed)
     label = np.arange(n_slides) % (len(classes) if only is None else only)
@@ -86,7 +84,7 @@ def write_mosaic(
         np.array([f"{name}_patient" for name in names]),
         np.where(np.arange(n_slides) // 4 == 2, "test", "train"),
     )
-    path = study.mosaic(site)
+    path = study.mosaic_path(site)
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = BagMeta(site, classes, encoder, GridSpec(64, 1.0, 64), tumor_types=TYPES)
     write_bags(path, meta, table, bags)
@@ -122,7 +120,7 @@ OPEN = "privacy.enabled=false"
 
 
 def model_of(name, n_features=D, seed=0):
-    return build(name, n_classes=3, shape=Bags(n_features), seed=seed)
+    return create_model(name, n_classes=3, shape=Bags(n_features), seed=seed)
 
 
 def unequal(d=D, lengths=LENGTHS, seed=0):
@@ -131,7 +129,7 @@ def unequal(d=D, lengths=LENGTHS, seed=0):
 
 
 def as_tensor(bags):
-    return torch.from_numpy(packed(bags))
+    return torch.from_numpy(pack_bags(bags))
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
@@ -178,10 +176,10 @@ def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
 def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, lengths, monkeypatch):
     """By inner products and by gradients written down; of TransMIL also where it has landmarks."""
     if lengths == (9, 2, 17):
-        monkeypatch.setattr(mil, "_LANDMARKS", 4)
+        monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     torch.manual_seed(0)
     model, x = model_of(name), as_tensor(unequal(lengths=lengths))
-    assert standing_of(model) == "built-in"
+    assert model_origin(model) == "built-in"
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
             p.add_(0.1 * torch.randn(p.shape))
@@ -193,25 +191,25 @@ def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
     bags, names = unequal(), np.array(list("abcd"))
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
     given = {"table": table, "allowed": np.ones((4, 4), bool), "n_features": D}
-    held, read = (bag_examples(bags.__getitem__, **given, in_memory=kept) for kept in (True, False))
+    held, read = (build_bag_examples(bags.__getitem__, **given, in_memory=kept) for kept in (True, False))
     for rows in ([2, 0], [1], []):
         chosen = np.array(rows, np.int64)
         np.testing.assert_array_equal(held.read(chosen), read.read(chosen))
-    both = joined([held, read])
+    both = concatenate_examples([held, read])
     assert both.allowed.shape == (8, 4)
-    np.testing.assert_array_equal(both.read(np.array([6, 0])), packed([bags[2], bags[0]]))
+    np.testing.assert_array_equal(both.read(np.array([6, 0])), pack_bags([bags[2], bags[0]]))
     assert both.read(np.empty(0, np.int64)).shape == (0, 1, D + 1)
 
 
 def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
-    model = build("deepset", n_classes=4, shape=Bags(D), seed=0).eval()
+    model = create_model("deepset", n_classes=4, shape=Bags(D), seed=0).eval()
     bags = unequal()
     kinds = np.array(["lung", "brain", "", "unheard of"])
-    allowed = allowed_classes(kinds, CLASSES, TYPES)
+    allowed = find_allowed_classes(kinds, CLASSES, TYPES)
     with torch.no_grad():
-        free = probabilities(model, unlabelled_bags(bags, np.ones(4, bool)), CPU)
+        free = predict_examples(model, build_unlabelled_bags(bags, np.ones(4, bool)), CPU)
         for k, bag in enumerate(bags):
-            p = probabilities(model, unlabelled_bags([bag], allowed[k]), CPU)[0]
+            p = predict_examples(model, build_unlabelled_bags([bag], allowed[k]), CPU)[0]
             np.testing.assert_allclose(p, free[k] * allowed[k] / (free[k] * allowed[k]).sum(), rtol=1e-5)
     assert allowed[0].tolist() == [True, True, False, False]
     assert allowed[2].all() and allowed[3].all()
@@ -221,7 +219,7 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
 def test_methods_train_on_slides(bags, method):
     summary = trained(bags, method)
     n = 2 * 8 if METHODS[method].learns_from == "everybody" else 8
-    spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].once else plan(n, 4, 2, 1.4, 0.7)
+    spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].is_oneshot else plan_mechanism(n, 4, 2, 1.4, 0.7)
     for row in summary["sites"]:
         assert row["n_train"] == n
         assert row["epsilon"] == pytest.approx(epsilon([spent], 1e-5), abs=1e-6)
@@ -236,16 +234,16 @@ def test_what_can_be_learned_is_learned(done):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"encoder": "kimianet fff"}, ("S1 brings kimianet fff as the encoder of its features",)),
-        ({"d": 9}, ("S1 brings 9 as the number of features per patch, S0 6",)),
-        ({"classes": (*CLASSES, "MORE")}, ("S1 brings", "MORE", "as the classes of its store")),
+        ({"encoder": "kimianet fff"}, ("S1 has kimianet fff as the encoder of its features",)),
+        ({"d": 9}, ("S1 has 9 as the number of features per patch, S0 6",)),
+        ({"classes": (*CLASSES, "MORE")}, ("S1 has", "MORE", "as the classes of its store")),
     ],
 )
 def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
     write_mosaic(bags, "S1", seed=1, **changed)
     refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
-    assert not list(bags.runs.glob("0*"))
+    assert not list(bags.runs_path.glob("0*"))
 
 
 def test_of_more_than_two_classes_the_study_promises_nothing(bags):
@@ -254,15 +252,13 @@ def test_of_more_than_two_classes_the_study_promises_nothing(bags):
 
 def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     table, content = write_mosaic(bags, "S1", seed=1)
-    with BagStore(bags.mosaic("S1")) as store:
+    with BagStore(bags.mosaic_path("S1")) as store:
         meta = store.meta
     table.tumor_type[3] = "lung"  # it is LGG
-    write_bags(bags.mosaic("S1"), meta, table, content)
+    write_bags(bags.mosaic_path("S1"), meta, table, content)
     refused(lambda: trained(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
-    shutil.rmtree(bags.mosaic("S1").parent)
-    refused(
-        lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError
-    )
+    shutil.rmtree(bags.mosaic_path("S1").parent)
+    refused(lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
 
 
 def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
@@ -279,9 +275,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
             for kind, of in row[key]["tumor_types"].items():
                 right = [line["right"] for line in part if line["tumor_type"] == kind]
                 assert (of["n"], of["accuracy"]) == (len(right), pytest.approx(np.mean(right)))
-        assert metrics(study.root / name, row["site"])[-1]["merged"]["accuracy"] == pytest.approx(
-            row["accuracy"]
-        )
+        assert metrics(study.root / name, row["site"])[-1]["merged"]["accuracy"] == pytest.approx(row["accuracy"])
     for which, key in (("internal", "own"), ("external", "external")):
         for metric in ("accuracy", "macro_accuracy", "auroc"):
             values = [row[key][metric] for row in document["sites"]]
@@ -301,8 +295,8 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     assert document["sites"][0]["own"]["auroc"] is None
     assert document["internal"]["auroc"]["mean"] is None
     assert document["external"]["accuracy"]["mean"] is not None
-    page = report(study, name).read_text()
-    assert "Of one site alone: " in page
+    page = write_report(study, name).read_text()
+    assert "At one site only: " in page
     assert re.search(r"LGG at <span[^>]*>S1</span>", page)
 
 
@@ -323,8 +317,8 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
     kept = json.loads((study.root / row["json"]).read_text())
     assert kept["probabilities"] == row["probabilities"] and kept["encoder"] == "densenet121 abc"
     patches = csv_rows(study.root / row["csv"])
-    with BagStore(study.mosaic("S0")) as store:
-        assert len(patches) == row["patches"] == len(store.bag(9).features)
+    with BagStore(study.mosaic_path("S0")) as store:
+        assert len(patches) == row["patches"] == len(store.read_bag(9).features)
     assert {patch["size_l0"] for patch in patches} == {"64"}
     if private == "deepset_attention":
         assert sum(float(patch["attention"]) for patch in patches) == pytest.approx(1, abs=1e-5)
@@ -356,7 +350,7 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
 
 def test_patients_are_units_and_canaries_are_bags(bags):
     summary = trained(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
-    for row, site in zip(summary["sites"], audit(bags, summary["run"])["sites"], strict=True):
+    for row, site in zip(summary["sites"], audit_run(bags, summary["run"])["sites"], strict=True):
         assert (row["n_train"], row["n_units"], row["unit"]) == (8, 18, "patient")
         planted = {model["model"]: model["canaries"]["n"] for model in site["models"]}
         assert planted == {"private": 10, "proxy": 10}
@@ -387,14 +381,14 @@ def test_attention_is_what_the_answer_rests_on():
 def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
     model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
     exact = model(x)
-    monkeypatch.setattr(mil, "_LANDMARKS", 12)
+    monkeypatch.setattr(mil, "_N_LANDMARKS", 12)
     torch.testing.assert_close(model(x), exact)
-    monkeypatch.setattr(mil, "_LANDMARKS", 8)
+    monkeypatch.setattr(mil, "_N_LANDMARKS", 8)
     assert (model(x) - exact).abs().max() > 1e-6
 
 
 def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
-    monkeypatch.setattr(mil, "_LANDMARKS", 4)
+    monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
     x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
     x[:, 17:, -1] = 0
@@ -419,7 +413,7 @@ def test_gradients_of_patients_are_means_over_their_slides(name):
         norms.append(float(norm))
         return torch.tensor([0.5])
 
-    sums, _ = _summed_by_unit(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    sums, _ = _sum_unit_gradients(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
     assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
     torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
 
@@ -439,8 +433,8 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
         overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
         run = trained(study, "regular", *overrides)["run"]
         predictor = load_predictor(study, run, "S0")
-        bag = predictor.store.bag(2)
-        attention = predictor.answer(bag, None).attention
+        bag = predictor.store.read_bag(2)
+        attention = predictor.predict_slide(bag, None).attention
         assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
 
 
@@ -450,18 +444,18 @@ def many(lengths=(3, 50, 20), d=2):
     n, names = len(bags), np.array([f"s{m}" for m in lengths])
     table = BagTable(np.zeros(n, np.int64), np.full(n, ""), names, names, np.full(n, "train"))
     given = {"n_features": d, "in_memory": True, "at_once": 1}
-    return bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
+    return build_bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
 
 
 def seen(examples, seed, rows=(0, 1, 2)):
     """The numbers of the patches that a training step sees, by bag."""
-    draws = CipherStream.seeded(seed)
-    ((x, _),) = batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
+    draws = CipherStream.from_seed(seed)
+    ((x, _),) = load_batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
     return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
 
 
 def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
-    examples = with_drawn_patches(many(), 10)
+    examples = sample_patches(many(), 10)
     first, second = seen(examples, 1), seen(examples, 2)
     assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
     assert all(bag == sorted(set(bag)) for bag in first)
@@ -470,7 +464,7 @@ def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
 
 
 def test_every_patch_is_drawn_alike():
-    examples, counts = with_drawn_patches(many((40,)), 10), np.zeros(40)
+    examples, counts = sample_patches(many((40,)), 10), np.zeros(40)
     for seed in range(400):
         counts[seen(examples, seed, [0])[0]] += 1
     assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
@@ -478,7 +472,7 @@ def test_every_patch_is_drawn_alike():
 
 def test_what_is_seen_of_a_bag_does_not_depend_on_what_is_in_the_others():
     """The promise of ε: one record changes one gradient."""
-    one, other = with_drawn_patches(many((30, 50, 20)), 10), with_drawn_patches(many((30, 7, 20)), 10)
+    one, other = sample_patches(many((30, 50, 20)), 10), sample_patches(many((30, 7, 20)), 10)
     for seed in range(5):
         a, b = seen(one, seed), seen(other, seed)
         assert (a[0], a[2]) == (b[0], b[2])

@@ -18,9 +18,9 @@ from trained import csv_rows
 
 import wsi_fl.stages.bench as module
 from wsi_fl import plugins
-from wsi_fl.stages.bench import Cell, FeatureTable, bench, cells_of, drawn, read_table
-from wsi_fl.stages.work.console import Silent
-from wsi_fl.stores.bags import Bag, BagMeta, bags_of, write_bags
+from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, run_benchmark, sample_sites
+from wsi_fl.stages.work.console import SilentProgress
+from wsi_fl.stores.bags import Bag, BagMeta, group_bags, write_bags
 from wsi_fl.types import GridSpec, PatchTable
 
 
@@ -29,11 +29,7 @@ def table(n=240, d=8):
     y = np.arange(n) % 2
     x = rng.normal(size=(n, d)).astype(np.float32)
     x[:, 0] += 2.0 * y
-    return (
-        x,
-        np.sort(y),
-        np.array([f"p{k // 4}" for k in range(n)]),
-    )  # four rows of a patient are of one class
+    return (x, np.sort(y), np.array([f"p{k // 4}" for k in range(n)]))  # four rows of a patient are of one class
 
 
 @pytest.fixture
@@ -48,9 +44,9 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
     npz, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "bench.csv"
-    asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": cells_of("2x8", "1"), "seeds": 2}
-    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2), (2, 1e-2)))
-    document = bench(npz, **asked)
+    asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": parse_cells("2x8", "1"), "seeds": 2}
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2), (2, 1e-2)))
+    document = run_benchmark(npz, **asked)
     rows = csv_rows(out)
     named = {(row["method"], row["skew"], row["seed"], row["site"]) for row in rows}
     for method in ("regular", "joint", "oneshot", "fedavg"):
@@ -66,29 +62,29 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
     whole = out.read_text()
     out.write_text("\n".join(line for line in whole.splitlines() if ",1,S" not in line) + "\n")
     trained = []
-    done = module._done
-    monkeypatch.setattr(module, "_done", lambda work: trained.append(work.seed) or done(work))
-    bench(npz, **asked)
+    done = module._run_job
+    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.seed) or done(work))
+    run_benchmark(npz, **asked)
     assert set(trained) == {1} and len(trained) == 4  # methods
     trained.clear()
-    code = module._code_of
-    monkeypatch.setattr(module, "_code_of", lambda name: code(name) + "2" * (name == "fedavg"))
-    monkeypatch.setattr(module, "_done", lambda work: trained.append(work.method) or done(work))
-    bench(npz, **asked)
+    code = module._method_digest
+    monkeypatch.setattr(module, "_method_digest", lambda name: code(name) + "2" * (name == "fedavg"))
+    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.method) or done(work))
+    run_benchmark(npz, **asked)
     assert set(trained) == {"fedavg"} and "fedavg has changed since" in capsys.readouterr().err
-    refused(lambda: bench(npz, **asked, unit="patient"), "another table or unit")
+    refused(lambda: run_benchmark(npz, **asked, unit="patient"), "another table or unit")
 
 
 def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
-    asked = {"methods": ["oneshot"], "cells": cells_of("2x12", "1"), "epsilons": [8.0], "seeds": 2}
-    (one,) = bench(npz, out=tmp_path / "b.csv", **asked)["cells"]
+    asked = {"methods": ["oneshot"], "cells": parse_cells("2x12", "1"), "epsilons": [8.0], "seeds": 2}
+    (one,) = run_benchmark(npz, out=tmp_path / "b.csv", **asked)["cells"]
     assert one["local"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
 
 
 @pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
 def test_hospitals_and_test_share_no_patient(skew):
     x, y, patient = table()
-    sites, test = drawn(FeatureTable(x, y, patient, ("a", "b")), Cell(3, 8, skew), seed=0)
+    sites, test = sample_sites(FeatureTable(x, y, patient, ("a", "b")), SamplingCell(3, 8, skew), seed=0)
     parts = [set(part.patient) for part in (*sites, test)]
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert [len(one) for one in parts[:3]] == [8, 8, 8]
@@ -122,18 +118,15 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
     with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
         file["features"][0, 0] = np.nan
-    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2),))
-    asked = {"methods": ["oneshot"], "cells": cells_of("2x8", "alike"), "seeds": 1}
-    document = bench(folder, labels=labels, out=tmp_path / "b.csv", **asked)
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2),))
+    asked = {"methods": ["oneshot"], "cells": parse_cells("2x8", "alike"), "seeds": 1}
+    document = run_benchmark(folder, labels=labels, out=tmp_path / "b.csv", **asked)
     reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
     words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
-    words |= {
-        "z.svs": "has a label (labels.csv line 43) and no features",
-        "s41": "has no label in labels.csv",
-    }
+    words |= {"z.svs": "has a label (labels.csv line 43) and no features", "s41": "has no label in labels.csv"}
     assert reasons == words and len(read_table(folder, labels).y) == 39
     said = " ".join(capsys.readouterr().err.split())
-    assert "slides set aside: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
+    assert "slides excluded: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
     for line, *what in (("s2,a", "line 44", "slide s2 has a row already"), ("s41,A", "labels A, a differ")):
         labels.write_text("slide,label\n" + "\n".join([*named, "s40,", "z.svs,a", line]))
         refused(lambda: read_table(folder, labels), "labels.csv", *what)
@@ -154,7 +147,7 @@ def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else
     slide = np.repeat(["a", "b"], [8, 4])
     places, split = np.zeros((12, 2), np.int64), np.full(12, "train")
     patches = PatchTable(places, y, y.astype(np.float32), slide, patient, split)
-    slides = replace(bags_of(patches)[0], label=np.array([0, 1]))
+    slides = replace(group_bags(patches)[0], label=np.array([0, 1]))
     meta = BagMeta("S1", ("a", "b"), "e", GridSpec(8, 1.0, 8))
     for own in (patches, None):
         write_bags(tmp_path / "s.h5", meta, slides, bags, patches=own)
@@ -169,40 +162,40 @@ def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        ({"cells": [Cell(4, 500, "alike")]}, "too few patients"),
+        ({"cells": [SamplingCell(4, 500, "alike")]}, "too few patients"),
         ({"methods": ["mpcpa"]}, "needs more than features"),
         ({"methods": ["nosuch"]}, "unknown method"),
         ({"unit": "slide"}, "--unit"),
     ],
 )
 def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
-    asked = {"cells": cells_of("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
-    refused(lambda: bench(npz, **asked), words)
+    asked = {"cells": parse_cells("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
+    refused(lambda: run_benchmark(npz, **asked), words)
     assert not (tmp_path / "b.csv").exists()
 
 
 def test_cells_that_mean_nothing_are_refused():
     for sizes, skew in (("4", "alike"), ("1x50", "alike"), ("4x50", "2"), ("4x50", "some")):
-        refused(lambda sizes=sizes, skew=skew: cells_of(sizes, skew), "--")
+        refused(lambda sizes=sizes, skew=skew: parse_cells(sizes, skew), "--")
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
 
 
 def forget_plugins():
-    for known in (plugins._found, plugins._loaded):
+    for known in (plugins._find_points, plugins._load_point):
         known.cache_clear()
 
 
 def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
     toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
     groups = tomllib.loads(toml)["project"]["entry-points"]
-    monkeypatch.setattr(module, "_WAYS", ((2, 1e-2),))
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((2, 1e-2),))
     monkeypatch.syspath_prepend(str(installed(tmp_path / "site", name="careful", groups=groups, text=python)))
-    asked = {"methods": ["careful", "oneshot"], "cells": cells_of("2x8", "1"), "seeds": 1}
+    asked = {"methods": ["careful", "oneshot"], "cells": parse_cells("2x8", "1"), "seeds": 1}
     try:
         forget_plugins()
-        document = bench(npz, out=tmp_path / "b.csv", **asked)
+        document = run_benchmark(npz, out=tmp_path / "b.csv", **asked)
     finally:
         monkeypatch.undo()
         sys.modules.pop("careful", None)
@@ -236,10 +229,7 @@ def no_numbers(shape=(40,)):
         ({"y": np.array([np.inf, 1.0] * 20)}, "a label is inf; labels are classes"),
         ({"y": np.full(40, np.nan)}, "needs two classes at least"),
         ({"y": np.zeros(40, "datetime64[D]")}, "y is datetime64[D], not numbers or texts"),
-        (
-            {"x": np.where(np.arange(40)[:, None] == 7, np.inf, 0.0) + np.ones(8)},
-            "of 1 rows are not finite numbers",
-        ),
+        ({"x": np.where(np.arange(40)[:, None] == 7, np.inf, 0.0) + np.ones(8)}, "of 1 rows are not finite numbers"),
         ({"x": np.zeros((40, 0))}, "not features that are numbers"),
         ({"y": np.array([None] * 40)}, "it holds objects of Python; save numbers and texts as arrays"),
     ],
@@ -274,11 +264,11 @@ def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
     y[:3] = ["NA", "-", "n"]
     np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
     found = read_table(tmp_path / "t.npz")
-    assert [one.slide for one in found.aside] == ["row 0", "row 1"] and found.classes == ("a", "b", "n")
+    assert [one.slide for one in found.excluded] == ["row 0", "row 1"] and found.classes == ("a", "b", "n")
     assert set(found.patient.tolist()) == {"", "p"}
     (tmp_path / "t.csv").write_text("label;patient;f\na;null;1\nb;p;2\nNaN;q;3\n")
     found = read_table(tmp_path / "t.csv")
-    assert found.patient.tolist() == ["", "p"] and len(found.aside) == 1
+    assert found.patient.tolist() == ["", "p"] and len(found.excluded) == 1
 
 
 @pytest.mark.parametrize(
@@ -297,10 +287,10 @@ def test_a_csv_with_what_is_no_number_says_what_to_do_and_that_works(tmp_path, t
 
 
 def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
-    asked = {"out": tmp_path / "o.csv", "cells": cells_of("2x8", "alike"), "seeds": 1}
+    asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
     for name in ("regular", "joint"):
         refused(
-            lambda name=name: bench(npz, methods=[name], **asked), f"{name} is measured beside every method"
+            lambda name=name: run_benchmark(npz, methods=[name], **asked), f"{name} is always measured as a baseline"
         )
 
 
@@ -310,8 +300,8 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     x, y, patient = table()
     np.savez(folder / "features.npz", x=x, y=y, patient=patient)
-    asked = {"methods": ["oneshot"], "cells": cells_of("2x8", "alike"), "seeds": 1}
-    bench(folder / "features.npz", out=folder / "out.csv", **asked)
+    asked = {"methods": ["oneshot"], "cells": parse_cells("2x8", "alike"), "seeds": 1}
+    run_benchmark(folder / "features.npz", out=folder / "out.csv", **asked)
     return folder, asked
 
 
@@ -323,7 +313,7 @@ def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measur
     out = tmp_path / "out.csv"
     lines = out.read_text().splitlines()
     fields = lines[1].split(",")
-    score = module._COLUMNS.index("score")
+    score = module._RESULT_COLUMNS.index("score")
     changed = {
         "lost": [],
         "twice": [lines[1], lines[1]],
@@ -334,18 +324,18 @@ def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measur
         "swapped": [lines[1].replace(",S1,", ",S2,")],
     }[hurt]
     out.write_text("\n".join([lines[0], *changed, *lines[2:]]) + "\n")
-    bench(folder / "features.npz", out=out, **asked, watcher=Said())
+    run_benchmark(folder / "features.npz", out=out, **asked, watcher=Said())
     kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
     assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
-    assert any("are made anew" in line for line in Said.lines)
+    assert any("are computed again" in line for line in Said.lines)
 
 
-class Said(Silent):
+class Said(SilentProgress):
     """A watcher that remembers what it was told."""
 
     lines: list[str] = []  # noqa: RUF012 of all of them
 
-    def say(self, line, style=""):
+    def print_message(self, line, style=""):
         self.lines.append(line)
 
 
@@ -354,4 +344,4 @@ def test_another_table_in_the_place_of_a_result_is_refused(measured, tmp_path):
     out = tmp_path / "out.csv"
     for data in (b"a,b\n1,2\n", b"", "method,epsilon\n".encode("utf-16"), b"\0\1"):
         out.write_bytes(data)
-        refused(lambda: bench(folder / "features.npz", out=out, **asked), "choose another --out")
+        refused(lambda: run_benchmark(folder / "features.npz", out=out, **asked), "choose another --out")

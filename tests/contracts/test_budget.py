@@ -17,13 +17,13 @@ from trained import dying, trained
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
-from wsi_fl.stages.answers.report import report
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
+from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_plan
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.site import account as site_account
-from wsi_fl.stages.site.account import affordable_rounds
+from wsi_fl.stages.site.account import count_affordable
 from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
@@ -46,11 +46,11 @@ def begun(study, rounds, *overrides, **given):
     """The folder of a run that was interrupted in a round."""
     with interrupted_after(rounds):
         run(study, *overrides, **given)
-    return next(study.runs.glob("0*"))
+    return next(study.runs_path.glob("0*"))
 
 
 def go_on(study, path):
-    return resume(study, path.name, backend="local")
+    return resume_run(study, path.name, backend="local")
 
 
 def row(summary):
@@ -63,14 +63,14 @@ def rewrite(study, before, after, site="S0"):
 
 
 def ledger_at(path, run="one", delta=1e-5, **terms):
-    return PrivacyLedger(path, site="C1", run=run, terms=Terms(delta=delta, **terms))
+    return PrivacyLedger(path, site="C1", run=run, terms=PrivacyTerms(delta=delta, **terms))
 
 
 def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
     return ledger.release(round_, vector, schema="ab" * 32, mechanism=mechanism, content="model")
 
 
-LATER = "ledger knows later rounds"
+LATER = "ledger has later rounds"
 
 
 def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital):
@@ -94,9 +94,7 @@ def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
 
 def test_a_real_hospital_never_gives_one_record_away_whole(hospital, tmp_path):
     rewrite(hospital, "1e-5", "0.03")
-    refused(
-        lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028"
-    )
+    refused(lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028")
     ledger = ledger_at(tmp_path / "C1.jsonl", delta=0.01, lifetime=True, max_epsilon=9.0)
     refused(lambda: ledger.record(1, planned(100, 10, delta=0.01)), "one of 100 rows", "below 0.01")
 
@@ -106,10 +104,10 @@ def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
     ledger = ledger_at(path)
     released(ledger, round_=2)
     # killed between checkpoint and `sending`: the resumed run sends the same bytes
-    ledger_at(path).reissue(2, VECTOR, schema="ab" * 32)
-    with pytest.raises(WsiFlError, match="was sent already and is never redone"):
+    ledger_at(path).release_again(2, VECTOR, schema="ab" * 32)
+    with pytest.raises(WsiFlError, match="was sent already and is not trained again"):
         ledger_at(path).record(2, ROUND, "model other")
-    assert ledger_at(path).n_rounds() == 1
+    assert ledger_at(path).count_rounds() == 1
 
 
 def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
@@ -117,15 +115,15 @@ def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
     for vector in (VECTOR, VECTOR + 1):  # redone before it was sent: one charge
         released(ledger, vector)
     with pytest.raises(WsiFlError, match="did not release these bytes"):
-        ledger.reissue(1, VECTOR, schema="ab" * 32)
-    assert ledger.reissue(1, VECTOR + 1, schema="ab" * 32).round == 1
+        ledger.release_again(1, VECTOR, schema="ab" * 32)
+    assert ledger.release_again(1, VECTOR + 1, schema="ab" * 32).round == 1
 
 
 def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    with dying(PrivacyLedger, "sending", 3):  # of round 2, after its checkpoint
+    with dying(PrivacyLedger, "record_transmission", 3):  # of round 2, after its checkpoint
         run(study, "train.rounds=4")
-    path = next(study.runs.glob("0*"))
+    path = next(study.runs_path.glob("0*"))
     kept = path / "sites" / "S0" / "state"
     shutil.copytree(kept, tmp_path / "backup")
     with interrupted_after(3):  # round 2 has been sent again
@@ -165,31 +163,31 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
     plan = planned(36, 8, sigma=1.4, clip=0.7)
     given = {"n": 36, "steps": plan.steps, "delta": plan.delta, "mode": "strict"}
     trainer = SimpleNamespace(sigma=1.4, clip=0.7, batch_size=8, unit=plan.unit)
-    require_planned(plan, trainer, **given)
+    require_plan(plan, trainer, **given)
     with pytest.raises(WsiFlError) as caught:
-        require_planned(replace(plan, **{field: OTHER[field]}), trainer, **given)
+        require_plan(replace(plan, **{field: OTHER[field]}), trainer, **given)
     assert field in str(caught.value) or "privacy plan" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
 def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
-    learners = workshop._learners_of
+    learners = workshop._learner_factory
 
     def changed(*args):
         *rest, plan, train = args
         other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
         return learners(*rest, replace(plan, **other), train)
 
-    monkeypatch.setattr(workshop, "_learners_of", changed)
-    refused(lambda: run(hospital), "would not keep to its privacy plan", what, error=WsiFlError)
-    assert not hospital.ledger("S0").exists()
+    monkeypatch.setattr(workshop, "_learner_factory", changed)
+    refused(lambda: run(hospital), "differs from its privacy plan", what, error=WsiFlError)
+    assert not hospital.ledger_path("S0").exists()
 
 
 @pytest.mark.parametrize("missing", ["max_epsilon = 3.0", "delta = 1e-5"])
 def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
     rewrite(hospital, missing, "")
     refused(lambda: run(hospital), "sites/S0.toml", missing.split()[0])
-    assert not hospital.ledger("S0").exists()
+    assert not hospital.ledger_path("S0").exists()
 
 
 def test_a_little_noise_is_no_privacy(tmp_path):
@@ -205,11 +203,7 @@ def test_a_little_noise_is_no_privacy(tmp_path):
 def test_over_a_lifetime_the_weakest_promise_counts(tmp_path):
     terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
     path, worth = tmp_path / "C1.jsonl", []
-    for run, more in (
-        ("a", {"guarantee": "guaranteed"}),
-        ("b", {"guarantee": "nominal"}),
-        ("c", {"insecure": True}),
-    ):
+    for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
         released(ledger_at(path, run=run, **terms, **more))
         strict = ledger_at(path, run="d", guarantee="guaranteed", **terms)
         worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))
@@ -235,15 +229,15 @@ DAMAGE = {
 
 def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(hospital):
     run(hospital)
-    path = hospital.ledger("S0")
+    path = hospital.ledger_path("S0")
     whole = path.read_text()
     for words in (("ledgers/S0.jsonl", "it is the site's budget"), ("S0.jsonl",)):
         for damage in DAMAGE.values():
             damage(path)
             refused(lambda: run(hospital), *words, error=WsiFlError)
             path.write_text(whole)
-        if hospital.runs.exists():
-            shutil.rmtree(hospital.runs)
+        if hospital.runs_path.exists():
+            shutil.rmtree(hospital.runs_path)
     run(hospital)
 
 
@@ -252,7 +246,7 @@ def test_runs_know_what_was_spent_where_heads_are_lost(hospital):
     for place in (hospital.root, Path(os.environ["XDG_STATE_HOME"])):
         for head in place.rglob("*.head.json"):
             head.unlink()
-    DAMAGE["shortened"](hospital.ledger("S0"))
+    DAMAGE["shortened"](hospital.ledger_path("S0"))
     refused(lambda: run(hospital), "lacks rounds of runs/00001-proxyfl-small, which reached round 2")
 
 
@@ -281,7 +275,7 @@ def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tm
 def test_a_real_hospital_does_not_become_a_simulated_one_nor_without_its_ledger(hospital, lost):
     run(hospital)
     if lost:
-        hospital.ledger("S0").unlink()
+        hospital.ledger_path("S0").unlink()
     rewrite(hospital, "real = true", "real = false")
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
@@ -347,7 +341,7 @@ def test_a_renamed_run_stays_the_same_run(hospital):
     done = row(go_on(hospital, renamed))
     assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
     assert done["epsilon"] == done["lifetime_epsilon"]
-    assert report(hospital, renamed.name).exists()
+    assert write_report(hospital, renamed.name).exists()
 
 
 def test_of_two_versions_of_a_round_one_leaves(tmp_path):
@@ -356,13 +350,13 @@ def test_of_two_versions_of_a_round_one_leaves(tmp_path):
     first, second = ledger_at(path), ledger_at(path)
     mine, other = released(first), released(second, VECTOR + 1)
     with pytest.raises(WsiFlError, match="released others since"):
-        first.sending(1, mine.digest)
+        first.record_transmission(1, mine.digest)
     with pytest.raises(WsiFlError, match="released others since"):
-        first.relay(1, VECTOR * 2, own=mine.digest, schema="ab" * 32, weight=1.0)
-    second.sending(1, other.digest)
+        first.relay_mixture(1, VECTOR * 2, own_sha256=mine.digest, schema="ab" * 32, weight=1.0)
+    second.record_transmission(1, other.digest)
     with pytest.raises(WsiFlError, match="was sent already"):
         released(first, VECTOR + 2)
-    assert ledger_at(path).mechanisms() == [ROUND]
+    assert ledger_at(path).list_mechanisms() == [ROUND]
 
 
 def test_what_was_passed_on_was_sent(tmp_path):
@@ -370,10 +364,10 @@ def test_what_was_passed_on_was_sent(tmp_path):
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
     mine = released(ledger)
-    ledger.relay(1, VECTOR / 2, own=mine.digest, schema="ab" * 32, weight=0.5)
+    ledger.relay_mixture(1, VECTOR / 2, own_sha256=mine.digest, schema="ab" * 32, weight=0.5)
     with pytest.raises(WsiFlError, match="was sent already"):
         ledger_at(path).record(1, ROUND)
-    assert (ledger_at(path).last_sent(), ledger_at(path).mechanisms()) == (1, [ROUND])
+    assert (ledger_at(path).last_final_round(), ledger_at(path).list_mechanisms()) == (1, [ROUND])
 
 
 def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
@@ -394,16 +388,16 @@ def test_of_two_models_that_stay_at_home_one_is_kept(hospital):
     """A copy of the run, from before the last checkpoint, was finished meanwhile."""
     path = begun(hospital, 1, method="regular")
     copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
-    with dying(PrivacyLedger, "sending", 1):  # round 2 is recorded and has its checkpoint
+    with dying(PrivacyLedger, "record_transmission", 1):  # round 2 is recorded and has its checkpoint
         go_on(hospital, path)
     go_on(hospital, copy)
     refused(lambda: go_on(hospital, path), "released others since", error=WsiFlError)
 
 
 def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospital):
-    with dying(PrivacyLedger, "sending", 2):
+    with dying(PrivacyLedger, "record_transmission", 2):
         run(hospital, "train.rounds=3", method="regular")
-    path = next(hospital.runs.glob("0*"))
+    path = next(hospital.runs_path.glob("0*"))
     with dying(loop, "_train_round", 1):
         go_on(hospital, path)
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
@@ -415,7 +409,7 @@ def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
     site, kept = path / "sites" / "S0" / "site.toml", path / "sites" / "S0" / "plan.json"
     said, plan = site.read_text(), json.loads(kept.read_text())
     site.write_text(said.replace("max_epsilon = 3.0", "max_epsilon = 2.9"))
-    refused(lambda: go_on(hospital, path), "began with another", "site.toml", error=WsiFlError)
+    refused(lambda: go_on(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
     site.write_text(said)
     write_sealed(kept, plan | {"sigma": plan["sigma"] / 2})  # whoever edits it on purpose
     words = ("privacy plan of this run was changed", "sigma was")
@@ -427,13 +421,13 @@ def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
 
 def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
     """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
-    with dying(loop, "checkpoint", 2):
+    with dying(loop, "write_checkpoint", 2):
         run(hospital)
     once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
     rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
-    path = next(hospital.runs.glob("0*"))
+    path = next(hospital.runs_path.glob("0*"))
     assert row(go_on(hospital, path))["rounds"] == 1
-    assert "left the graph" in (path / "sites" / "S0" / "log.txt").read_text()
+    assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
 
 
 def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_path):
@@ -441,22 +435,22 @@ def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_
     study = make_study(tmp_path / "study", n_sites=1, site_extra=where)
     path = study.root / run(study)["run"]
     (study.root / "sites" / "S0.toml").unlink()
-    assert study.as_of(path).ledger("S0") == tmp_path / "budget" / "S0.jsonl"
+    assert study.pin_run(path).ledger_path("S0") == tmp_path / "budget" / "S0.jsonl"
 
 
 def account_of(plan, limit, past=(), done=0, delta=1e-5):
     """The account of a site as plans are priced on it."""
     ledger = SimpleNamespace(
-        terms=Terms(delta, max_epsilon=limit, lifetime=True),
-        n_rounds=lambda: done,
-        mechanisms=lambda **_: list(past),
+        terms=PrivacyTerms(delta, max_epsilon=limit, lifetime=True),
+        count_rounds=lambda: done,
+        list_mechanisms=lambda **_: list(past),
     )
     return SimpleNamespace(ledger=ledger, plan=plan)
 
 
 def by_round(account, rounds):
     """How many rounds a budget allows, each priced with all before it as a mechanism of its own."""
-    found, spent = account.ledger.n_rounds(), account.ledger.mechanisms()
+    found, spent = account.ledger.count_rounds(), account.ledger.list_mechanisms()
     limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
     while found < rounds and epsilon([*spent, account.plan], delta) <= limit:
         found, spent = found + 1, [*spent, account.plan]
@@ -478,7 +472,7 @@ def by_round(account, rounds):
 def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given, limit, past, done, rounds):
     plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
     account = account_of(plan, limit, past, done)
-    assert affordable_rounds(account, rounds) == min(by_round(account, rounds), max(rounds, done))
+    assert count_affordable(account, rounds) == min(by_round(account, rounds), max(rounds, done))
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.4, 30.0, 1e6])
@@ -492,5 +486,5 @@ def test_a_million_rounds_are_priced_a_few_times(sigma, epochs, monkeypatch):
 
     monkeypatch.setattr(site_account, "epsilon", count_calls)
     plan = plan_of_round(n=1000, batch_size=10, epochs=epochs, sigma=sigma, clip=1.0, delta=1e-5)
-    assert 0 <= affordable_rounds(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
+    assert 0 <= count_affordable(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
     assert len(priced) <= 21 and max(priced) == 2

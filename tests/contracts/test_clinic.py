@@ -9,10 +9,10 @@ from sklearn.metrics import recall_score, roc_auc_score
 from test_fair import ALONE
 from trained import answers, trained
 
-from wsi_fl.stages.answers.clinical import clinical, plan_size
+from wsi_fl.stages.answers.clinical import describe_clinically, plan_size
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.targets import column_of
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.site.targets import read_column
 from wsi_fl.stages.training.train import train_series
 
 
@@ -46,7 +46,7 @@ def by_hand(study, run, site):
 
 def test_patients_are_counted_and_not_their_patches(described):
     study, run = described
-    document = clinical(study, [run], prevalence=0.1)
+    document = describe_clinically(study, [run], prevalence=0.1)
     kept = json.loads((study.root / run / "clinical.json").read_text())
     assert kept.pop("digest") and kept == document
     for row in document["sites"]:
@@ -61,35 +61,31 @@ def test_patients_are_counted_and_not_their_patches(described):
 
 def test_small_groups_are_not_told(described, wsi_fl):
     study, run = described
-    document = clinical(study, [run], by="scanner", least=10)
+    document = describe_clinically(study, [run], by="scanner", least=10)
     groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
     assert groups["old"]["n"] == 52 and groups["new"] is None
     done = wsi_fl("clinical", run, "--by", "scanner", cwd=study.root)
-    assert "scanner new: fewer than 10 patients, not told" in done.stderr
+    assert "scanner new: fewer than 10 patients, not reported" in done.stderr
     assert "scanner old: 52 patients" in done.stderr
     done = wsi_fl("report", run, cwd=study.root)
     page = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
-    for words in ("For the clinic", "of fewer than 10 patients: not told", "Net benefit", "TRIPOD+AI"):
+    for words in ("For the clinic", "of fewer than 10 patients: not reported", "Net benefit", "TRIPOD+AI"):
         assert words in page
-    refused(lambda: clinical(study, [run], by="shoe_size"), "shoe_size")
-    refused(lambda: clinical(study, [run], by="shelf"), "no table of the sites has a slide or patient")
-    refused(lambda: clinical(study, [run], prevalence=1.0), "a share between 0 and 1")
+    refused(lambda: describe_clinically(study, [run], by="shoe_size"), "shoe_size")
+    refused(lambda: describe_clinically(study, [run], by="shelf"), "no table of the sites has a slide or patient")
+    refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
 def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
     study, run = described
     for k in range(2):  # two slides of each patient, who agree but for the last patient
-        rows = [
-            f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}"
-            for i in range(40, 70)
-            for n in (0, 1)
-        ]
+        rows = [f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}" for i in range(40, 70) for n in (0, 1)]
         (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
-    for row in clinical(study, [run], by="sex")["sites"]:
+    for row in describe_clinically(study, [run], by="sex")["sites"]:
         groups = row["classes"]["tumor"]["subgroups"]
         assert groups["f"]["n"] == 30 and groups["m"]["n"] == 28 and groups[""] is None
     (study.root / "S0.csv").write_text("slide,patient,sex\na.svs,,m\nb.svs,,m\n")  # whose, nobody knows
-    said = column_of(study, study.site("S0"), "sex")
+    said = read_column(study, study.load_site("S0"), "sex")
     assert said["slide", "a"] == said["slide", "a.svs"] == "m" and ("patient", "") not in said
 
 
@@ -102,19 +98,19 @@ def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeyp
     write_features(study, "S0", x, labels, [f"p{k}" for k in range(90)], ["train"] * 45 + ["test"] * 45)
     run = trained(study, "regular", *ALONE)["run"]
     evaluate(study, run)
-    clinical(study, [run])
-    page = report(study, run).read_text(encoding="utf-8")
+    describe_clinically(study, [run])
+    page = write_report(study, run).read_text(encoding="utf-8")
     assert ("or from 0.50" in page) == (len(classes) == 2)
-    assert ("The most probable class is called" in page) == (len(classes) == 3)
+    assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
 
 
 def test_folds_are_taken_together(described, wsi_fl):
     study, run = described
     train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
-    runs = sorted(path.name for path in study.runs.iterdir())[-3:]
+    runs = sorted(path.name for path in study.runs_path.iterdir())[-3:]
     for name in runs:
         evaluate(study, name)
-    document = clinical(study, ["2-4"])
+    document = describe_clinically(study, ["2-4"])
     for row in document["sites"]:
         one = row["classes"]["tumor"]
         parts = [by_hand(study, f"runs/{name}", row["site"]) for name in runs]
@@ -122,8 +118,8 @@ def test_folds_are_taken_together(described, wsi_fl):
         assert (one["n"], document["folds"]) == (140, 3)  # each patient of both hospitals once
         assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
     done = wsi_fl("clinical", "2-4", cwd=study.root)
-    assert "of 3 folds" in done.stderr and not (study.runs / runs[0] / "clinical.json").exists()
-    refused(lambda: clinical(study, [run, "2"]), "folds")
+    assert "of 3 folds" in done.stderr and not (study.runs_path / runs[0] / "clinical.json").exists()
+    refused(lambda: describe_clinically(study, [run, "2"]), "folds")
 
 
 def test_how_many_patients_it_takes(wsi_fl, tmp_path):

@@ -19,16 +19,16 @@ from scipy import stats
 from test_report import Document
 from trained import csv_rows, trained
 
-from wsi_fl.learning.verdict import Estimate, holm, verdict
+from wsi_fl.learning.verdict import Estimate, decide_verdict, holm_adjust
 from wsi_fl.report import comparison, worth
-from wsi_fl.report.comparison import Series, png
-from wsi_fl.report.figures import palette
+from wsi_fl.report.comparison import ChartRow, render_comparison_png
+from wsi_fl.report.figures import load_palette
 from wsi_fl.stages.answers import compare_runs
-from wsi_fl.stages.answers.compare import compare, compare_lines
-from wsi_fl.stages.answers.compare_worth import Said, _compared
-from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.work.console import Table
+from wsi_fl.stages.answers.compare import compare_methods, render_comparison_lines
+from wsi_fl.stages.answers.compare_worth import SeedScores, _estimate_benefit
+from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.work.console import TextTable
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -39,13 +39,13 @@ probability = st.floats(0, 1)
 
 @given(st.lists(st.one_of(st.none(), probability), max_size=8))
 def test_holm_by_its_definition_and_a_test_that_could_not_be_made_does_not_count(p_values):
-    corrected = holm(p_values)
+    corrected = holm_adjust(p_values)
     assert [p is None for p in p_values] == [c is None for c in corrected]
     pairs = sorted((p, c) for p, c in zip(p_values, corrected, strict=True) if p is not None)
     p, found = np.array(pairs).reshape(-1, 2).T
     by_hand = np.maximum.accumulate(np.minimum(1, p * np.arange(len(p), 0, -1)))
     assert found == pytest.approx(by_hand)
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 def run(study, method, *overrides):
@@ -59,11 +59,11 @@ def series(tmp_path_factory):
     for seed in range(3):
         for method in ("proxyfl", "fedavg"):
             run(study, method, f"train.seed={seed}")
-    return study, compare(study, ["1-6"])
+    return study, compare_methods(study, ["1-6"])
 
 
 def evaluation(study, name):
-    return json.loads((study.runs / name / "evaluation.json").read_text())
+    return json.loads((study.runs_path / name / "evaluation.json").read_text())
 
 
 def row_of(document, method):
@@ -91,7 +91,7 @@ def test_rows_hold_mean_and_sd_over_sites_and_seeds(series):
 
 def test_rows_hold_privacy_and_communication(series):
     study, document = series
-    summaries = [json.loads(path.read_text()) for path in study.runs.glob("*-proxyfl-*/summary.json")]
+    summaries = [json.loads(path.read_text()) for path in study.runs_path.glob("*-proxyfl-*/summary.json")]
     proxyfl, fedavg, alone = (row_of(document, method) for method in ("proxyfl", "fedavg", "regular"))
     assert (proxyfl["dp"], proxyfl["guarantee"]) == (True, "guaranteed")
     assert proxyfl["epsilon"] == max(site["epsilon"] for s in summaries for site in s["sites"])
@@ -126,20 +126,20 @@ def test_differences_are_paired_by_seed_and_corrected(series):
             assert test["sd"] == pytest.approx(np.subtract(*sides).std(ddof=1), abs=1e-9)
             varies = np.ptp(np.subtract(*sides)) > 1e-9
             assert test["p"] == (pytest.approx(stats.ttest_rel(*sides).pvalue) if varies else None)
-        assert [test["p_holm"] for test in tests] == holm([test["p"] for test in tests])
+        assert [test["p_holm"] for test in tests] == holm_adjust([test["p"] for test in tests])
 
 
 def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(series):
     study, document = series
-    trained = sorted(study.runs.glob("*-regular-*"))
+    trained = sorted(study.runs_path.glob("*-regular-*"))
     assert [path.name for path in trained] == row_of(document, "regular")["runs"]
     assert "seeds 0, 1, 2 was trained for this comparison" in document["notes"][0]
     for path in trained:
         config = (path / "config.toml").read_text()
         assert "enabled = false" in config and "rounds = 1" in config and "lr = 0.002" in config
         assert json.loads((path / "manifest.json").read_text())["pipeline"] == "small"
-    again = compare(study, ["1-6"])
-    assert sorted(study.runs.glob("*-regular-*")) == trained
+    again = compare_methods(study, ["1-6"])
+    assert sorted(study.runs_path.glob("*-regular-*")) == trained
     assert again["rows"] == document["rows"] and again["page"] == document["page"]
     assert not any("trained for this" in note for note in again["notes"])
 
@@ -147,11 +147,11 @@ def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(ser
 def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
     study, document = series
     first = row_of(document, "regular")["runs"][0]
-    turned = compare(study, [first, "00001", "runs/*-fedavg-*"])
+    turned = compare_methods(study, [first, "00001", "runs/*-fedavg-*"])
     assert turned["reference"] == turned["baseline"] == "Regular without DP"
     units = {t["a"]: t["unit"] for t in turned["paired"] if t["metric"] == "auroc"}
     assert units == {"FedAvg with DP": "seed", "ProxyFL with DP": "site"}
-    assert any("fewer than three seeds" in note for note in turned["notes"])
+    assert any("fewer than three common seeds" in note for note in turned["notes"])
     assert row_of(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
 
 
@@ -169,9 +169,9 @@ def test_page_figure_and_table_are_written(series):
     assert len(seen.table("Method", "against")) >= 2
     for finding in document["findings"]:
         assert finding["text"] in seen.text
-        assert "federation" not in finding["text"]  # the verdict is that of the figure, by the same words
+        assert "take part" not in finding["text"]  # a verdict on all sites
     assert sum(tag == "svg" for tag, _ in seen.tags) == 4
-    assert page.index("What joining brings each hospital") < page.index(document["findings"][0]["text"][:40])
+    assert page.index("Benefit of federation for each hospital") < page.index(document["findings"][0]["text"][:40])
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
     with Image.open(study.root / document["benefit"]["figure"]) as image:
@@ -198,9 +198,9 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
         assert site["gain"]["mean"] == pytest.approx(site["federated"]["mean"] - site["local"]["mean"])
         assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
     assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
-    said = [line.text for line in compare_lines(document) if not isinstance(line, Table)]
-    by_site = [line for line in said if "by joining" in line]
-    assert len(by_site) == 4 and all("by joining (ProxyFL with DP); " in line for line in by_site)
+    said = [line.text for line in render_comparison_lines(document) if not isinstance(line, TextTable)]
+    by_site = [line for line in said if "by federation" in line]
+    assert len(by_site) == 4 and all("by federation (ProxyFL with DP); " in line for line in by_site)
 
 
 @pytest.fixture
@@ -217,13 +217,13 @@ def newer_than(path, other):
 
 def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
     study, document = copied, series[1]
-    folder = study.runs / "00002-fedavg-small"
+    folder = study.runs_path / "00002-fedavg-small"
     for name, more in (("evaluation", {}), ("summary", {"lost": ["S0"]})):
         whole = json.loads((folder / f"{name}.json").read_text())
         write_sealed(folder / f"{name}.json", whole | more | {"sites": whole["sites"][1:]})
     newer_than(folder / "evaluation.json", folder / "summary.json")
-    found = compare(study, ["1-6"])
-    assert "Lost during training in some run: S0." in found["notes"]
+    found = compare_methods(study, ["1-6"])
+    assert "Dropped out during training in some run: S0." in found["notes"]
     assert row_of(found, "fedavg")["accuracy"]["n"] == 8
 
     def means(method, seed, sites):
@@ -240,11 +240,11 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
 @pytest.mark.slow
 def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copied):
     study, document = copied, series[1]
-    folder = study.runs / "00002-fedavg-small"
+    folder = study.runs_path / "00002-fedavg-small"
     early = evaluation(study, folder.name)
     write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
     newer_than(folder / "summary.json", folder / "evaluation.json")
-    assert row_of(compare(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
+    assert row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
 
 
 def test_differing_settings_make_rows_and_labels(pair):
@@ -252,20 +252,20 @@ def test_differing_settings_make_rows_and_labels(pair):
         run(pair, "proxyfl", f"train.alpha={alpha}", "train.beta=0.7")
     run(pair, "proxyfl", "train.alpha=0.9", "train.seed=1")
     run(pair, "regular", "train.alpha=0.5", "train.tune=true", "privacy.enabled=false", "privacy.sigma=9.0")
-    document = compare(pair, ["1-4"], baseline=False)
+    document = compare_methods(pair, ["1-4"], baseline=False)
     rows = {row["label"]: row for row in document["rows"]}
     low, high = ("ProxyFL with DP, train.alpha=0.3", "ProxyFL with DP, train.alpha=0.9")
     assert set(rows) == {low, high, "Regular without DP"}
     assert (rows[high]["settings"], rows[high]["seeds"]) == ({"train.alpha": 0.9}, [0, 1])
     assert (rows["Regular without DP"]["seeds"], document["baseline"]) == ([0], "Regular without DP")
     (note,) = [note for note in document["notes"] if "not trained" in note]
-    assert "seed 1" in note and len(list(pair.runs.glob("*-regular-*"))) == 1
+    assert "seed 1" in note and len(list(pair.runs_path.glob("*-regular-*"))) == 1
     assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
 
 
 def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(pair):
     name = run(pair, "regular", "train.tune=false", "privacy.enabled=false")
-    document = compare(pair, [name], baseline=False)
+    document = compare_methods(pair, [name], baseline=False)
     mine, missing = sorted(document["rows"], key=lambda row: not row["seeds"])
     assert mine["label"] == document["reference"] == "Regular without DP"
     assert missing["label"] == document["baseline"] and missing["settings"] == {"train.tune": True}
@@ -274,25 +274,25 @@ def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_ar
 @pytest.mark.slow
 def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
     name = run(pair, "proxyfl", "train.seed=4")
-    document = compare(pair, [name], baseline=False)
+    document = compare_methods(pair, [name], baseline=False)
     row = row_of(document, "regular")
     assert document["baseline"] == row["label"] == document["rows"][-1]["label"]
     assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
     assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
-    assert document["paired"] == [] and not list(pair.runs.glob("*-regular-*"))
-    assert "nothing here says whether federation pays" in document["findings"][0]["text"]
+    assert document["paired"] == [] and not list(pair.runs_path.glob("*-regular-*"))
+    assert "the benefit of federation is unknown" in document["findings"][0]["text"]
     Document((pair.root / document["page"]).read_text())
     words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
     assert words[:6] == ["wsi-fl", "train", "--method", "regular", "--pipeline", "small"]
     trained(pair, "regular", *words[7::2])
-    assert row_of(compare(pair, [name], baseline=False), "regular")["seeds"] == [4]
+    assert row_of(compare_methods(pair, [name], baseline=False), "regular")["seeds"] == [4]
 
 
 @pytest.mark.slow
 def test_without_its_pipeline_the_baseline_is_trained_from_the_run(pair):
     name = run(pair, "proxyfl", "train.seed=4")
     (pair.root / "pipelines" / "small.toml").unlink()
-    assert row_of(compare(pair, [name]), "regular")["seeds"] == [4]
+    assert row_of(compare_methods(pair, [name]), "regular")["seeds"] == [4]
 
 
 @pytest.mark.slow
@@ -300,19 +300,19 @@ def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
     name = run(pair, "proxyfl")
     evaluate(pair, name)
     write_store(pair, "S1", seed=9, n_per_slide=10)
-    document = compare(pair, [name])
+    document = compare_methods(pair, [name])
     assert "the store of S1 was made anew since these runs" in document["notes"][0]
     other = run(pair, "proxyfl")
-    refused(lambda: compare(pair, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
+    refused(lambda: compare_methods(pair, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
 
 
 def test_unfinished_and_unknown_runs_are_refused(copied):
-    (copied.runs / "00002-fedavg-small" / "summary.json").unlink()
+    (copied.runs_path / "00002-fedavg-small" / "summary.json").unlink()
     unfinished = "wsi-fl train --resume 00002-fedavg-small"
-    refused(lambda: compare(copied, ["1-6"]), unfinished, error=WsiFlError)
-    refused(lambda: compare(copied, []), "needs runs")
+    refused(lambda: compare_methods(copied, ["1-6"]), unfinished, error=WsiFlError)
+    refused(lambda: compare_methods(copied, []), "needs runs")
     for word in ("70-80", "*-cwt-*", "77"):
-        refused(lambda word=word: compare(copied, [word]), f"no run '{word}'")
+        refused(lambda word=word: compare_methods(copied, [word]), f"no run '{word}'")
 
 
 def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(pair, monkeypatch):
@@ -326,16 +326,16 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
         raise WsiFlError("stop")
 
     monkeypatch.setattr(compare_runs, "train", instead_of_train)
-    refused(lambda: compare(pair, [name]), "stop", error=WsiFlError)
+    refused(lambda: compare_methods(pair, [name]), "stop", error=WsiFlError)
     assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
     assert "privacy.enabled=false" in asked["overrides"]
     shutil.rmtree(pair.root / "stores" / "S1")
-    refused(lambda: compare(pair, [name]), "stop", error=WsiFlError)
+    refused(lambda: compare_methods(pair, [name]), "stop", error=WsiFlError)
     assert asked["backend"] == "local" and 'sites=["S0"]' in asked["overrides"]
-    document = compare(pair, [name], baseline=False)
+    document = compare_methods(pair, [name], baseline=False)
     assert document["on"] == "own" and """--set 'sites=["S0"]'""" in document["notes"][0]
     assert any("own site's test part" in note for note in document["notes"])
-    assert "on each site's own test part" in Document((pair.root / document["page"]).read_text()).text
+    assert "on each site's local test part" in Document((pair.root / document["page"]).read_text()).text
     row = row_of(document, "proxyfl")
     assert row["sites"].keys() == {"S0"} and row["accuracy"] == row["own_accuracy"]
 
@@ -365,9 +365,9 @@ def against_alone(row, difference, p, unit="seed", n=3):
 @pytest.mark.parametrize(
     ("difference", "sd", "unit", "tone", "said"),
     [
-        (-0.29, 0.01, "seed", "bad", "−0.290 (−0.315 to −0.265) over {}: on average joining does not pay."),
-        (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average joining pays."),
-        (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether joining pays on average."),
+        (-0.29, 0.01, "seed", "bad", "−0.290 (−0.315 to −0.265) over {}: on average federation does not pay."),
+        (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average federation pays."),
+        (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether federation pays on average."),
         (0.05, 0.03, "seed", "unclear", "these runs do not show"),
         (0.004, 0.0001, "seed", "unclear", "these runs do not show"),
         (-0.3, None, "seed", "unclear", "these runs do not show"),
@@ -376,45 +376,39 @@ def against_alone(row, difference, p, unit="seed", n=3):
 def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
     ours = made_up("proxyfl", 0.73 + difference)
     test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
-    first, second = comparison.findings([ours, ALONE], [test], ALONE["label"])
-    assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
-    assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
+    first, second = comparison.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
+    assert first.text == "A local model without DP reaches 0.73 (4 sites, 3 seeds)."
+    assert second.tone == tone and said.format(comparison.LOCAL_BASELINE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
 
 
 def of_all(gain, room):
     known, space = (one and Estimate(*one) for one in (gain, room))
     told = {
-        "gain": known.document(),
-        "pooled_gain": space and space.document(),
+        "gain": known.build_document(),
+        "pooled_gain": space and space.build_document(),
         "gap_closed": None,
         "measure": "AUROC",
     }
-    told |= {
-        "local": {"mean": 0.6},
-        "federated": {"mean": 0.6 + gain[0]},
-        "pooled": {"mean": 0.6 + (room or [0])[0]},
-    }
-    return told | {"verdict": verdict(known, space)}
+    told |= {"local": {"mean": 0.6}, "federated": {"mean": 0.6 + gain[0]}, "pooled": {"mean": 0.6 + (room or [0])[0]}}
+    return told | {"verdict": decide_verdict(known, space)}
 
 
 @pytest.mark.parametrize(
     ("gain", "room", "tone", "said"),
     [
-        ((0.05, 0.03, 0.07), None, "good", "+0.050 (+0.030 to +0.070) over {}: on average joining pays."),
-        ((-0.05, -0.07, -0.03), None, "bad", "on average joining does not pay."),
-        ((0.05, -0.01, 0.12), None, "unclear", "these runs do not show whether joining pays on average."),
+        ((0.05, 0.03, 0.07), None, "good", "+0.050 (+0.030 to +0.070) over {}: on average federation pays."),
+        ((-0.05, -0.07, -0.03), None, "bad", "on average federation does not pay."),
+        ((0.05, -0.01, 0.12), None, "unclear", "these runs do not show whether federation pays on average."),
         ((0.0, -0.01, 0.01), (0.0, -0.01, 0.01), "unclear", "there is nothing to gain"),
     ],
 )
 def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
     ours = made_up("proxyfl", 0.78)
     tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
-    first, second = comparison.findings([ours, ALONE], tests, ALONE["label"], gains=gains)
-    assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
-    assert "reaches 0.60 in AUROC over all test patches (" in first.text, (
-        "the means whose difference is the gain"
-    )
+    first, second = comparison.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
+    assert second.tone == tone and said.format(comparison.LOCAL_BASELINE) in second.text, second.text
+    assert "reaches 0.60 in AUROC over all test patches (" in first.text, "the means whose difference is the gain"
     assert f"reaches {0.6 + gain[0]:.2f} (ε" in second.text and "0.78" not in second.text
     assert "p <" not in second.text
 
@@ -423,21 +417,21 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
-    *_, third, fourth = comparison.findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
+    *_, third, fourth = comparison.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
-    assert "nobody may pool" in third.text and "what its noise costs" in fourth.text
+    assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
     assert "federation" not in third.text + fourth.text
 
 
 def test_the_report_of_a_run_says_what_the_comparison_says(series):
     study, _ = series
-    document = compare(study, ["1"])
+    document = compare_methods(study, ["1"])
     (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
     gain = document["benefit"]["all"]
-    assert said.endswith(f"over {comparison.ALONE}: {worth.verdict_words(gain, worth.ALL)}.")
-    page = html.unescape(report(study, "1").read_text(encoding="utf-8"))
-    said = f"{worth.gain_words(gain)} over a site alone without DP: {worth.verdict_words(gain, worth.ALL)}."
+    assert said.endswith(f"over {comparison.LOCAL_BASELINE}: {worth.verdict_words(gain, worth.ALL_SITES)}.")
+    page = html.unescape(write_report(study, "1").read_text(encoding="utf-8"))
+    said = f"{worth.gain_words(gain)} over a local model without DP: {worth.verdict_words(gain, worth.ALL_SITES)}."
     assert said in page
     assert f"Gain in {gain['measure']}" in page and "federation helped" not in page
 
@@ -447,23 +441,23 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
 )
 def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
     def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
-        return {0: Said({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
+        return {0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
 
     known = {"local": answers([0.4] * 4), "federated": answers([0.6] * 4)}
-    found = _compared(known | ({"pooled": answers(pooled)} if pooled else {}))
+    found = _estimate_benefit(known | ({"pooled": answers(pooled)} if pooled else {}))
     assert (found["gap_closed"] is not None) == share and found["verdict"] == "join"
-    few = {kind: {0: Said(dict([*runs[0].answers.items()][:4]))} for kind, runs in known.items()}
-    assert _compared(few)["verdict"] == "inconclusive" and _compared(few)["gain"]["low"] < 0
+    few = {kind: {0: SeedScores(dict([*runs[0].values.items()][:4]))} for kind, runs in known.items()}
+    assert _estimate_benefit(few)["verdict"] == "inconclusive" and _estimate_benefit(few)["gain"]["low"] < 0
 
 
 def test_cautions_name_what_spoils_a_comparison():
     a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
-    text = " ".join(comparison.cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
-    for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds", "a single run"):
+    text = " ".join(comparison.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
+    for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
         assert said in text
-    assert "a single run" not in " ".join(comparison.cautions([ALONE, a], []))
-    (always,) = comparison.cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
-    assert "chose its regularisation" in always
+    assert "a single run" not in " ".join(comparison.list_cautions([ALONE, a], []))
+    (always,) = comparison.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
+    assert "chose their regularisation" in always
 
 
 def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
@@ -471,10 +465,10 @@ def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
     document = evaluate(study, shared)
     assert document["shared"] and document["merged"]["accuracy"]["sd"] == 0
-    (table,) = [line for line in evaluation_lines(document) if isinstance(line, Table)]
+    (table,) = [line for line in render_evaluation_lines(document) if isinstance(line, TextTable)]
     first = [row and row[0] for row in table.rows]
     assert "shared model" in table.title and first == ["S0", "S1", "S2", None, "all"]
-    page = report(study, shared).read_text()
+    page = write_report(study, shared).read_text()
     assert "their shared model reaches" in " ".join(page.split())
     assert "± 0.00" not in page.split("Against the other runs")[0]
     assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
@@ -497,7 +491,7 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
         name, words = row["label"].split(",")[0], comparison.settings_words(row["settings"])
         curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, 7)] for _ in range(4)]
         values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
-        drawn.append(Series(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))
+        drawn.append(ChartRow(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))
     document = {
         "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "baseline": ALONE["label"],
         "paired": [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
@@ -505,24 +499,24 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
         "benefit": found | {"pooled": "Joint without DP"},
         "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",
     }  # fmt: skip
-    page = comparison.render(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
+    page = comparison.render_comparison_page(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
     seen, first = Document(page), found["sites"][0]
     assert "−0.010 no differential privacy" in seen.text
     assert f"{worth.gain_words(first)} for ε = {first['epsilon']:.3g}, guaranteed" in seen.text
-    assert "seed by seed and patient by patient" in seen.text, "gains are paired by what is asked about"
+    assert "paired by seed and patient" in seen.text, "gains are paired by what is asked about"
     assert "more methods than colours" in seen.text
     assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
     assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
     fixed = re.findall(r"(?:stroke|fill): #\w+", page.split("</style>")[1])
     assert not fixed, "colours are the page's variables"
-    chart = worth.chart(document["benefit"])
+    chart = worth.plot_benefit(document["benefit"])
     assert "all sites" in chart.svg and "pooled" in chart.alt
-    with Image.open(io.BytesIO(worth.png(document["benefit"]))) as image:
+    with Image.open(io.BytesIO(worth.render_benefit_png(document["benefit"]))) as image:
         assert image.size[0] > 1000
-    with Image.open(io.BytesIO(png(drawn, "Accuracy"))) as image:
+    with Image.open(io.BytesIO(render_comparison_png(drawn, "Accuracy"))) as image:
         colors = {color for _, color in image.convert("RGB").getcolors(2**20)}
     for name in ("ink", "s0", "paper"):
-        assert tuple(bytes.fromhex(palette()[name][1:])) in colors
+        assert tuple(bytes.fromhex(load_palette()[name][1:])) in colors
 
 
 def test_the_command_prints_one_document(series, wsi_fl):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.stages.training.checks import traits_of
-from wsi_fl.study.folder import Study, load_pipeline, shipped
+from wsi_fl.stages.training.checks import list_traits
+from wsi_fl.study.folder import Study, find_shipped_folder, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.reference import keys, page
+from wsi_fl.study.reference import find_keys, render_reference_page
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
@@ -56,26 +56,24 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "words"), [(f, *one) for f, rows in MISTAKES.items() for one in rows]
-)
+@pytest.mark.parametrize(("file", "text", "words"), [(f, *one) for f, rows in MISTAKES.items() for one in rows])
 def test_a_mistake_in_a_file_is_one_line(study, file, text, words):
     folder = "pipelines" if file == "p" else "sites"
     (study.root / folder / f"{file}.toml").write_text(text + "\n")
     refused(
-        lambda: study.pipeline("p") if file == "p" else study.site("C1"), f"{folder}/{file}.toml: ", *words
+        lambda: study.load_pipeline("p") if file == "p" else study.load_site("C1"), f"{folder}/{file}.toml: ", *words
     )
 
 
 def test_unknown_names_say_what_there_is(study):
-    refused(lambda: study.site("C11"), "unknown site 'C11'", "did you mean 'C1'", "C1, C2")
-    refused(lambda: study.pipeline("nothing"), "unknown pipeline 'nothing'", "camelyon17", "p")
-    refused(lambda: study.pipeline("nothing.toml"), "nothing.toml: no such file")
-    refused(lambda: study.sites(Pipeline(sites=["C1", "C9"])), "unknown site 'C9'")
-    refused(lambda: study.pipeline("p", ['sites=["C1", "C2", "C1"]']), "listed twice: C1")
-    refused(lambda: study.run("7"), "no run '7'", "train one first: wsi-fl train")
+    refused(lambda: study.load_site("C11"), "unknown site 'C11'", "did you mean 'C1'", "C1, C2")
+    refused(lambda: study.load_pipeline("nothing"), "unknown pipeline 'nothing'", "camelyon17", "p")
+    refused(lambda: study.load_pipeline("nothing.toml"), "nothing.toml: no such file")
+    refused(lambda: study.load_sites(Pipeline(sites=["C1", "C9"])), "unknown site 'C9'")
+    refused(lambda: study.load_pipeline("p", ['sites=["C1", "C2", "C1"]']), "listed twice: C1")
+    refused(lambda: study.find_run("7"), "no run '7'", "train one first: wsi-fl train")
     (study.root / "sites" / "C1.toml").write_text("name = 'C2'\nslides = 'x'\n")
-    refused(lambda: study.site("C1"), "sites/C1.toml", "'C2'", "'C1'")
+    refused(lambda: study.load_site("C1"), "sites/C1.toml", "'C2'", "'C1'")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,7 @@ def test_unknown_names_say_what_there_is(study):
     ],
 )
 def test_override_wins_over_the_file(study, override, key, value):
-    found = study.pipeline("p", ["train.rounds=4", override])
+    found = study.load_pipeline("p", ["train.rounds=4", override])
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value and type(found) is type(value)
@@ -110,28 +108,26 @@ def test_override_wins_over_the_file(study, override, key, value):
     ],
 )
 def test_mistake_in_an_override_is_one_line(study, override, words):
-    refused(lambda: study.pipeline("p", [override]), *words)
+    refused(lambda: study.load_pipeline("p", [override]), *words)
 
 
 def test_extends_merges_key_by_key(study):
     folder = study.root / "pipelines"
-    (folder / "base.toml").write_text(
-        "sites = ['C1', 'C2']\n[train]\nrounds = 9\nlr = 0.5\n[tile]\nsize_px = 64\n"
-    )
+    (folder / "base.toml").write_text("sites = ['C1', 'C2']\n[train]\nrounds = 9\nlr = 0.5\n[tile]\nsize_px = 64\n")
     (folder / "mid.toml").write_text("extends = 'base'\nsites = ['C2']\n[train]\nrounds = 8\n")
     (folder / "top.toml").write_text("extends = 'mid.toml'\n[privacy]\nsigma = 2.0\n")
-    top = study.pipeline("top", ["train.alpha=0.7"])
+    top = study.load_pipeline("top", ["train.alpha=0.7"])
     assert (top.sites, top.train.rounds, top.train.lr, top.tile.size_px) == (["C2"], 8, 0.5, 64)
     assert (top.privacy.sigma, top.train.alpha) == (2.0, 0.7)
-    assert study.pipeline("base").train.rounds == 9
+    assert study.load_pipeline("base").train.rounds == 9
 
 
 def test_extends_may_name_a_shipped_pipeline_and_the_studys_own_shadows_one(study):
     (study.root / "pipelines" / "own.toml").write_text("extends = 'camelyon17'\n[train]\nrounds = 2\n")
-    own, base = study.pipeline("own"), study.pipeline("camelyon17")
+    own, base = study.load_pipeline("own"), study.load_pipeline("camelyon17")
     assert own == base.changed(train={"rounds": 2})
     (study.root / "pipelines" / "camelyon17.toml").write_text("[train]\nrounds = 77\n")
-    assert study.pipeline("camelyon17").train.rounds == 77
+    assert study.load_pipeline("camelyon17").train.rounds == 77
 
 
 @pytest.mark.parametrize(
@@ -140,7 +136,7 @@ def test_extends_may_name_a_shipped_pipeline_and_the_studys_own_shadows_one(stud
 def test_extends_in_a_circle_or_of_nothing_is_one_line(study, base, words):
     (study.root / "pipelines" / "a.toml").write_text(f"extends = '{base}'\n")
     (study.root / "pipelines" / "b.toml").write_text("extends = 'a'\n")
-    refused(lambda: study.pipeline("a"), "pipelines/", "extends", *words)
+    refused(lambda: study.load_pipeline("a"), "pipelines/", "extends", *words)
 
 
 def test_only_pipeline_is_the_default(study):
@@ -152,20 +148,20 @@ def test_only_pipeline_is_the_default(study):
     assert study.pipeline_name(None) == "camelyon17"
 
 
-@pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_pipeline_is_valid_begins_with_its_command_and_loads_back(study, path, tmp_path):
-    pipeline = study.pipeline(path.stem)
-    assert pipeline == Study(study.root).pipeline(str(path))
+    pipeline = study.load_pipeline(path.stem)
+    assert pipeline == Study(study.root).load_pipeline(str(path))
     first = path.read_text(encoding="utf-8").split("\n")[0]
     assert first.startswith("# wsi-fl ") and path.stem in first
     (tmp_path / "config.toml").write_text(dump_toml(pipeline, "# the command"), encoding="utf-8")
-    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    assert load_run_pipeline(tmp_path / "config.toml") == pipeline
     assert (tmp_path / "config.toml").read_text(encoding="utf-8").startswith("# the command\n")
 
 
-@pytest.mark.parametrize("path", sorted(shipped("sites").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("sites").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_site_file_is_valid_and_loads_back(path):
-    site = Study(shipped("sites").parent).site(path.stem)
+    site = Study(find_shipped_folder("sites").parent).load_site(path.stem)
     assert site.name == path.stem and SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
@@ -198,21 +194,21 @@ def test_paths_are_relative_to_the_study_and_expand(study, monkeypatch):
     assert str(study.resolve("~/x")) == "/home/somebody/x"
     assert str(study.resolve("$ARCHIVE/x")) == str(study.resolve("${ARCHIVE}/x")) == "/data/c17/x"
     assert study.resolve("~nobody-of-that-name/x") == study.root / "~nobody-of-that-name" / "x"
-    assert study.relative(study.store("C1")) == "stores/C1/patches.h5"
-    assert study.relative(study.root.parent / "x") == os.fspath(study.root.parent / "x")
+    assert study.relative_path(study.store_path("C1")) == "stores/C1/patches.h5"
+    assert study.relative_path(study.root.parent / "x") == os.fspath(study.root.parent / "x")
 
 
 def test_run_is_found_by_path_name_and_number(study, monkeypatch):
-    run = study.runs / "00012-proxyfl-p"
+    run = study.runs_path / "00012-proxyfl-p"
     run.mkdir(parents=True)
     (run / "config.toml").write_text("")
     monkeypatch.chdir(study.root)
     for name in ("12", "00012", "00012-proxyfl-p", "runs/00012-proxyfl-p", str(run)):
-        assert study.run(name) == run, name
-    refused(lambda: study.run("1"), "no run '1'", "00012-proxyfl-p")
-    (study.runs / "00013-proxyfl-p").mkdir()
-    refused(lambda: study.run("13"), "runs/00013-proxyfl-p", "ended before its run began", "delete it")
-    refused(lambda: study.run("14"), "the last are 00012-proxyfl-p")
+        assert study.find_run(name) == run, name
+    refused(lambda: study.find_run("1"), "no run '1'", "00012-proxyfl-p")
+    (study.runs_path / "00013-proxyfl-p").mkdir()
+    refused(lambda: study.find_run("13"), "runs/00013-proxyfl-p", "ended before its run began", "delete it")
+    refused(lambda: study.find_run("14"), "the last are 00012-proxyfl-p")
 
 
 def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
@@ -220,22 +216,22 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     simulated, real = (SiteFile(name="a", **more) for more in ({"real": False}, {"allow": ["model"]}))
     assert [simulated.allows(what) for what in everything] == [True] * 7
     assert [real.allows(what) for what in everything] == [True, *[False] * 6]
-    assert simulated.allowed == everything and real.allowed == ("model",)
+    assert simulated.permissions == everything and real.permissions == ("model",)
     said_nothing = SiteFile(name="a")
-    assert said_nothing.real and said_nothing.allowed == ()
+    assert said_nothing.real and said_nothing.permissions == ()
 
 
 def test_what_answers_is_a_key_called_with(study, tmp_path):
-    pipeline = study.pipeline("p", ["predict.model=mean"])
+    pipeline = study.load_pipeline("p", ["predict.model=mean"])
     assert pipeline.predict.model == "mean" and 'model = "mean"' in dump_toml(pipeline)
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
-    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    assert load_run_pipeline(tmp_path / "config.toml") == pipeline
 
 
 def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explained():
-    rows = {row["key"]: row for row in keys()}
+    rows = {row["key"]: row for row in find_keys()}
     conditions = {said for row in rows.values() for said in (*row["needs"], *row["excludes"])}
-    traits = {trait for method in METHODS.values() for trait in traits_of(method)}
+    traits = {trait for method in METHODS.values() for trait in list_traits(method)}
     assert {said.split(" = ")[0] for said in conditions} <= rows.keys() | traits
     assert rows["train.fold"]["needs"] == {"train.folds": "it says how many folds there are"}
-    assert "Not with a method without differential privacy: they test what" in page()
+    assert "Not with a method without differential privacy: they test the" in render_reference_page()

@@ -17,10 +17,10 @@ from trained import trained
 from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.site.data import open_bags, open_data, open_store
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.fields import HEAD
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -33,15 +33,15 @@ SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
 def kept(tmp_path_factory):
     """A tiled study for each way to store pixels, whose pipeline says all that tiling needs."""
     archive = tmp_path_factory.mktemp("damage") / "archive"
-    slides = phantom.paint_archive(archive, n_sites=1, patients_per_site=1, size_px=512)
+    slides = phantom.simulate_archive(archive, n_sites=1, patients_per_site=1, size_px=512)
     studies = {}
     for content in ("raw", "jpeg:90", "none"):
         root = tmp_path_factory.mktemp("tiled") / "study"
-        init(root, archive=slides)
+        init_study(root, archive=slides)
         for pipeline in (root / "pipelines").glob("*.toml"):
             pipeline.write_text(f'[tile]\n{SMALL}[store]\npixels = "{content}"\n')
         studies[content] = Study(root)
-        tile(studies[content], site="C1")
+        tile_slides(studies[content], site="C1")
     return studies
 
 
@@ -51,7 +51,7 @@ def tiled(kept, tmp_path):
 
 
 def files_of(study):
-    return {path: path.read_bytes() for path in study.store("C1").parent.rglob("*.h5")}
+    return {path: path.read_bytes() for path in study.store_path("C1").parent.rglob("*.h5")}
 
 
 def read_all(study):
@@ -67,7 +67,7 @@ def flip(path, offset, bit=0x40):
 
 
 def first_shard(study):
-    return min((study.store("C1").parent / "slides").glob("*.h5"))
+    return min((study.store_path("C1").parent / "slides").glob("*.h5"))
 
 
 def edit(path, change):
@@ -99,12 +99,7 @@ def zeros(file):
 
 @pytest.mark.parametrize(
     ("content", "hurt"),
-    [
-        ("raw", other_label),
-        ("raw", zeros),
-        *nightly(("raw", no_seal), ("jpeg:90", zeros)),
-        ("none", other_corner),
-    ],
+    [("raw", other_label), ("raw", zeros), *nightly(("raw", no_seal), ("jpeg:90", zeros)), ("none", other_corner)],
 )
 def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hurt, wsi_fl):
     study = tiled(content)
@@ -157,7 +152,7 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
         except WsiFlError as error:
             assert "unexpected" not in str(error)
             refusals += 1
-            tile(study, site="C1")
+            tile_slides(study, site="C1")
             for found, known in zip(learned(), before, strict=True):
                 np.testing.assert_array_equal(found, known)
         shard.write_bytes(whole)
@@ -167,9 +162,9 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
 @pytest.mark.parametrize("hurt", [other_label, other_split])
 def test_a_column_of_a_store_that_changed_is_refused(tiled, hurt):
     study = tiled("raw")
-    edit(study.store("C1"), hurt)
+    edit(study.store_path("C1"), hurt)
     refused(lambda: open_store(study, "C1"), "patches.h5", "wsi-fl tile --site C1", error=WsiFlError)
-    tile(study, site="C1")
+    tile_slides(study, site="C1")
     read_all(study)
 
 
@@ -179,8 +174,8 @@ def test_a_store_of_another_site_is_refused(pair, kind):
     rows = np.zeros((2, 3)), [0, 1], ["p", "q"], ["train", "train"]
     if kind == "features":
         write_features(pair, "S0", *rows)
-    shutil.rmtree(pair.store("S1").parent)
-    shutil.copytree(pair.store("S0").parent, pair.store("S1").parent)
+    shutil.rmtree(pair.store_path("S1").parent)
+    shutil.copytree(pair.store_path("S0").parent, pair.store_path("S1").parent)
 
     def opened(site):
         return open_store(pair, site) if kind == "patches" else open_bags(pair, site, kind)
@@ -223,19 +218,19 @@ def test_a_changed_model_is_written_again_by_what_it_advises(pair):
     for path in paths:
         flip(path, -5)
     words = ("backup", "delete the run's summary.json", f"`wsi-fl train --resume {run.name}`")
-    refused(lambda: run.site("S0").load_model("private"), *words, error=WsiFlError)
+    refused(lambda: run.site_folder("S0").load_model("private"), *words, error=WsiFlError)
     (run.path / "summary.json").unlink()
-    resume(pair, run.name, backend="local")
+    resume_run(pair, run.name, backend="local")
     assert len(before) == 4 and [path.read_bytes() for path in paths] == before
 
 
 def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    folder = SiteFolder(study.runs / "00001-proxyfl-small" / "sites" / "S0")
+    folder = SiteFolder(study.runs_path / "00001-proxyfl-small" / "sites" / "S0")
 
     def remember():
         with open_data(study, "S0", Pipeline()) as data:
-            folder.remember_store(data.digest(), data.facts())
+            folder.record_store(data.digest(), data.describe_store())
 
     remember()
     write_store(study, "S0", seed=0)

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from wsi_fl import __version__
 from wsi_fl.__main__ import main
 from wsi_fl.cli.main import GROUPS, MORE, app
-from wsi_fl.study.folder import Study, shipped
+from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.pipeline import pipeline_model
-from wsi_fl.study.reference import keys, page
+from wsi_fl.study.reference import find_keys, render_reference_page
 from wsi_fl.study.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +34,11 @@ def text_of(name):
 
 
 def test_the_configuration_reference_is_current():
-    assert text_of("docs/configuration.md") == page(), "run `make docs`"
+    assert text_of("docs/configuration.md") == render_reference_page(), "run `make docs`"
 
 
 def test_every_key_has_a_meaning_of_its_own():
-    rows = keys()
+    rows = find_keys()
     assert len(rows) == len({row["key"] for row in rows}) > 100
     for row in rows:
         assert re.match(r"[A-Z].{10,}\.$", row["meaning"]), row
@@ -47,18 +47,16 @@ def test_every_key_has_a_meaning_of_its_own():
 
 def test_config_explains_a_key_a_section_and_all():
     explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
-    assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    What the ε is worth.')
-    found = {
-        prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.model")
-    }
+    assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    Guarantee level of ε.')
+    found = {prefix: [row["key"] for row in find_keys(prefix)] for prefix in ("topology", "site.real", "predict.model")}
     assert found == {
         "topology": ["topology.graph", "topology.self_weight"],
         "site.real": ["site.real"],
         "predict.model": ["predict.model"],
     }
     every = json.loads(CliRunner().invoke(app, ["config", "--json"]).stdout)
-    assert [row["key"] for row in every["keys"]] == [row["key"] for row in keys()]
-    rounds = keys("train.rounds")[0]
+    assert [row["key"] for row in every["keys"]] == [row["key"] for row in find_keys()]
+    rounds = find_keys("train.rounds")[0]
     assert (rounds["type"], rounds["default"]) == ("integer ≥ 1, ≤ 1000000", 30)
 
 
@@ -75,24 +73,20 @@ def test_files_that_machines_read_name_what_there_is():
 
 
 def test_an_unknown_key_says_what_is_meant():
-    refused(lambda: keys("train.roundes"), "unknown key 'train.roundes'", "did you mean 'train.rounds'?")
-    refused(lambda: keys("trian"), "did you mean 'train'?")
+    refused(lambda: find_keys("train.roundes"), "unknown key 'train.roundes'", "did you mean 'train.rounds'?")
+    refused(lambda: find_keys("trian"), "did you mean 'train'?")
 
 
 def test_links_lead_somewhere_and_keys_that_are_named_exist():
-    known, sections, wrong = {row["key"] for row in keys()}, set(pipeline_model().model_fields), []
+    known, sections, wrong = {row["key"] for row in find_keys()}, set(pipeline_model().model_fields), []
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
         wrong += [
-            (path.name, link)
-            for link in links
-            if not link.startswith("http") and not (path.parent / link).exists()
+            (path.name, link) for link in links if not link.startswith("http") and not (path.parent / link).exists()
         ]
         named = re.findall(r"(?:`|--set )([a-z]+)\.([a-z_0-9]+)", text)
-        keys_named = [
-            f"{section}.{key}" for section, key in named if section in sections and key not in FILES
-        ]
+        keys_named = [f"{section}.{key}" for section, key in named if section in sections and key not in FILES]
         wrong += [(path.name, key) for key in keys_named if key not in known]
     assert len(PAGES) > 60 and not wrong, wrong
 
@@ -105,7 +99,7 @@ def test_every_command_and_pipeline_is_described():
     assert {"synthesize", "view"} < set(visible)
     assert [name for name in (*visible, *between) if f"`wsi-fl {name}" not in described] == []
     described = text_of("docs/pipelines.md")
-    assert [p.stem for p in shipped("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
+    assert [p.stem for p in find_shipped_folder("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
 
 
 def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_path):
@@ -113,7 +107,7 @@ def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_pat
     named = {*re.findall(r"--pipeline (\w+)", text), "hospitals"}
     assert "camelyon17_hospitals" in named
     for name in named:
-        pipeline = Study(tmp_path).pipeline(name)
+        pipeline = Study(tmp_path).load_pipeline(name)
         assert (pipeline.privacy.unit, pipeline.privacy.mode) == ("patient", "strict"), name
         assert pipeline.privacy.target_epsilon is not None, name  # 32 patients are more than many have
 
@@ -124,9 +118,7 @@ def test_the_readme_is_a_first_page():
 
 def test_help_and_the_page_of_commands_have_the_same_groups():
     sections = re.split(r"^## ", text_of("docs/commands.md"), flags=re.M)[1:-1]
-    of_page = {
-        part.split("\n", 1)[0]: {*re.findall(r"^\| `wsi-fl ([a-z-]+)", part, flags=re.M)} for part in sections
-    }
+    of_page = {part.split("\n", 1)[0]: {*re.findall(r"^\| `wsi-fl ([a-z-]+)", part, flags=re.M)} for part in sections}
     assert of_page == {title: {*names, *MORE.get(title, ())} for title, names in GROUPS.items()}
     shown = CliRunner().invoke(app, ["--help"]).stdout
     of_help = {part.split(":", 1)[0]: part for part in re.split(r"^(?=\S+.*:$)", shown, flags=re.M)}

@@ -10,18 +10,18 @@ import torch
 from conftest import REAL, make_study, nightly, refused, write_features
 from trained import of_site, trained
 
-from wsi_fl.learning.examples import packed, reduced
-from wsi_fl.models import build
+from wsi_fl.learning.examples import downsample_pixels, pack_bags
+from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead, SolvedHead
 from wsi_fl.report import worth
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.audit import audit
-from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.audit import audit_run
+from wsi_fl.stages.answers.compare import compare_methods
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.prepare.bags import features
+from wsi_fl.stages.prepare.bags import make_features
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
@@ -36,14 +36,14 @@ def done(tmp_path_factory):
     sets = ["audit.canaries=20", "train.rounds=2"]
     run = trained(study, "proxyfl", *sets)["run"]
     evaluate(study, run)
-    audit(study, run)
+    audit_run(study, run)
     return study, run
 
 
 def said(run, site, role, name, shape, x):
     """What a run's own model says: probabilities."""
-    model = build(name, n_classes=2, shape=shape, seed=0)
-    model.load_state_dict(RunFolder(run).site(site).load_model(role))
+    model = create_model(name, n_classes=2, shape=shape, seed=0)
+    model.load_state_dict(RunFolder(run).site_folder(site).load_model(role))
     with torch.no_grad():
         return torch.softmax(model.eval()(x), 1).numpy()
 
@@ -59,7 +59,7 @@ def card_of(study, document):
 
 
 def pixels_of(study, site="S0"):
-    with PatchStore(study.store(site)) as store:
+    with PatchStore(study.store_path(site)) as store:
         return store.read(np.arange(8))
 
 
@@ -109,7 +109,7 @@ def onnx_of(folder):
 
 def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
     study, run = done
-    document = export_model(study, run, called="proxy", form="wsinfer")
+    document = export_model(study, run, model_name="proxy", form="wsinfer")
     folder, pixels = study.root / document["out"], pixels_of(study)
     config = json.loads((folder / "config.json").read_text())
     check_config(config)
@@ -122,7 +122,7 @@ def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
 @pytest.mark.slow
 def test_onnxruntime_says_the_same(done):
     study, run = done
-    document = export_model(study, run, called="private", form="onnx", site="S1", private=True)
+    document = export_model(study, run, model_name="private", form="onnx", site="S1", private=True)
     say = onnx_of(study.root / document["out"])
     for n in (1, 8):
         x = as_trained(pixels_of(study)[:n])
@@ -134,18 +134,18 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     study, run = done
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
-    card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["benefit"] is None and "joining" not in text
-    document = compare(copy, [run])
-    card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
+    card, text = card_of(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
+    assert card["benefit"] is None and "Benefit of federation" not in text
+    document = compare_methods(copy, [run])
+    card, text = card_of(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
     assert card["benefit"]["verdict"] == document["benefit"]["all"]["verdict"]
-    assert worth.verdict_words(document["benefit"]["all"], worth.ALL) in text
+    assert worth.verdict_words(document["benefit"]["all"], worth.ALL_SITES) in text
 
 
 def test_the_card_says_what_the_run_found(done):
     study, run = done
     folder = study.root / run
-    card, text = card_of(study, export_model(study, run, called="proxy", form="wsinfer"))
+    card, text = card_of(study, export_model(study, run, model_name="proxy", form="wsinfer"))
     proxies = json.loads((folder / "evaluation.json").read_text())["sites"][0]["models"]["proxy"]
     assert card["metrics"]["parts"][0]["accuracy"] == proxies["accuracy"]
     assert card["metrics"]["parts"][1]["accuracy"] == proxies["own"]["accuracy"]
@@ -159,7 +159,7 @@ def test_the_card_says_what_the_run_found(done):
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
     most = max(site["max_tpr_at_fpr_1pct"] for site in card["privacy"]["sites"])
-    assert 0.01 < most < 1 and f"knows all other data recognises at most {100 * most:.1f}" in text
+    assert 0.01 < most < 1 and f"all other data identifies at most {100 * most:.1f}" in text
 
 
 def test_what_may_not_leave_stays(done, tmp_path):
@@ -177,10 +177,10 @@ def test_what_may_not_leave_stays(done, tmp_path):
     evaluate(real, run)
 
     def private(run, site="S0"):
-        return export_model(real, run, called="private", form="wsinfer", site=site, private=True)
+        return export_model(real, run, model_name="private", form="wsinfer", site=site, private=True)
 
     refused(lambda: private(run), "sites/S0.toml", 'allow = ["private_model"]')
-    card, text = card_of(real, export_model(real, run, called="proxy", form="wsinfer"))
+    card, text = card_of(real, export_model(real, run, model_name="proxy", form="wsinfer"))
     assert card["metrics"] is None and 'allow = ["scores"]' in text
     site = real.root / "sites" / "S0.toml"
     site.write_text(site.read_text().replace('"patches"', '"patches", "private_model"'))
@@ -193,9 +193,9 @@ def test_what_may_not_leave_stays(done, tmp_path):
 def test_a_shared_model_without_privacy_says_so(pair):
     quick = ["privacy.enabled=false", "train.rounds=1"]
     run = trained(pair, "fedavg", *quick)["run"]
-    document = export_model(pair, run, called="shared", form="wsinfer")
+    document = export_model(pair, run, model_name="shared", form="wsinfer")
     assert "memorised" in document["warning"] and not card_of(pair, document)[0]["privacy"]["covered"]
-    refused(lambda: export_model(pair, run, called="private", form="wsinfer"), "has shared")
+    refused(lambda: export_model(pair, run, model_name="private", form="wsinfer"), "has shared")
 
 
 def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it_takes(tmp_path):
@@ -203,11 +203,11 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
     run = trained(study, "regular", *sets)["run"]
-    document = export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
+    document = export_model(study, run, model_name="private", form="wsinfer", site="S0", private=True)
     pixels = pixels_of(study)
-    ours = said(study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(reduced(pixels, 16)))
+    ours = said(study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(downsample_pixels(pixels, 16)))
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
-    document = export_model(study, run, called="private", form="onnx", site="S0", private=True)
+    document = export_model(study, run, model_name="private", form="onnx", site="S0", private=True)
     whole = as_trained(pixels)  # as WSInfer's transform makes it: one contract for both files
     assert np.abs(onnx_of(study.root / document["out"])(whole) - ours).max() < 1e-5
     takes = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
@@ -223,22 +223,22 @@ def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path,
     weights = Path(shutil.copy(tiny_weights, tmp_path / "weights.safetensors"))
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
-    features(study, site="S0", overrides=sets)
+    make_features(study, site="S0", overrides=sets)
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head", "train.rounds=1"]
     run = trained(study, "proxyfl", *sets, *heads)["run"]
     pixels = pixels_of(study)
     seen = Encoder("test_efficientnet", weights, input_px=48)(pixels)
     x = torch.from_numpy(seen)
     ours = said(study.root / run, "S0", "proxy", "linear_head", Vectors(x.shape[1]), x)
-    document = export_model(study, run, called="proxy", form="wsinfer")
+    document = export_model(study, run, model_name="proxy", form="wsinfer")
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
     card = card_of(study, document)[0]
     assert card["model"]["architecture"] == "test_efficientnet+linear_head"
     assert "sha256:" in card["inputs"]["encoder"]
-    document = export_model(study, run, called="proxy", form="onnx")
+    document = export_model(study, run, model_name="proxy", form="onnx")
     assert np.abs(onnx_of(study.root / document["out"])(seen) - ours).max() < 1e-5
     weights.unlink()
-    refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use --format onnx")
+    refused(lambda: export_model(study, run, model_name="proxy", form="wsinfer"), "use --format onnx")
 
 
 def test_a_shared_head_leaves_without_any_sites_sums(pair):
@@ -250,39 +250,37 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         patients = [f"p{k}" for k in range(60)]
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
     run = trained(pair, "oneshot", "train.data=features", "model.projection=4")["run"]
-    _, text = card_of(pair, export_model(pair, run, called="shared", form="onnx"))
-    assert "None leave with this model: the run was not evaluated." in text
+    _, text = card_of(pair, export_model(pair, run, model_name="shared", form="onnx"))
+    assert "None are exported with this model: the run was not evaluated." in text
     evaluate(pair, run)
-    compare(pair, [run])
-    document = export_model(pair, run, called="shared", form="onnx")
+    compare_methods(pair, [run])
+    document = export_model(pair, run, model_name="shared", form="onnx")
     card, text = card_of(pair, document)
-    assert "as the letters make it" in text and "None leave" not in text
-    assert "In the run joining, each hospital with its own sums and models mixed in, reached" in text
-    head = SharedHead(2, 12, directions=4)
-    head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("shared"))
+    assert "one-shot global head as released" in text and "None are exported" not in text
+    assert "In the run federation (ensembles with local models) reached" in text
+    head = SharedHead(2, 12, projection=4)
+    head.load_state_dict(RunFolder(pair.root / run).site_folder("S0").load_model("shared"))
     x = torch.randn(20, 12)
     say = onnx_of(pair.root / document["out"])
-    public = head.as_released()
+    public = head.solve_released_head()
     buffers = {name for name, _ in public.named_buffers()}
     assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}
     with torch.no_grad():
         assert np.abs(say(x) - torch.softmax(public(x), 1).numpy()).max() < 1e-5
-        for part, site in zip(
-            card["metrics"]["parts"], ("S0", "S1"), strict=True
-        ):  # of this head, not of the mixture
-            with BagStore(pair.features(site)) as store:
-                seen, rows = torch.from_numpy(store.bag(0).features), store.patches.split == "test"
-                right = public(seen)[rows].argmax(1).numpy() == store.patches.label[rows]
+        for part, site in zip(card["metrics"]["parts"], ("S0", "S1"), strict=True):  # of this head, not of the mixture
+            with BagStore(pair.features_path(site)) as store:
+                seen, rows = torch.from_numpy(store.read_bag(0).features), store.patch_table.split == "test"
+                right = public(seen)[rows].argmax(1).numpy() == store.patch_table.label[rows]
             assert (part["on"], part["n"]) == (f"the test part of {site}", 10)
             assert part["accuracy"] == pytest.approx(right.mean())
-        head.own.copy_(head.own * 5 + 1)
-        assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
+        head.local_sums.copy_(head.local_sums * 5 + 1)
+        assert torch.equal(head.solve_released_head()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 
 @pytest.mark.slow
 def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-    model = build("transmil", n_classes=3, shape=Bags(6), seed=0).eval()
+    model = create_model("transmil", n_classes=3, shape=Bags(6), seed=0).eval()
     refused(lambda: write_onnx(tmp_path / "model.onnx", model, Bags(6)), "works bag by bag")
     assert list(tmp_path.iterdir()) == []
 
@@ -290,10 +288,10 @@ def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize("name", [*nightly("abmil"), "deepset_attention"])
 def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-    model = build(name, n_classes=3, shape=Bags(6), seed=0).eval()
+    model = create_model(name, n_classes=3, shape=Bags(6), seed=0).eval()
     assert write_onnx(tmp_path / "model.onnx", model, Bags(6)) < 1e-5
     rng = np.random.default_rng(0)
-    x = packed([rng.normal(size=(m, 6)).astype(np.float32) for m in (1, 9, 30)])
+    x = pack_bags([rng.normal(size=(m, 6)).astype(np.float32) for m in (1, 9, 30)])
     with torch.no_grad():
         ours = torch.softmax(model(torch.from_numpy(x)), 1).numpy()
     assert np.abs(onnx_of(tmp_path)(x) - ours).max() < 1e-5

@@ -12,19 +12,25 @@ from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 from trained import of_site, trained
 
-from wsi_fl.learning.metrics import _recentred_at_half, operating_point
-from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone, stack_by_rows, stacked
+from wsi_fl.learning.metrics import _center_scores, find_operating_point
+from wsi_fl.learning.stacking import (
+    Ensemble,
+    build_ensemble,
+    gate_ensemble,
+    single_federated_ensemble,
+    weight_by_sample_size,
+)
 from wsi_fl.learning.tuning import (
     HyperParameters,
-    _balanced_loss,
-    _held_out_folds,
-    fitted_head,
+    _class_balanced_loss,
+    _split_folds,
+    fit_linear_head,
     softmax,
-    tuned,
+    tune_hyperparameters,
 )
-from wsi_fl.learning.validation import roles
+from wsi_fl.learning.validation import roles_of_choice
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.system.files import read_lines
 
@@ -53,7 +59,7 @@ def skewed(pair):
 def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
     x, labels = rows_of(120, 0, 0.2, d=300)
     x = normalised(x)
-    found = fitted_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
+    found = fit_linear_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
     theirs = LogisticRegression(C=found.strength, class_weight="balanced", tol=1e-9, max_iter=5000)
     theirs.fit(x, labels)
     ours = x @ found.weight.T + found.bias
@@ -65,7 +71,7 @@ def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
 def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     x, labels = rows_of(200, 0, 0.06, d=300)
     x = normalised(x)
-    found = fitted_head(x, labels, np.full(200, ""), 2)
+    found = fit_linear_head(x, labels, np.full(200, ""), 2)
     logs = np.log(found.held_out)
     apart = logs[:, 1] - logs[:, 0]
     assert apart[labels == 0].mean() + apart[labels == 1].mean() == pytest.approx(0, abs=1e-6)
@@ -74,7 +80,7 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
     right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
     assert right > (plain.predict(more) == theirs).mean() + 0.03
-    assert found.loss == _balanced_loss(found.held_out, labels)
+    assert found.loss == _class_balanced_loss(found.held_out, labels)
 
 
 def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
@@ -99,9 +105,9 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
     patients = np.repeat([f"p{i}" for i in range(20)], 6)
     own = rng.normal(size=(20, 400))[np.repeat(np.arange(20), 6)]  # what tells patients apart, and no class
     x = own * 3 + rng.normal(size=(120, 400))
-    found = fitted_head(x, labels, patients, 2)
+    found = fit_linear_head(x, labels, patients, 2)
     assert found.strength < 1 / 400  # there is nothing to learn
-    for fold in _held_out_folds(labels, patients):
+    for fold in _split_folds(labels, patients):
         assert not set(patients[fold]) & set(patients[~fold])
 
 
@@ -123,7 +129,7 @@ def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
         run = run_of(skewed, *overrides, method="proxyfl")
-        lines = [line for line in read_lines(skewed.ledger("S0")) if line.get("run", "").startswith(run[5:])]
+        lines = [line for line in read_lines(skewed.ledger_path("S0")) if line.get("run", "").startswith(run[5:])]
         released.append([line["released"] for line in lines if "released" in line])
     assert released[0] == released[1] != []
 
@@ -141,10 +147,10 @@ def test_other_models_choose_their_settings_one_by_one():
 
     for folds in (5, 1):
         asked.clear()
-        best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
+        best, held_out = tune_hyperparameters(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
         assert best == HyperParameters(0.3, 1e-2, True)
         assert held_out.shape == (40, 2)
-        assert _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+        assert _class_balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
         # nothing is trained twice, and of the best there are always all folds
         assert len(asked) == (len(set(asked)) * 5 if folds == 5 else len(set(asked)) + 4)
 
@@ -165,25 +171,25 @@ def right(answers, labels):
 def test_nothing_is_mixed_in_that_helps_nobody():
     own = said(ROWS, 1.0, 0)
     for other in (said(ROWS, 0.0, 1), said(ROWS, -1.0, 1), np.full((400, 2), 0.5), own):
-        stack = gated_stack(own, other, ROWS, EACH)
+        stack = gate_ensemble(own, other, ROWS, EACH)
         assert stack.weight == 0
         np.testing.assert_allclose(stack(own, other), own, atol=1e-9)
 
 
 def test_what_helps_is_mixed_in_and_the_lone_model_stays():
     own, other = said(ROWS, 1.0, 0), said(ROWS, 1.0, 2)
-    both = gated_stack(own, other, ROWS, EACH)
+    both = gate_ensemble(own, other, ROWS, EACH)
     assert 1 / 3 <= both.weight <= 2 / 3
     assert right(both(own, other), ROWS) > right(own, ROWS) + 0.03
     fools = said(ROWS, 0.0, 1)
-    assert gated_stack(fools, other, ROWS, EACH).weight == 2 / 3  # never the joined one alone
+    assert gate_ensemble(fools, other, ROWS, EACH).weight == 2 / 3  # never the joined one alone
 
 
 def test_few_rows_or_patients_show_nothing():
     rare = np.repeat([0, 1], [60, 3])
     kept, lost = [], []
     for seed in range(40):
-        stack = gated_stack(said(rare, 1.0, seed), said(rare, 0.3, 100 + seed), rare, EACH[:63])
+        stack = gate_ensemble(said(rare, 1.0, seed), said(rare, 0.3, 100 + seed), rare, EACH[:63])
         kept.append(stack.weight == 0)
         own, other = said(ROWS, 1.0, 200 + seed), said(ROWS, 0.3, 300 + seed)
         lost.append(right(own, ROWS) - right(stack(own, other), ROWS))
@@ -193,7 +199,7 @@ def test_few_rows_or_patients_show_nothing():
 @pytest.mark.parametrize(("n", "most"), [(1, 0.0), (2, 1 / 3), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
 def test_the_fewer_patients_a_class_has_the_less_is_mixed_in_however_good_it_looks(n, most):
     labels = np.repeat([0, 1], [60, n])
-    stack = gated_stack(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
+    stack = gate_ensemble(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
     assert stack.weight == most
 
 
@@ -201,19 +207,19 @@ def test_noise_is_no_remedy_for_a_model_that_is_too_sure_of_itself():
     opened, kept = [], []
     for seed in range(40):
         own = softmax(5 * np.log(said(ROWS, 1.0, seed)))
-        opened.append(gated_stack(own, said(ROWS, 0.0, 100 + seed), ROWS, EACH).weight > 0)
-        kept.append(gated_stack(own, said(ROWS, 1.0, 200 + seed), ROWS, EACH).weight > 0)
+        opened.append(gate_ensemble(own, said(ROWS, 0.0, 100 + seed), ROWS, EACH).weight > 0)
+        kept.append(gate_ensemble(own, said(ROWS, 1.0, 200 + seed), ROWS, EACH).weight > 0)
     assert np.mean(opened) < 0.1 and np.mean(kept) > 0.9
 
 
 def test_a_site_that_lacks_one_of_three_classes_or_has_a_single_row_of_it_asks_what_it_has_by_joining():
     labels = np.tile([0, 1], 30)
     three = np.full((60, 3), 1 / 3)
-    assert stacked(three, three, labels, EACH[:60]) == shared_alone(3)
+    assert build_ensemble(three, three, labels, EACH[:60]) == single_federated_ensemble(3)
     labels[0] = 2
-    assert stacked(three, three, labels, EACH[:60]) == shared_alone(3)
+    assert build_ensemble(three, three, labels, EACH[:60]) == single_federated_ensemble(3)
     labels[1] = 2
-    assert stacked(three, three, labels, EACH[:60]) != shared_alone(3)
+    assert build_ensemble(three, three, labels, EACH[:60]) != single_federated_ensemble(3)
 
 
 def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
@@ -221,9 +227,9 @@ def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
     labels = np.repeat([0, 1], [60, 5])
     x = rng.normal(size=(65, 200)) + 0.35 * labels[:, None]
     whose = np.array([*(f"p{k // 5}" for k in range(60)), *["q"] * 5])
-    alone = fitted_head(x, labels, whose, 2)
+    alone = fit_linear_head(x, labels, whose, 2)
     assert alone.loss is not None and alone.held_out is not None
-    single = fitted_head(x[:61], labels[:61], EACH[:61], 2)
+    single = fit_linear_head(x[:61], labels[:61], EACH[:61], 2)
     assert single.loss is None  # nothing can be held out
     others = rng.normal(size=(400, 200)) + 0.35 * ROWS[:, None]
     moved = (others @ alone.weight.T + alone.bias).argmax(1)
@@ -237,14 +243,14 @@ def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, pat
     labels = np.repeat([0, 1], (40, rare))
     whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
     said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
-    assert stack_by_rows(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
+    assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
 
 
 def test_rows_of_one_patient_are_no_more_than_one():
     eight = np.tile([0, 1], 4)
     pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
-    often = [np.mean([gated_stack(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
+    often = [np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
     assert often[0] > often[1] + 0.3
 
 
@@ -254,33 +260,27 @@ def test_a_joined_model_that_prefers_a_class_is_centred():
     margin = (np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400)) * 2 - 6  # an answer shifted by a prior
     other = np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], 1)
     own = said(labels, 1.0, 4)
-    stack = gated_stack(own, other, labels, EACH)
+    stack = gate_ensemble(own, other, labels, EACH)
     assert right(other, labels) < 0.6 and stack.weight > 0
     assert right(stack(own, other), labels) > right(own, labels) + 0.02
 
 
 def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
-    found = gated_stack(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
+    found = gate_ensemble(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
     stack = replace(found, own="local", shared="mean")
     document = json.loads(json.dumps(asdict(stack)))
-    assert Stack.of(document) == stack
-    assert roles("ensemble", stack) == ("local", "private", "proxy")
+    assert Ensemble.parse_document(document) == stack
+    assert roles_of_choice("ensemble", stack) == ("local", "private", "proxy")
     earlier = {key: value for key, value in document.items() if key not in ("own", "shared")}
-    assert roles("ensemble", Stack.of(earlier)) == ("private", "proxy")
+    assert roles_of_choice("ensemble", Ensemble.parse_document(earlier)) == ("private", "proxy")
     never = np.array([[0.0, 1.0]])
     assert stack(never, never)[0, 0] == 0
     other = said(ROWS, 0.0, 3)
-    np.testing.assert_allclose(shared_alone(2)(other, own := said(ROWS, 1.0, 4)), own, atol=1e-9)
+    np.testing.assert_allclose(single_federated_ensemble(2)(other, own := said(ROWS, 1.0, 4)), own, atol=1e-9)
 
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
-    settings = [
-        *HEADS,
-        "train.tune=true",
-        "predict.model=ensemble",
-        "train.rounds=3",
-        "privacy.target_epsilon=8",
-    ]
+    settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
     document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
     assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
@@ -291,17 +291,15 @@ def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
 def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
     score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
     truth = np.array([0, 0, 0, 1, 1])
-    point = operating_point(score, truth)
+    point = find_operating_point(score, truth)
     assert 0.75 < point < 0.92
-    moved = _recentred_at_half(score, point)
+    moved = _center_scores(score, point)
     assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
-    at_point = _recentred_at_half(np.array([point]), point)[0]
-    assert (
-        at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point
-    )  # the likelier class is the second
-    assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
+    at_point = _center_scores(np.array([point]), point)[0]
+    assert at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point  # the likelier class is the second
+    assert find_operating_point(score, np.ones(5, int)) is None and find_operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
-    best = operating_point(noisy, truth)
+    best = find_operating_point(noisy, truth)
     marks = (best, *np.linspace(0, 1, 101))
     reached = [np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)]) for t in marks]
     assert reached[0] == max(reached)
@@ -309,9 +307,7 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
 
 def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    tumour = np.zeros(
-        (20, 10), int
-    )  # every second slide has three tumour patches among ten; all look a little ill
+    tumour = np.zeros((20, 10), int)  # every second slide has three tumour patches among ten; all look a little ill
     tumour[1::2, :3] = 1
     labels, of = tumour.flatten(), np.arange(20).repeat(10)
     x = np.random.default_rng(0).normal(size=(200, 24)) + 3 * np.outer(labels, np.arange(24) < 3)
@@ -345,9 +341,7 @@ def alike(one, other):
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory):
     """Two sites each: with features of 60 patients in training, and with tiny patches."""
-    found = {
-        kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS
-    }
+    found = {kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS}
     for k, share in enumerate((0.2, 0.5)):
         x, labels = rows_of(60, k, share, d=40)
         more, theirs = rows_of(60, 10 + k, d=40)
@@ -361,9 +355,7 @@ def studies(tmp_path_factory):
 @pytest.mark.parametrize("method", TALKING)
 def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (
-        seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false")
-    )
+    with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
         alike(kept(with_it, role), kept(without, role))
     assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
@@ -399,13 +391,10 @@ def test_models_that_stay_have_a_rate_of_their_own(studies):
 def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
     study = studies["networks"]
     path = seeded(study, "proxyfl", "train.tune=true")
-    alike(
-        kept(path, "local"),
-        kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"),
-    )
+    alike(kept(path, "local"), kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
     for row in evaluate(study, str(path))["sites"]:
         choice = of_site(path, row["site"], "prediction_model")
-        with PatchStore(study.store(row["site"])) as store:
+        with PatchStore(study.store_path(row["site"])) as store:
             assert choice["n"] == (store.table.split == "train").sum()
         assert choice["ensemble"]["own"] == "local" and choice["ensemble"]["shared"] == "proxy"
 
@@ -416,8 +405,8 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
     whole = seeded(study, "proxyfl", *settings)
     with interrupted_after(4):
         seeded(study, "proxyfl", *settings)
-    broken = sorted(study.runs.glob("0*"))[-1]
-    resume(study, broken.name, backend="local")
+    broken = sorted(study.runs_path.glob("0*"))[-1]
+    resume_run(study, broken.name, backend="local")
     for role in ("local", "private", "proxy"):
         alike(kept(whole, role), kept(broken, role))
     for site in ("S0", "S1"):
@@ -425,9 +414,6 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    runs = [
-        seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}")
-        for said in ("true", "false")
-    ]
+    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

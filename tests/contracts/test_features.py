@@ -14,27 +14,27 @@ from test_mosaic import plain_features
 from trained import csv_rows, trained
 
 from wsi_fl.demo import phantom
-from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
-from wsi_fl.models.directions import read_directions
-from wsi_fl.models.encoder import preset_model
+from wsi_fl.models import IMAGE_BUILDERS, VECTOR_BUILDERS, create_model
+from wsi_fl.models.directions import read_projection
+from wsi_fl.models.encoder import build_preset_model
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.compare import compare_methods
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.bags import features
-from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.prepare.bags import make_features
+from wsi_fl.stages.prepare.directions import ExpectedStatistics, build_projection, render_projection_lines
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Mosaic, Pipeline
+from wsi_fl.study.pipeline import MosaicSettings, Pipeline
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
@@ -51,7 +51,7 @@ def settings(tiny_weights):
 def made(tmp_path_factory, settings):
     """Two sites with features of 32-px patches."""
     study = make_study(tmp_path_factory.mktemp("features") / "study", n_sites=2, size_px=32)
-    features(study, site=None, overrides=settings)
+    make_features(study, site=None, overrides=settings)
     return study
 
 
@@ -62,18 +62,18 @@ def study(made, tmp_path):
 
 def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
     said, file = [], tmp_path / "weights.safetensors"
-    state = preset_model(PRESETS["kaiko-vits16"]).state_dict()
+    state = build_preset_model(PRESETS["kaiko-vits16"]).state_dict()
     save_file({name: torch.zeros(one.shape) for name, one in state.items()}, file)
-    pipeline = Pipeline(mosaic=Mosaic(encoder="kaiko-vits16", weights=str(file)))
-    encoder_of(made, pipeline, "mosaic", 1, said.append)
+    pipeline = Pipeline(mosaic=MosaicSettings(encoder="kaiko-vits16", weights=str(file)))
+    load_encoder(made, pipeline, "mosaic", 1, said.append)
     assert any("licence Kaiko non-commercial" in line and "1.2 GiB of memory" in line for line in said), said
 
 
 @pytest.mark.parametrize("section", ["features", "mosaic"])
 def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
-    no_weights = Pipeline(mosaic=Mosaic(encoder="test_efficientnet"))
+    no_weights = Pipeline(mosaic=MosaicSettings(encoder="test_efficientnet"))
     wanted = f"{section}.weights = 'FILE.safetensors'"
-    refused(lambda: encoder_of(made, no_weights, section, 1), wanted, error=WsiFlError)
+    refused(lambda: load_encoder(made, no_weights, section, 1), wanted, error=WsiFlError)
 
 
 @pytest.mark.story
@@ -81,13 +81,13 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     public = tmp_path / "public"
     public.mkdir()
     for slide in phantom.plan_slides(1, 2, 640, seed=9):
-        phantom.write_pyramid(public / f"{slide.name}.tif", phantom.paint_slide(slide), 0.5)
-    shutil.copy(study.features("S1"), tmp_path / "store.h5")
+        phantom.write_pyramid(public / f"{slide.name}.tif", phantom.simulate_slide(slide), 0.5)
+    shutil.copy(study.features_path("S1"), tmp_path / "store.h5")
     both = public, tmp_path / "store.h5"
 
     def of(*sources, name="x", **more):
         sets = [*settings, "tile.size_px=64", "tile.mpp=1.0"]
-        return directions(study, sources, out=tmp_path / name, overrides=sets, **{"n": 8, **more})
+        return build_projection(study, sources, out=tmp_path / name, overrides=sets, **{"n_dimensions": 8, **more})
 
     made = of(*both, name="d.safetensors")
     assert made["dimensions"] == 8 and len(made["sources"]) == 5 and not made["excluded"]
@@ -97,11 +97,14 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
     again = of(*both, name="e.safetensors")
     assert again["digest"] == made["digest"]
-    assert of(*both, name="f.safetensors", n=None, letters=Letters(10**6, 4, 1.0))["dimensions"] > 32
+    assert (
+        of(*both, name="f.safetensors", n_dimensions=None, statistics=ExpectedStatistics(10**6, 4, 1.0))["dimensions"]
+        > 32
+    )
     assert again["excluded"] == ["README.md", "labels.csv", "thumbnail.png"]
-    (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
-    assert "3 other files were left aside: README.md, labels.csv, thumbnail.png" in said
-    read = read_directions(tmp_path / "d.safetensors", "d")
+    (said,) = (line.text for line in render_projection_lines(again) if "were skipped" in line.text)
+    assert "3 other files were skipped: README.md, labels.csv, thumbnail.png" in said
+    read = read_projection(tmp_path / "d.safetensors", "d")
     assert read.digest == made["digest"] and read.components.shape == (256, 8)
     for slide in public.glob("*.tif"):
         slide.unlink()
@@ -110,17 +113,17 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
         (public, "no slide", "README.md"),
         (public / "README.md", "README.md"),
         (tmp_path / "none", "none"),
-        (study.features("S0"), "features of tiny sha256:0"),
+        (study.features_path("S0"), "features of tiny sha256:0"),
     ):
         refused(lambda source=source: of(source), *words, error=WsiFlError)
     assert not (tmp_path / "x").exists()
 
 
 def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_weights):
-    with BagStore(made.features("S0")) as store, PatchStore(made.store("S0")) as patches:
-        assert len(store.patches) == len(patches) and store.n_features == 256
+    with BagStore(made.features_path("S0")) as store, PatchStore(made.store_path("S0")) as patches:
+        assert len(store.patch_table) == len(patches) and store.n_features == 256
         for name in ("xy_l0", "label", "slide", "patient", "split", "tumor_fraction"):
-            ours, theirs = getattr(store.patches, name), getattr(patches.table, name)
+            ours, theirs = getattr(store.patch_table, name), getattr(patches.table, name)
             assert np.array_equal(ours, theirs, equal_nan=name[0] == "t")
         rows = np.arange(len(patches))
         expected = plain_features("test_efficientnet", tiny_weights, patches.read(rows))
@@ -131,11 +134,11 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
 
 
 def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
-    before = study.features("S0").read_bytes()
-    assert [row["made"] for row in features(study, site=None, overrides=settings)["sites"]] == [0, 0]
-    assert study.features("S0").read_bytes() == before
+    before = study.features_path("S0").read_bytes()
+    assert [row["made"] for row in make_features(study, site=None, overrides=settings)["sites"]] == [0, 0]
+    assert study.features_path("S0").read_bytes() == before
     write_store(study, "S0", n_per_slide=14, size_px=32)
-    assert features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
+    assert make_features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
     assert capsys.readouterr().err.count("made again") == 4
 
 
@@ -143,7 +146,7 @@ def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp
 @pytest.mark.parametrize("mode", ENGINES)
 def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
     x = torch.randn(5, 10, generator=torch.Generator().manual_seed(1))
-    compare_engine(mode, build(name, n_classes=3, shape=Vectors(10), seed=0), x, torch.arange(5) % 3)
+    compare_engine(mode, create_model(name, n_classes=3, shape=Vectors(10), seed=0), x, torch.arange(5) % 3)
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
@@ -154,31 +157,31 @@ def test_methods_train_on_features(study, method):
     found = evaluate(study, summary["run"])
     assert found["examples"] == "patches" and found["merged"]["accuracy"]["mean"] is not None
     assert found["sites"][0]["slides"]["n"] == 2
-    assert report(study, summary["run"]).exists()
+    assert write_report(study, summary["run"]).exists()
 
 
 def test_models_of_other_inputs_are_refused_in_one_line(study):
-    refused(lambda: build("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
-    refused(lambda: build("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not see bags")
-    refused(lambda: build("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
-    assert not set(VECTOR_BUILDERS) & set(BUILDERS)
+    refused(lambda: create_model("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
+    refused(lambda: create_model("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not take bags")
+    refused(lambda: create_model("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
+    assert not set(VECTOR_BUILDERS) & set(IMAGE_BUILDERS)
     wrong = ["train.data=features"]
     refused(lambda: trained(study, "regular", *wrong), "linear_head")
-    study.features("S1").unlink()
+    study.features_path("S1").unlink()
     words = "run `wsi-fl features --site S1`"
     refused(lambda: trained(study, "regular", *HEADS), words, error=WsiFlError)
 
 
 @pytest.mark.parametrize("pixels", ["native", *nightly("none")])
 def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, settings, tiny_weights, tmp_path):
-    archive = phantom.paint_archive(tmp_path / "archive", n_sites=1, patients_per_site=2, size_px=512)
-    init(tmp_path / "study", archive=archive)
+    archive = phantom.simulate_archive(tmp_path / "archive", n_sites=1, patients_per_site=2, size_px=512)
+    init_study(tmp_path / "study", archive=archive)
     study = Study(tmp_path / "study")
     cut = [f"store.pixels={pixels}", "tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.1"]
-    tile(study, site="C1", overrides=cut)
-    (row,) = features(study, site="C1", overrides=settings)["sites"]
-    with BagStore(study.root / row["store"]) as store, PatchStore(study.store("C1")) as patches:
-        assert len(store.patches) == row["patches"] == len(patches) > 0
+    tile_slides(study, site="C1", overrides=cut)
+    (row,) = make_features(study, site="C1", overrides=settings)["sites"]
+    with BagStore(study.root / row["store"]) as store, PatchStore(study.store_path("C1")) as patches:
+        assert len(store.patch_table) == row["patches"] == len(patches) > 0
         assert store.meta.spec == patches.meta.spec and store.meta.recipe == {"min_tissue": 0.1}
     of_pixels = "train.input_px=24"  # and not of features
     run = trained(study, "regular", *settings, *HEADS, "privacy.enabled=false", of_pixels)["run"]
@@ -205,11 +208,11 @@ def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(s
     run = study.root / trained(study, "proxyfl", *HEADS)["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
     refused(lambda: trained(study, "proxyfl", *HEADS), "tiled again; run `wsi-fl features --site S1`")
-    assert [path.name for path in study.runs.glob("0*")] == [run.name]
+    assert [path.name for path in study.runs_path.glob("0*")] == [run.name]
     (run / "summary.json").unlink()
-    resume(study, run.name, backend="local")
+    resume_run(study, run.name, backend="local")
     evaluate(study, run.name)
-    assert "the features of S1 are of patches before" in compare(study, [run.name])["notes"][0]
+    assert "the features of S1 are of patches before" in compare_methods(study, [run.name])["notes"][0]
 
 
 @pytest.mark.parametrize("method", ["proxyfl", "oneshot"])
@@ -224,8 +227,8 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
         write_features(study, site, x, labels, patients, splits, slides)
     rows = ["train.data=features", "train.example=patient", "model.private=linear_head", "privacy.sigma=1"]
     overrides = [*rows, "model.proxy=linear_head", "train.rounds=3", "train.lr=0.05"]
-    with open_data(study, "S1", study.pipeline("small", overrides)) as data:
-        train_rows = data.examples("train")
+    with open_data(study, "S1", study.load_pipeline("small", overrides)) as data:
+        train_rows = data.load_examples("train")
         assert train_rows.patient.tolist() == train_rows.slide.tolist() == [f"p{k}" for k in range(12)]
         means = x.astype(np.float32).reshape(n, 5, 6).mean(axis=1)
         np.testing.assert_allclose(train_rows.read(np.arange(12)), means[:12], atol=1e-6)
@@ -254,5 +257,5 @@ def test_patients_who_all_count_as_one_class_are_told(pair, capsys):
     for example, head in (("patient", "linear_head"), ("slide", "mean_head")):
         heads = [f"model.private={head}", f"model.proxy={head}", "privacy.sigma=1", "train.data=features"]
         dry_run(pair, method="fedavg", overrides=[*heads, f"train.example={example}"])
-        told = "each of 12 patients has some tumor, so that all count as tumor"
+        told = "each of 12 patients has some tumor, so all are labelled tumor"
         assert (told in capsys.readouterr().err) is (example == "patient")

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from test_bags import make_bag_study
 from trained import trained
 
-from wsi_fl.learning.validation import folds_of
+from wsi_fl.learning.validation import assign_folds
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.answers.compare import _require_one_store, compare
+from wsi_fl.stages.answers.compare import _require_one_store, compare_methods
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_answers, read_predictions, write_predictions
-from wsi_fl.stages.site.data import Data, open_data
+from wsi_fl.stages.answers.predictions import read_example_scores, read_predictions, write_predictions
+from wsi_fl.stages.site.data import SiteData, open_data
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import train_series
-from wsi_fl.study.folder import load_pipeline
+from wsi_fl.study.folder import load_run_pipeline
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import WsiFlError
@@ -52,17 +52,17 @@ def done(tmp_path_factory):
     """A study, three folds of ProxyFL and the comparison with the hospitals alone."""
     study = hospitals(tmp_path_factory.mktemp("folds") / "study", 2)
     document = in_series(study, "train.folds=3", "train.stratify=true", OPEN, FEW)
-    return study, document, compare(study, [run["run"] for run in document["runs"]])
+    return study, document, compare_methods(study, [run["run"] for run in document["runs"]])
 
 
 def asked(study, run, site="S0"):
     """The patients whom a run tests at a site."""
-    table = read_predictions(RunFolder(study.root / run).site(site))
-    return table.own.patient.tolist()
+    table = read_predictions(RunFolder(study.root / run).site_folder(site))
+    return table.local_rows.patient.tolist()
 
 
 def config(study, run):
-    return load_pipeline(study.root / run / "config.toml")
+    return load_run_pipeline(study.root / run / "config.toml")
 
 
 @given(
@@ -74,7 +74,7 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
     patient, label = np.array([f"p{who}" for who, _ in rows]), np.array([kind for _, kind in rows])
     if len(set(patient)) < n:
         return
-    fold = folds_of(patient, label, n_folds=n, seed=seed, stratified=True)
+    fold = assign_folds(patient, label, n_folds=n, seed=seed, stratified=True)
     assert set(fold.tolist()) == set(range(n))
     where, kind = dict(zip(patient, fold, strict=True)), {}
     assert all(where[name] == one for name, one in zip(patient, fold, strict=True))
@@ -85,7 +85,7 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
         sizes = [counts[k] for k in range(n)]
         assert max(sizes) - min(sizes) <= 1
     turned = np.arange(len(rows))[::-1]
-    again = folds_of(patient[turned], label[turned], n_folds=n, seed=seed, stratified=True)
+    again = assign_folds(patient[turned], label[turned], n_folds=n, seed=seed, stratified=True)
     np.testing.assert_array_equal(again, fold[turned])
 
 
@@ -93,11 +93,11 @@ def test_with_one_patient_less_all_others_stay_where_they_are():
     """What ε asks for; a division that looks at labels or at who else there is moves a third of them."""
     patient, label = np.array([f"p{k}" for k in range(60)]), np.arange(60) % 2
     given = {"n_folds": 5, "seed": 0, "stratified": False}
-    whole = folds_of(patient, label, **given)
+    whole = assign_folds(patient, label, **given)
     for one in (0, 30, 59):
         rest = np.arange(60) != one
-        np.testing.assert_array_equal(folds_of(patient[rest], label[rest], **given), whole[rest])
-    np.testing.assert_array_equal(folds_of(patient, 1 - label, **given), whole)
+        np.testing.assert_array_equal(assign_folds(patient[rest], label[rest], **given), whole[rest])
+    np.testing.assert_array_equal(assign_folds(patient, 1 - label, **given), whole)
     assert Counter(whole.tolist()).keys() == set(range(5))
 
 
@@ -108,12 +108,12 @@ def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tm
     found = []
     for fold in (1, 2, 2):
         sets = ["train.folds=2", f"train.fold={fold}", f'train.data="{data}"']
-        pipeline = study.pipeline(study.pipeline_name(None), sets)
+        pipeline = study.load_pipeline(study.pipeline_name(None), sets)
         with open_data(study, "S0", pipeline) as one:
-            parts = [set(one.examples(split).patient.tolist()) for split in ("train", "test", "val")]
+            parts = [set(one.load_examples(split).patient.tolist()) for split in ("train", "test", "val")]
             assert parts[0] | parts[1] == set(one.store.table.patient.tolist())
             assert not parts[0] & parts[1] and not parts[2]
-            assert set(one.held_out.patient.tolist()) == parts[1]
+            assert set(one.test_examples.patient.tolist()) == parts[1]
             found.append((parts[1], one.digest()))
     assert found[1] == found[2] and not found[0][0] & found[1][0]
     assert found[0][1] == found[1][1]  # a digest is of the store
@@ -150,26 +150,26 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
 
 def test_an_example_is_the_same_on_whatever_row_the_folds_of_another_seed_have_it(done, tmp_path):
     study, document, _ = done
-    folder = RunFolder(study.root / document["runs"][0]["run"]).site("S0")
+    folder = RunFolder(study.root / document["runs"][0]["run"]).site_folder("S0")
     table = read_predictions(folder)
     (tmp_path / "S0").mkdir()
     other = SiteFolder(tmp_path / "S0")
-    write_predictions(other, table.where(np.arange(len(table))[::-1]))
-    said = read_answers(folder, "own")
-    assert len(said) == len(table.own) and said == read_answers(other, "own")
+    write_predictions(other, table.select_rows(np.arange(len(table))[::-1]))
+    said = read_example_scores(folder, "own")
+    assert len(said) == len(table.local_rows) and said == read_example_scores(other, "own")
 
 
 def test_runs_that_test_other_patients_are_not_compared(done):
     study, document, _ = done
     both = [document["runs"][0]["run"], trained(study, "regular", OPEN)["run"]]
-    refused(lambda: compare(study, both), "tests other patients", "3 folds", "own split")
+    refused(lambda: compare_methods(study, both), "tests other patients", "3 folds", "own split")
 
 
 def test_each_fold_is_charged_by_itself(study, capsys):
     document = in_series(study, "train.folds=2")
     said = " ".join(capsys.readouterr().err.split())
     assert "every run is charged on the ledgers by itself: 2 runs cost a site about 2 times as much" in said
-    assert len({line["run"].split()[0] for line in read_lines(study.ledger("S0")) if line.get("run")}) == 2
+    assert len({line["run"].split()[0] for line in read_lines(study.ledger_path("S0")) if line.get("run")}) == 2
     first, second = (run["sites"][0]["epsilon"] for run in document["runs"])
     assert first == pytest.approx(second)
 
@@ -185,18 +185,18 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     refused(asking("train.fold=1"), "train.fold = 1 needs train.folds")
     refused(asking(*three, "train.from_released=true", method="oneshot"), "train.from_released", "own split")
     refused(asking("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
-    monkeypatch.setattr(training, "launched_ranks", lambda: 2)
+    monkeypatch.setattr(training, "count_ranks", lambda: 2)
     refused(lambda: in_series(study, "train.folds=3"), "leave out mpiexec or srun")
 
 
 def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, monkeypatch):
-    real, opened = Data.__init__, set()
+    real, opened = SiteData.__init__, set()
 
     def noted(self, study, site, *args):
         opened.add(site)
         real(self, study, site, *args)
 
-    monkeypatch.setattr(Data, "__init__", noted)
+    monkeypatch.setattr(SiteData, "__init__", noted)
     trained(three, "proxyfl", OPEN, "train.left_out=S1")
     assert opened == {"S0", "S2"}
 
@@ -207,11 +207,11 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
     assert document["left_out"] == ["S0", "S1", "S2"]
     for name, summary in zip(document["left_out"], document["runs"], strict=True):
         run = RunFolder(study.root / summary["run"])
-        assert name not in {row["site"] for row in summary["sites"]} and not run.site(name).path.exists()
+        assert name not in {row["site"] for row in summary["sites"]} and not run.site_folder(name).path.exists()
         assert config(study, summary["run"]).train.left_out == name
         outside = evaluate(study, summary["run"])["external_set"]
         assert outside["sites"] == [name] and outside["n"] == 12 and len(outside["rows"]) == 2
-    compared = compare(study, [run["run"] for run in document["runs"]])
+    compared = compare_methods(study, [run["run"] for run in document["runs"]])
     row = next(row for row in compared["rows"] if row["method"] == "proxyfl")
     assert compared["on"] == "left_out" and list(row["sites"]) == row["left_out"] == ["S0", "S1", "S2"]
     assert row["accuracy"]["n"] == 3
@@ -236,7 +236,7 @@ def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2, real=True)
     out = lambda: in_series(study, OPEN, method="regular", leave_site_out=True)  # noqa: E731
     refused(out, "sites/S0.toml", 'allow = ["patches"]')
-    assert not list(study.runs.glob("0*"))
+    assert not list(study.runs_path.glob("0*"))
 
 
 @pytest.mark.slow
@@ -255,22 +255,15 @@ def test_the_command_line(study, wsi_fl):
 
 @pytest.mark.parametrize(
     ("n_patients", "n_folds", "way_on"),
-    [
-        (0, 5, "leave the site out"),
-        (1, 5, "leave the site out"),
-        (2, 5, "to 2 or less"),
-        (4, 5, "to 4 or less"),
-    ],
+    [(0, 5, "leave the site out"), (1, 5, "leave the site out"), (2, 5, "to 2 or less"), (4, 5, "to 4 or less")],
 )
 def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_folds, way_on):
     patient = np.array([f"P{k}" for k in range(n_patients)], str)
 
     def divided(n_folds):
-        return folds_of(patient, np.zeros(n_patients, np.int64), n_folds=n_folds, seed=0, stratified=True)
+        return assign_folds(patient, np.zeros(n_patients, np.int64), n_folds=n_folds, seed=0, stratified=True)
 
     refused(lambda: divided(n_folds), f"{n_patients} patients", way_on)
     if way_on.startswith("to"):
-        fewest = pipeline_model().model_json_schema()["$defs"]["Train"]["properties"]["folds"]["anyOf"][0][
-            "minimum"
-        ]
+        fewest = pipeline_model().model_json_schema()["$defs"]["Train"]["properties"]["folds"]["anyOf"][0]["minimum"]
         assert n_patients >= fewest and sorted(divided(n_patients)) == list(range(n_patients))

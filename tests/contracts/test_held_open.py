@@ -13,7 +13,7 @@ from conftest import make_study, refused
 from test_import import labels, of_trident
 from test_same_scan import bring, draw_features, features_study
 
-from wsi_fl.stages.prepare.check import check
+from wsi_fl.stages.prepare.check import check_sites
 from wsi_fl.stages.prepare.importing import import_features
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stores.images import read_data_set
@@ -44,28 +44,24 @@ def imported(tmp_path):
 
 
 def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(imported, wsi_fl):
-    with hold_open(imported.mosaic("A")):
+    with hold_open(imported.mosaic_path("A")):
         checked = wsi_fl("check", "--site", "A", cwd=imported.root)
         trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported.root)
     for ended in (checked, trained):
-        assert (
-            ended.returncode == 1
-            and IN_USE in ended.stderr
-            and "close it there (a notebook?)" in ended.stderr
-        )
+        assert ended.returncode == 1 and IN_USE in ended.stderr and "close it there (a notebook?)" in ended.stderr
         assert "run `wsi-fl" not in ended.stderr and "damaged;" not in ended.stderr
-    assert check(imported, site="A")["ok"]
+    assert check_sites(imported, site="A")["ok"]
 
 
 def test_a_shard_that_a_notebook_holds_is_in_use(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    shard = next((study.store("S0").parent / "slides").glob("*.h5"))
+    shard = next((study.store_path("S0").parent / "slides").glob("*.h5"))
     with hold_open(shard):
-        row = check(study, site="S0")["sites"][0]
+        row = check_sites(study, site="S0")["sites"][0]
         with open_store(study, "S0") as store:
             refused(lambda: store.read(np.arange(len(store))), str(shard), IN_USE, error=FileUnavailable)
     assert row["damaged"] == [] and any(IN_USE in line for line in row["unavailable"])
-    assert check(study, site="S0")["ok"]
+    assert check_sites(study, site="S0")["ok"]
 
 
 def test_features_that_a_notebook_holds_are_set_aside_as_in_use(tmp_path):
@@ -100,25 +96,21 @@ def test_images_that_a_notebook_holds_are_in_use(tmp_path):
 def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, number, words, by_hdf5):
     def fail(*_, **__):
         if by_hdf5:  # in words alone
-            raise OSError(
-                f"Can't synchronously read data (errno = {number}, error message = '{os.strerror(number)}')"
-            )
+            raise OSError(f"Can't synchronously read data (errno = {number}, error message = '{os.strerror(number)}')")
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(h5py.File, "__init__", fail)
         with pytest.raises(FileUnavailable, match=words) as error:
             open_bags(imported, "A", "mosaics")
-        row = check(imported, site="A")["sites"][0]
+        row = check_sites(imported, site="A")["sites"][0]
     assert "damaged" not in str(error.value) and "again`" not in str(error.value)
     assert row["damaged"] == [] and words in row["unavailable"][0]
 
 
 def test_a_row_that_a_disk_fails_to_read_is_no_damage(imported, monkeypatch):
     with open_bags(imported, "A", "mosaics") as store:
-        broken = OSError(
-            "Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')"
-        )
+        broken = OSError("Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')")
         monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *_: (_ for _ in ()).throw(broken))
         refused(lambda: store.read(np.arange(3)), "lost it; mount that disk again", error=FileUnavailable)
 
@@ -130,16 +122,14 @@ def test_a_model_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("wsi_fl.system.tensors.safe_open", fail)
-    refused(
-        lambda: load_tensors(tmp_path / "a.safetensors", "model"), "may not read it", error=FileUnavailable
-    )
+    refused(lambda: load_tensors(tmp_path / "a.safetensors", "model"), "may not read it", error=FileUnavailable)
 
 
 def test_the_command_that_mends_a_store_is_the_one_that_made_it(imported, tmp_path):
     def advice(error):
         return str(error.value).replace(str(tmp_path), "")
 
-    store = imported.mosaic("A")
+    store = imported.mosaic_path("A")
     with h5py.File(store, "a") as file:
         file["label"][0] = 1
     with pytest.raises(WsiFlError, match="damaged") as error:
@@ -163,6 +153,6 @@ def test_a_mosaic_that_is_gone_is_made_by_mosaic(tmp_path):
     refused(lambda: open_bags(study, "S0", "mosaics"), "run `wsi-fl mosaic --site S0`", error=WsiFlError)
     bare = Study(study.root)
     (study.root / "sites" / "S0.toml").write_text('name = "S0"\nreal = false\n')
-    (bare.mosaic("S0").parent / "mosaics").mkdir()
-    bare.mosaic("S0").write_bytes(b"")
+    (bare.mosaic_path("S0").parent / "mosaics").mkdir()
+    bare.mosaic_path("S0").write_bytes(b"")
     refused(lambda: open_bags(bare, "S0", "mosaics"), "run `wsi-fl mosaic --site S0` again", error=WsiFlError)

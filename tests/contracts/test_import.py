@@ -14,7 +14,7 @@ from trained import trained
 
 from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.importing import ImportFacts, export, import_features
+from wsi_fl.stages.prepare.importing import ImportFacts, export_features, import_features
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
@@ -67,9 +67,9 @@ def write_site(study, site, seed, n=9):
     )
     spec, types = GridSpec(256, 0.5, 224), {"kidney": CLASSES}
     meta = BagMeta(site, CLASSES, "uni sha256:0123", spec, "import", tumor_types=types)
-    study.mosaic(site).parent.mkdir(parents=True, exist_ok=True)
+    study.mosaic_path(site).parent.mkdir(parents=True, exist_ok=True)
     bags = [bag(m) for m in rng.integers(1, 6, n)]
-    write_bags(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
+    write_bags(study.mosaic_path(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
 
 
 def contents(path):
@@ -81,7 +81,7 @@ def contents(path):
 def brought(study, form, folder, table=None, **said):
     """What the command says of the site; its labels are of four slides unless a table is named."""
     table, facts = table or labels(study.root / "labels.csv"), ImportFacts(**said)
-    found = import_features(study, site="S0", form=form, source=folder, labels=table, said=facts)
+    found = import_features(study, site="S0", form=form, source=folder, labels=table, facts=facts)
     return found["sites"][0]
 
 
@@ -91,12 +91,12 @@ def reasons_of(row):
 
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
 def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
-    before, columns_before = contents(study.mosaic("S0"))
-    export(study, site="S0", form=form, out=tmp_path / form)
-    study.mosaic("S0").unlink()
+    before, columns_before = contents(study.mosaic_path("S0"))
+    export_features(study, site="S0", form=form, out=tmp_path / form)
+    study.mosaic_path("S0").unlink()
     row = brought(study, form, tmp_path / form, tmp_path / form / "S0.csv")
     assert row["bags"] == 9 and row["failed"] == [] == row["notes"] and row["train"] == 6
-    said, columns = contents(study.mosaic("S0"))
+    said, columns = contents(study.mosaic_path("S0"))
     assert said == before and columns.keys() == columns_before.keys()
     for name, values in columns.items():
         assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
@@ -185,7 +185,7 @@ def put(path, name, value=None):
 
 
 def store_of(study):
-    return BagStore(study.mosaic("S0"))
+    return BagStore(study.mosaic_path("S0"))
 
 
 def test_tridents_folder(study, tmp_path):
@@ -197,9 +197,9 @@ def test_tridents_folder(study, tmp_path):
         assert store.meta.encoder == "uni_v1" and store.meta.spec == GridSpec(256, 0.5, 256)
         assert np.array_equal(store.mpp_l0, [0.25] * 4)
         for k, name in enumerate("abcd"):
-            assert np.array_equal(store.bag(k).features, made[name])
-            assert store.bag(k).xy_l0.tolist() == PLACES
-            assert store.bag(k).cluster is None
+            assert np.array_equal(store.read_bag(k).features, made[name])
+            assert store.read_bag(k).xy_l0.tolist() == PLACES
+            assert store.read_bag(k).cluster is None
         train, test = (set(store.table.patient[store.table.split == split]) for split in ("train", "test"))
         assert train and test and not train & test
     brought(study, "trident", folder, table, mpp=0.46)  # measured, not nominal
@@ -223,7 +223,7 @@ def of_two_tools(study, tmp_path, **stamp):
 def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
     of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
-        with BagStore(study.mosaic(site)) as store:
+        with BagStore(study.mosaic_path(site)) as store:
             assert store.meta.encoder == f"uni; written as {written}"
     assert trained(study, "fedavg", OPEN)["run"]
 
@@ -237,8 +237,8 @@ def test_features_of_another_field_of_view_are_refused_unless_that_is_allowed(st
 
 def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
-    refused(lambda: brought(study, "trident", folder, called="UNI"), "1024", "has 5")
-    brought(study, "trident", folder, called="ours")
+    refused(lambda: brought(study, "trident", folder, new_name="UNI"), "1024", "has 5")
+    brought(study, "trident", folder, new_name="ours")
     with store_of(study) as store:
         assert store.meta.encoder == "ours; written as uni_v1; so called on import"
     refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--encoder-name ours")
@@ -251,12 +251,12 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     with store_of(study) as store:
         assert store.meta.encoder == "uni" and store.meta.spec.size_px == 224
         assert store.meta.spec.mpp == pytest.approx(256 / 224)
-        assert store.bag(0).features.dtype == np.float32 and np.array_equal(store.bag(0).features, made["a"])
-        assert [store.bag(k).xy_l0[1].tolist() for k in (0, 1)] == [[2048, 3072], [1024, 1536]]
+        assert store.read_bag(0).features.dtype == np.float32 and np.array_equal(store.read_bag(0).features, made["a"])
+        assert [store.read_bag(k).xy_l0[1].tolist() for k in (0, 1)] == [[2048, 3072], [1024, 1536]]
     row = brought(study, "stamp", folder)
     assert len(row["notes"]) == 4 and "mpp_override" in row["notes"][0]["note"]
     with store_of(study) as store:
-        assert not store.bag(0).placed and store.mpp_l0 is None
+        assert not store.read_bag(0).has_places and store.mpp_l0 is None
     shutil.rmtree(folder)
     old, _ = of_stamp(tmp_path / "stamp", tile_size_um=None, tile_size=256.0, tile_size_px=None)
     refused(lambda: brought(study, "stamp", old, table), "patch size", "--patch-px")
@@ -267,16 +267,16 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     lacks = "do not say their encoder, patch size, resolution; add --encoder, --patch-px, --mpp"
     refused(lambda: brought(study, "clam", folder), lacks)
-    refused(lambda: brought(study, "clam", folder, called="resnet50", mpp=0.5), "patch size; add --patch-px")
+    refused(lambda: brought(study, "clam", folder, new_name="resnet50", mpp=0.5), "patch size; add --patch-px")
     row = brought(study, "clam", folder, **RESNET)
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:
-        assert np.array_equal(store.bag(2).features, made["c"]) and store.bag(2).placed
+        assert np.array_equal(store.read_bag(2).features, made["c"]) and store.read_bag(2).has_places
     (folder / "h5_files" / "b.h5").unlink()
     row = brought(study, "clam", folder, **RESNET)
     assert [note["slide"] for note in row["notes"]] == ["b"] and "no coordinates" in row["notes"][0]["note"]
     with store_of(study) as store:
-        assert np.array_equal(store.bag(1).features, made["b"]) and not store.bag(1).placed
+        assert np.array_equal(store.read_bag(1).features, made["b"]) and not store.read_bag(1).has_places
 
 
 def test_lazyslides_tiles_as_anndata(study, tmp_path):
@@ -286,8 +286,8 @@ def test_lazyslides_tiles_as_anndata(study, tmp_path):
     with store_of(study) as store:
         assert store.meta.encoder == "uni2" and store.meta.spec == GridSpec(256, 0.5, 224)
         assert np.array_equal(store.mpp_l0, [0.25] * 4)
-        assert np.array_equal(store.bag(1).features, made["b"])
-        assert store.bag(1).xy_l0.tolist() == PLACES
+        assert np.array_equal(store.read_bag(1).features, made["b"])
+        assert store.read_bag(1).xy_l0.tolist() == PLACES
     put(folder / "c.h5ad", "obsm", h5py.ExternalLink(str(folder / "a.h5ad"), "obsm"))
     put(folder / "d.h5ad", "X")
     with h5py.File(folder / "d.h5ad", "a") as file:
@@ -296,7 +296,7 @@ def test_lazyslides_tiles_as_anndata(study, tmp_path):
     reasons = reasons_of(row)
     assert "link" in reasons["c"] and "'X' is no dataset" in reasons["d"] and row["bags"] == 2
     refused(lambda: brought(study, "anndata", tmp_path / "study"), "write_h5ad")
-    refused(lambda: export(study, site="S0", form="anndata"), "clam, trident, stamp")
+    refused(lambda: export_features(study, site="S0", form="anndata"), "clam, trident, stamp")
 
 
 def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
@@ -309,7 +309,7 @@ def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
     row = brought(study, "trident", folder)
     assert row["encoder"] == "titan" and "whole slide" in row["notes"][0]["note"]
     with store_of(study) as store:
-        assert np.array_equal(store.bag(2).features, made["c"][:1]) and not store.bag(2).placed
+        assert np.array_equal(store.read_bag(2).features, made["c"][:1]) and not store.read_bag(2).has_places
 
 
 class Harmful:
@@ -357,7 +357,7 @@ def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_pat
 
 def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
-    before, bad = study.mosaic("S0").read_bytes(), tmp_path / "bad.csv"
+    before, bad = study.mosaic_path("S0").read_bytes(), tmp_path / "bad.csv"
 
     def refuses(*words, table=None, source=folder, form="trident"):
         refused(lambda: brought(study, form, source, table), *words)
@@ -382,22 +382,22 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     refuses("no such file", table=tmp_path / "none.csv")
     of_trident(tmp_path / "job" / "other")
     refuses("several folders", source=tmp_path / "job")
-    assert study.mosaic("S0").read_bytes() == before
+    assert study.mosaic_path("S0").read_bytes() == before
 
 
 def test_clams_training_reads_what_is_exported(study, tmp_path):
     """As CLAM's Generic_MIL_Dataset: labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
     out = tmp_path / "clam"
-    export(study, site="S0", form="clam", out=out, tensors=True)
-    refused(lambda: export(study, site="S0", form="stamp", out=out, tensors=True), "--pt")
+    export_features(study, site="S0", form="clam", out=out, tensors=True)
+    refused(lambda: export_features(study, site="S0", form="stamp", out=out, tensors=True), "--pt")
     with (out / "S0.csv").open() as handle, store_of(study) as store:
         for k, row in enumerate(csv.DictReader(handle)):
             features = torch.load(out / "pt_files" / f"{row['slide_id']}.pt", weights_only=True)
             with h5py.File(out / "h5_files" / f"{row['slide_id']}.h5") as file:
                 assert torch.equal(features, torch.from_numpy(file["features"][:]))
-                assert np.array_equal(file["coords"][:], store.bag(k).xy_l0)
+                assert np.array_equal(file["coords"][:], store.read_bag(k).xy_l0)
                 assert file["coords"].attrs["patch_size_level0"] == round(128 / store.mpp_l0[k])
-            assert features.dtype == torch.float32 and np.array_equal(features, store.bag(k).features)
+            assert features.dtype == torch.float32 and np.array_equal(features, store.read_bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
 
 
@@ -415,8 +415,8 @@ def test_what_imported_features_cannot_do_is_said_in_one_line(study, tmp_path):
         assert all(word in failed["reason"] for word in says)
         assert ('role = "receiver"' in failed["reason"]) == receives
         assert row["heatmap"] is None and row["class"] in CLASSES  # from the store
-    said = ("uni; written as uni_v1", "no encoder of the study makes those", "use --format onnx")
-    refused(lambda: export_model(study, run, called="shared", form="wsinfer"), *said)
+    said = ("uni; written as uni_v1", "which is no encoder of the study", "use --format onnx")
+    refused(lambda: export_model(study, run, model_name="shared", form="wsinfer"), *said)
 
 
 def test_the_command(study, tmp_path, wsi_fl):

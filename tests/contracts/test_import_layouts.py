@@ -68,8 +68,7 @@ X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32) * np.array([
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda file: None, nulls, null_groups, other_columns, sparse("csr_matrix", X), sparse("csc_matrix", X)],
+    "change", [lambda file: None, nulls, null_groups, other_columns, sparse("csr_matrix", X), sparse("csc_matrix", X)]
 )
 def test_what_anndata_leaves_empty_says_nothing(tmp_path, change):
     read = LAYOUTS["anndata"].read(h5ad(tmp_path / "a.h5ad", X, change))
@@ -97,13 +96,11 @@ def test_a_slide_of_lazyslide_without_its_resolution_is_imported_with_what_the_c
             for name in ("tile_spec", "slide_properties"):
                 del file[f"uns/{name}/mpp"]
                 null(file[f"uns/{name}"], "mpp")
-    refused(
-        lambda: brought(study, "anndata", folder, encoder="uni2"), "do not say their resolution; add --mpp"
-    )
+    refused(lambda: brought(study, "anndata", folder, encoder="uni2"), "do not say their resolution; add --mpp")
     row = brought(study, "anndata", folder, encoder="uni2", mpp=0.5)
     assert row["bags"] == 4 and not row["failed"]
     with store_of(study) as store:
-        assert np.array_equal(store.bag(0).features, made["a"]) and store.bag(0).placed
+        assert np.array_equal(store.read_bag(0).features, made["a"]) and store.read_bag(0).has_places
 
 
 def stamp_vectors(folder, names, kind, encoder="titan"):
@@ -120,9 +117,7 @@ def test_stamps_vectors_are_bags_of_one(study, tmp_path, kind):
     folder = stamp_vectors(tmp_path / f"titan-{kind}-0a1b", "abcd", kind)
     table = labels(tmp_path / "labels.csv")
     if kind == "patient":  # files bear the names of patients, and a patient has two slides
-        text = "slide,patient,label\n" + "".join(
-            f"{p}{k},{p},KIR{'CP'[p in 'bd']}\n" for p in "abcd" for k in "12"
-        )
+        text = "slide,patient,label\n" + "".join(f"{p}{k},{p},KIR{'CP'[p in 'bd']}\n" for p in "abcd" for k in "12")
         table.write_text(text)
     refused(lambda: brought(study, "stamp", folder, table), "patch size, resolution; add --patch-px, --mpp")
     row = brought(study, "stamp", folder, table, patch_px=512, mpp=0.5)
@@ -149,9 +144,7 @@ def test_a_folder_of_several_encoders_names_them_and_either_is_taken_then(study,
     refused(lambda: brought(study, "stamp", tmp_path / "out", table), *words)
     assert brought(study, "stamp", tmp_path / "out" / "uni-0a1b2c3d", table)["bags"] == 4
     table.write_text("FILENAME,PATIENT\na.h5,a\n")
-    refused(
-        lambda: brought(study, "stamp", tmp_path / "out" / "uni-0a1b2c3d", table), "join STAMP's two tables"
-    )
+    refused(lambda: brought(study, "stamp", tmp_path / "out" / "uni-0a1b2c3d", table), "join STAMP's two tables")
 
 
 def test_two_files_of_a_slide_are_named_and_nothing_is_to_be_deleted(study, tmp_path):
@@ -173,20 +166,14 @@ def test_tridents_vectors_of_slides_lie_in_a_folder_of_their_own(study, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("form", "made"),
-    [("trident", of_trident), ("clam", of_clam), ("stamp", of_stamp), ("anndata", of_lazyslide)],
+    ("form", "made"), [("trident", of_trident), ("clam", of_clam), ("stamp", of_stamp), ("anndata", of_lazyslide)]
 )
 def test_companions_of_a_mac_are_no_slides(study, tmp_path, form, made):
     folder, _ = made(tmp_path / "job")
     for path in [path for path in folder.rglob("*") if path.suffix in {".h5", ".pt", ".h5ad"}]:
         path.with_name("._" + path.name).write_bytes(SIDE)
     (folder / ".DS_Store").write_bytes(SIDE)
-    said = {
-        "trident": {},
-        "stamp": {},
-        "clam": {**SAID, "encoder": "resnet50"},
-        "anndata": {"encoder": "uni2"},
-    }
+    said = {"trident": {}, "stamp": {}, "clam": {**SAID, "encoder": "resnet50"}, "anndata": {"encoder": "uni2"}}
     row = brought(study, form, folder, **said[form])
     assert row["slides"] == row["bags"] == 4 and not row["failed"]
 
@@ -201,9 +188,7 @@ def test_companions_of_a_mac_are_no_slides(study, tmp_path, form, made):
 )
 def test_a_table_that_fits_no_file_says_so_with_names_of_both(study, tmp_path, names, difference):
     folder, _ = of_trident(tmp_path / "job", names)
-    refused(
-        lambda: brought(study, "trident", folder), "none of its slides has a label and features", difference
-    )
+    refused(lambda: brought(study, "trident", folder), "none of its slides has a label and features", difference)
 
 
 def test_slides_that_all_lack_a_class_are_refused_with_the_first_reason(study, tmp_path):
@@ -219,10 +204,7 @@ def test_labels_composed_otherwise_than_files_and_classes_meet(study, tmp_path):
     pipeline = study.root / "pipelines" / "kidney.toml"
     pipeline.write_text(pipeline.read_text().replace("KIRC", normalize("NFD", "Größe")))
     folder, _ = of_trident(tmp_path / "job", [normalize("NFD", f"Nr.{k} ä") for k in range(4)])
-    rows = [
-        f"{normalize('NFC', f'Nr.{k} ä')},p{k},{normalize('NFC', ('Größe', 'KIRP')[k % 2])}\n"
-        for k in range(4)
-    ]
+    rows = [f"{normalize('NFC', f'Nr.{k} ä')},p{k},{normalize('NFC', ('Größe', 'KIRP')[k % 2])}\n" for k in range(4)]
     (tmp_path / "t.csv").write_text("slide,patient,label\n" + "".join(rows), encoding="utf-8")
     row = brought(study, "trident", folder, tmp_path / "t.csv")
     assert row["bags"] == 4 and set(row["classes"].values()) == {2}
@@ -242,9 +224,7 @@ def test_rows_without_a_patient_or_a_label_are_named(study, tmp_path):
     refused(lambda: brought(study, "trident", folder, table), "line 2", "patient is empty ('nan' means")
 
 
-@pytest.mark.parametrize(
-    "words", [("MSI-H", "MSS"), ("Grade 1", 'say "high"'), ("0.5", "2"), ("groß", "klein")]
-)
+@pytest.mark.parametrize("words", [("MSI-H", "MSS"), ("Grade 1", 'say "high"'), ("0.5", "2"), ("groß", "klein")])
 def test_the_classes_that_a_refusal_proposes_are_taken_when_they_are_written_down(study, tmp_path, words):
     pipeline = study.root / "pipelines" / "kidney.toml"
     text = pipeline.read_text()
@@ -252,9 +232,7 @@ def test_the_classes_that_a_refusal_proposes_are_taken_when_they_are_written_dow
     folder, _ = of_trident(tmp_path / "job")
     table = tmp_path / "t.csv"
     quoted = ['"' + word.replace('"', '""') + '"' for word in words]
-    table.write_text(
-        "slide,patient,label\n" + "".join(f"{n},{n},{quoted[k % 2]}\n" for k, n in enumerate("abcd"))
-    )
+    table.write_text("slide,patient,label\n" + "".join(f"{n},{n},{quoted[k % 2]}\n" for k, n in enumerate("abcd")))
     with pytest.raises(Exception, match="unknown label") as error:
         brought(study, "trident", folder, table)
     hint = re.search(r"any = \[.*\]$", str(error.value))[0]
@@ -269,11 +247,7 @@ def test_the_encoder_that_a_refusal_names_is_taken(study, tmp_path):
         lambda: brought(study, "trident", folder, encoder="gigapath"),
         "leave --encoder out, or say --encoder-name gigapath",
     )
-    assert (
-        brought(study, "trident", folder)["bags"]
-        == brought(study, "trident", folder, called="other")["bags"]
-        == 4
-    )
+    assert brought(study, "trident", folder)["bags"] == brought(study, "trident", folder, called="other")["bags"] == 4
     refused(lambda: brought(study, "trident", folder, mpp=4.0), "--mpp 4", "says about 0.5")
     assert brought(study, "trident", folder, mpp=0.55)["bags"] == 4
 
@@ -284,6 +258,4 @@ def test_whole_numbers_with_a_point_are_healthy_and_tumour(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     (tmp_path / "t.csv").write_text("slide,patient,label\na,a,1.0\nb,b,0.0\nc,c,1.0\nd,d,\n")
     row = brought(study, "trident", folder, tmp_path / "t.csv")
-    assert (
-        row["classes"] == {"healthy": 1, "tumor": 2} and json.dumps(row["failed"]).count("has no label") == 1
-    )
+    assert row["classes"] == {"healthy": 1, "tumor": 2} and json.dumps(row["failed"]).count("has no label") == 1

@@ -14,14 +14,14 @@ from trained import dying, of_site, run_of
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
-from wsi_fl.learning.examples import augmentation, tensor_of
-from wsi_fl.models import build
-from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.learning.examples import build_augmentation, build_tensor
+from wsi_fl.models import create_model
+from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.types import Images, UsageError, WsiFlError
 
 study = larger
@@ -51,13 +51,13 @@ def test_one_site_alone_is_a_loop_that_one_would_write_by_hand(tmp_path, augment
     path = run(study, "regular", OPEN, f"train.augment={augment}", "train.epochs_per_round=2")
     store = open_store(study, "S0")
     rows = np.flatnonzero(store.table.split == "train")
-    pixels, label = tensor_of(store.read(rows)), torch.from_numpy(store.table.label[rows])
-    net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=1000)
+    pixels, label = build_tensor(store.read(rows)), torch.from_numpy(store.table.label[rows])
+    net = create_model("cnn1", n_classes=2, shape=Images(3, 16), seed=1000)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
     for round_ in (1, 2, 3):
-        order, views = (CipherStream.seeded(0, 0, round_, purpose) for purpose in ("batches", "views"))
-        views.below(2**63)
-        change = augmentation(augment, views)
+        order, views = (CipherStream.from_seed(0, 0, round_, purpose) for purpose in ("batches", "views"))
+        views.randbelow(2**63)
+        change = build_augmentation(augment, views)
         losses = []
         for _ in range(2):
             for chosen in torch.from_numpy(order.permutation(len(rows))).split(BATCH):
@@ -94,7 +94,7 @@ def test_epsilon_messages_and_bytes_of_every_round(pair):
         lines = metrics(path, site)
         assert [line["round"] for line in lines] == [1, 2, 3]
         for line in lines:
-            cost = plan(N_TRAIN, BATCH, line["round"], 1.4, 0.7)
+            cost = plan_mechanism(N_TRAIN, BATCH, line["round"], 1.4, 0.7)
             assert line["epsilon"] == pytest.approx(epsilon([cost], 1e-5))
             assert line["messages"] == 1
             assert 4 * size <= line["bytes"] <= 4 * size + 256
@@ -116,7 +116,7 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
     path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
     states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
     sent = [load_file(state)["push/x"] for state in states]
-    names = [name for name, _ in build("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()]
+    names = [name for name, _ in create_model("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()]
     for k in range(4):
         proxy = model(path, f"S{k}", "proxy")
         got = torch.cat([proxy[name].flatten() for name in names])
@@ -140,13 +140,13 @@ def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
 def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair):
     whole = run(pair, "proxyfl", SEEDED)
     for module, name in (
-        (loop, "checkpoint"),
-        (PrivacyLedger, "sending"),
+        (loop, "write_checkpoint"),
+        (PrivacyLedger, "record_transmission"),
     ):  # before and after that of S1 in round 2
         with dying(module, name, 4):
             run(pair, "proxyfl", SEEDED)
-        path = sorted(pair.runs.glob("*-proxyfl-*"))[-1]
-        summary = resume(pair, path.name, backend="local")
+        path = sorted(pair.runs_path.glob("*-proxyfl-*"))[-1]
+        summary = resume_run(pair, path.name, backend="local")
         assert path != whole and summary["sites"][1]["rounds"] == 3
         for site in pair.site_names():
             for role in ("private", "proxy"):
@@ -159,19 +159,19 @@ def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair
 def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path):
     path = run(pair)
     (path / "summary.json").unlink()
-    before = [pair.ledger(site).read_text() for site in pair.site_names()]
+    before = [pair.ledger_path(site).read_text() for site in pair.site_names()]
     kept = shutil.copytree(path / "sites", tmp_path / "kept")
-    later = "ledger knows later rounds than its checkpoints; start a new run"
+    later = "ledger has later rounds than the checkpoints; start a new run"
     for lost, words in (
         ("S*/state/*", later),
         ("S*/state/round_00003.safetensors", later),
-        ("S1/state/*", "no checkpoint of round 1, from which the others go on"),
+        ("S1/state/*", "no checkpoint of round 1, from which the others resume"),
     ):
         for file in (path / "sites").glob(lost):
             file.unlink()
         with pytest.raises(WsiFlError, match=words):
-            resume(pair, path.name, backend="local")
-        assert [pair.ledger(site).read_text() for site in pair.site_names()] == before
+            resume_run(pair, path.name, backend="local")
+        assert [pair.ledger_path(site).read_text() for site in pair.site_names()] == before
         shutil.copytree(kept, path / "sites", dirs_exist_ok=True)
 
 
@@ -196,12 +196,10 @@ def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_pat
     assert model(run(study, "proxyfl", OPEN), "S0")
 
 
-@pytest.mark.parametrize(
-    ("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)]
-)
+@pytest.mark.parametrize(("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)])
 def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, override, secret):
     seeds = []
-    monkeypatch.setattr(workshop, "augmentation", lambda name, views: seeds.append(views.below(2**62)))
+    monkeypatch.setattr(workshop, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62)))
     for _ in range(2):
         run(pair, "regular", override, "train.rounds=2")
     assert len(set(seeds[:4])) == 4
@@ -211,6 +209,6 @@ def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, 
 def test_a_graph_of_too_many_hops_is_refused_before_anything_begins(study, monkeypatch):
     six = TOPOLOGIES["ring"](0)
     monkeypatch.setitem(TOPOLOGIES, "six", lambda seed: lambda *arguments: six(*arguments) * 6)
-    with pytest.raises(UsageError, match="the graph of round 1 has 6 hops, and a round has room for 5"):
+    with pytest.raises(UsageError, match="the graph of round 1 has 6 hops; at most 5"):
         run(study, "proxyfl", "topology.graph=six")
-    assert not study.runs.exists()
+    assert not study.runs_path.exists()

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from wsi_fl.federation.comm import LocalComm, PeerLate
+from wsi_fl.federation.comm import LocalComm, PeerTimeout
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.federation.shared import share_sums
+from wsi_fl.federation.shared import aggregate_statistics
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.local import Learner
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
@@ -56,21 +56,19 @@ class Table(LocalComm):
         others = [k for k in self.running if k not in self.sites]
         told = self.meet(documents[0], others) | {self.sites[0]: documents[0]}
         if lost := [k for k in self.running if k not in told]:
-            raise PeerLate("gone", lost)
+            raise PeerTimeout("gone", lost)
         return super().gather([told[k] for k in self.running], kind)
 
     def hand(self, documents, kind, expected):
         told = self.meet(documents, [k for k, _ in expected])
-        return super().hand(
+        return super().exchange_documents(
             {pair: told[pair[0]][pair] for pair in expected if pair[0] in told}, kind, expected
         )
 
     def exchange(self, outgoing, expected, *, lossy=False, **given):
         told = self.meet(outgoing, [k for k, _ in expected])
         here = [item for items in told.values() for item in items if item.receiver in self.sites]
-        self.traffic = {
-            k: self.traffic.get(k) or next(iter(self.traffic.values())) for k in range(self.n_sites)
-        }
+        self.traffic = {k: self.traffic.get(k) or next(iter(self.traffic.values())) for k in range(self.n_sites)}
         return super().exchange(here, expected, lossy=lossy, **given)
 
 
@@ -95,11 +93,13 @@ def killed_before(comm, phase):
 def site_of(folder, index, sigma):
     """A hospital that has trained its round: its head holds the sums of its rows."""
     (folder / NAMES[index]).mkdir(parents=True, exist_ok=True)
-    head = SharedHead(2, 6, directions=4)
-    head.exact.copy_(torch.from_numpy(np.random.default_rng(index).integers(-50, 50, len(head.exact)) / 4.0))
-    head.exact.view(2, -1)[:, -1] = 25.0  # counts that allow such sums
+    head = SharedHead(2, 6, projection=4)
+    head.noiseless_statistics.copy_(
+        torch.from_numpy(np.random.default_rng(index).integers(-50, 50, len(head.noiseless_statistics)) / 4.0)
+    )
+    head.noiseless_statistics.view(2, -1)[:, -1] = 25.0  # counts that allow such sums
     learner = Learner(head, lr=0.1, weight_decay=0.0, device=CPU, dp=None)
-    terms = Terms(1e-5, allow=("model", "sums"), guarantee="shared")
+    terms = PrivacyTerms(1e-5, allow=("model", "sums"), guarantee="shared")
     ledger = PrivacyLedger(folder / f"{NAMES[index]}.jsonl", site=NAMES[index], run="r", terms=terms)
     plan = plan_of_round(n=50, batch_size=50, epochs=1, sigma=sigma, clip=1.0, delta=1e-5) if sigma else None
     kept = SiteFolder(folder / NAMES[index])
@@ -118,7 +118,7 @@ def together(folder, comm_of, sigma=0.0):
         comm = None
         try:
             comm = comm_of(k)
-            share_sums([sites[k]], METHOD, comm, SCHEDULE, range(4), round_=1)
+            aggregate_statistics([sites[k]], METHOD, comm, SCHEDULE, range(4), round_=1)
         except (GoneError, WsiFlError) as error:
             raised[k] = error
             comm.leave() if hasattr(comm, "leave") else None
@@ -161,17 +161,17 @@ def charges(site):
 
 def check(sites, raised, lost, inside):
     """Those who stayed hold the mean of those in the sum, and say who went away."""
-    total = sum(head_of(sites[k]).exact for k in inside)
+    total = sum(head_of(sites[k]).noiseless_statistics for k in inside)
     for k, site in sites.items():
         if k == lost:
             assert isinstance(raised[k], GoneError)
             continue
-        assert isinstance(raised[k], PeerLate) and raised[k].sites == [lost], raised[k]
-        assert "the sum of those who stayed is kept, go on --without it" in str(raised[k])
+        assert isinstance(raised[k], PeerTimeout) and raised[k].sites == [lost], raised[k]
+        assert "the sum of the remaining sites is kept, go on --without it" in str(raised[k])
         head = head_of(site)
         assert int(head.n_sites) == len(inside)
         torch.testing.assert_close(head.sums[:-2].double() * len(inside), total, rtol=1e-5, atol=1e-4)
-        assert site.folder.checkpoints() == [1]
+        assert site.folder.list_checkpoints() == [1]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -187,12 +187,12 @@ def test_the_sum_is_charged_once_and_has_the_plans_noise_without_the_one_that_le
         assert set(raised) == {0, 1, 2, 3}
         assert [len(charges(sites[k])) for k in range(4)] == [1, 1, 1, 1]  # it was about to send
         head = head_of(sites[0])
-        total = sum(head_of(sites[k]).exact for k in range(3))
+        total = sum(head_of(sites[k]).noiseless_statistics for k in range(3))
         noise.append(head.sums[:-2].double() * 3 - total)
     # two of three sites carry the noise of the plan, so three carry half as much again
     assert float(torch.cat(noise).detach().std()) == pytest.approx(2.0 * 1.5**0.5, rel=0.3)
     left = [sites[k] for k in range(3)]  # as they go on without it, nothing is sent again
-    share_sums(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
+    aggregate_statistics(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
     assert [len(charges(site)) for site in left] == [1, 1, 1]
 
 
@@ -201,7 +201,7 @@ def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_w
     sites, raised = together(tmp_path, at_a_table("votes", [2, 3]), sigma=2.0)
     assert len(raised) == 4
     left = [sites[k] for k in range(3)]
-    share_sums(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
+    aggregate_statistics(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
     assert [len(charges(site)) for site in left] == [2, 2, 2]
     assert float(head_of(left[0]).released[-1]) == pytest.approx(2.0**2 / 2, rel=1e-3)
 
@@ -209,7 +209,7 @@ def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_w
 def test_without_losses_it_is_the_sum_of_all(tmp_path):
     sites, raised = together(tmp_path, at_a_table())
     assert not raised
-    total = sum(head_of(site).exact for site in sites.values())
+    total = sum(head_of(site).noiseless_statistics for site in sites.values())
     for site in sites.values():
         torch.testing.assert_close(head_of(site).sums[:-2].double() * 4, total, rtol=1e-5, atol=1e-4)
 

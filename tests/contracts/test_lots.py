@@ -8,16 +8,16 @@ import pytest
 from changing import make_real, site_file
 from conftest import REAL, make_study, refused, write_features
 
-from wsi_fl.learning.validation import OPEN_LOTS, Lots, held_out
-from wsi_fl.stages.answers.audit import audit
+from wsi_fl.learning.validation import PUBLIC_DRAW, HoldoutDraw, draw_held_out
+from wsi_fl.stages.answers.audit import audit_run
 from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.lots import lots_of, lots_path
+from wsi_fl.stages.site.lots import load_holdout_draw, secret_path
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import read_sums
+from wsi_fl.stages.site.sums import read_statistics
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.training.workshop import brought, build_site, learned_from
+from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.stages.training.workshop import build_preflight, build_site, load_training
 from wsi_fl.types import WsiFlError
 
 NAMES = [f"TCGA-{k:02d}" for k in range(30)]
@@ -59,15 +59,15 @@ def study(tmp_path):
 
 def replies(study, *overrides, method="proxyfl", index=0):
     """What a site brings to the preflight but for the settings, which all know."""
-    with RunContext.of(study, study.pipeline("small", overrides), method) as party:
+    with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
         return {
-            key: value for key, value in brought(build_site(party, index), party).items() if key != "settings"
+            key: value for key, value in build_preflight(build_site(party, index), party).items() if key != "settings"
         }
 
 
 def part(study, *overrides, site="S0", method="proxyfl"):
-    with RunContext.of(study, study.pipeline("small", overrides), method) as party:
-        return learned_from(party, site)
+    with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
+        return load_training(party, site)
 
 
 @pytest.mark.parametrize("site", ["S0", "S1"])
@@ -90,7 +90,7 @@ def test_batches_of_all_units_hold_the_rows_of_those_that_are_learned_from(study
     """A unit that is held out is drawn at the same rate, and has no row."""
     for unit in ("privacy.unit='row'", PER_PATIENT):
         train_part, validation, units = part(study, unit, "train.val_fraction=0.4")
-        rows = np.sort(units.rows(np.arange(units.n), None))
+        rows = np.sort(units.draw_rows(np.arange(units.n), None))
         np.testing.assert_array_equal(rows, np.arange(len(train_part)))
         assert not set(train_part.patient) & set(validation.patient)
         whole = part(study, unit).units
@@ -113,21 +113,21 @@ def test_released_letters_and_summaries_count_those_who_are_held_out_too(study):
 @pytest.mark.parametrize(("unit", "n"), [("privacy.unit='row'", 48), (PER_PATIENT, 24)])
 def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     given = ("train.val_fraction=0.4", unit)
-    made = release(study, site=None, overrides=given)
+    made = release_statistics(study, site=None, overrides=given)
     assert [row["n"] for row in made["sites"]] == [n, n]
-    assert read_sums(study.release("S0"), "").facts.n == n
+    assert read_statistics(study.release_path("S0"), "").header.n == n
     files = (*given, "train.from_released=true")
     brings = replies(study, *files, method="oneshot")  # digests are told, and compared, whole
     assert [len(one) for one in (brings["projection"], *brings["statistics"].values())] == [64] * 3
     heads = train(study, method="oneshot", overrides=files, backend="local")
     assert [row["n_units"] for row in heads["sites"]] == [n, n]
-    assert audit(study, heads["run"])["sites"][0]["tail"]["n"] < n  # of whom the letter holds nothing
+    assert audit_run(study, heads["run"])["sites"][0]["tail"]["n"] < n  # of whom the letter holds nothing
 
 
 def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
-    path, found = lots_path(study, "S0"), []
-    assert not path.exists() and lots_of(study, "S1") is OPEN_LOTS and not lots_path(study, "S1").exists()
-    threads = [threading.Thread(target=lambda: found.append(lots_of(study, "S0"))) for _ in range(8)]
+    path, found = secret_path(study, "S0"), []
+    assert not path.exists() and load_holdout_draw(study, "S1") is PUBLIC_DRAW and not secret_path(study, "S1").exists()
+    threads = [threading.Thread(target=lambda: found.append(load_holdout_draw(study, "S0"))) for _ in range(8)]
     for each in threads:
         each.start()
     for each in threads:
@@ -135,13 +135,13 @@ def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
     assert len(set(found)) == 1 and len(found) == 8 and len(found[0].secret) == 32
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("00")
-    refused(lambda: lots_of(study, "S0"), "ledgers/S0.lots: damaged", "put its backup back", error=WsiFlError)
+    refused(lambda: load_holdout_draw(study, "S0"), "ledgers/S0.lots: damaged", "put its backup back", error=WsiFlError)
 
 
 def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study):
     patient = np.array(NAMES)
-    secrets = [Lots(bytes([k] * 32)) for k in range(200)]
-    held = np.array([held_out(patient, 0.5, 7, lots) for lots in secrets])
+    secrets = [HoldoutDraw(bytes([k] * 32)) for k in range(200)]
+    held = np.array([draw_held_out(patient, 0.5, 7, lots) for lots in secrets])
     assert abs(held.mean(0) - 0.5).max() < 0.18  # each name in half of all hospitals: 5 deviations
     given = ("train.val_fraction=0.5", "train.seed=7")
     by_name = sorted(
@@ -153,7 +153,7 @@ def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study)
 
 def test_studies_that_share_a_ledger_draw_alike_and_a_copy_does_too(study, tmp_path):
     other = make_study(tmp_path / "other", n_sites=0, text=HEADS)
-    site_file(other, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{study.ledger("S0")}"\n')
+    site_file(other, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{study.ledger_path("S0")}"\n')
     fill(other, "S0")
     given = ("train.val_fraction=0.5",)
     assert set(part(study, *given).validation.patient) == set(part(other, *given).validation.patient)
@@ -161,14 +161,12 @@ def test_studies_that_share_a_ledger_draw_alike_and_a_copy_does_too(study, tmp_p
 
 def test_folds_of_a_real_site_are_disjoint_and_repeat(study):
     def tested(fold, seed=0):
-        pipeline = study.pipeline("small", ["train.folds=4", f"train.fold={fold}", f"train.seed={seed}"])
+        pipeline = study.load_pipeline("small", ["train.folds=4", f"train.fold={fold}", f"train.seed={seed}"])
         with open_data(study, "S0", pipeline) as data:
-            return set(data.held_out.patient)
+            return set(data.test_examples.patient)
 
     parts = [tested(fold) for fold in (1, 2, 3, 4)]
-    assert sorted(name for one in parts for name in one) == NAMES and parts == [
-        tested(k) for k in (1, 2, 3, 4)
-    ]
+    assert sorted(name for one in parts for name in one) == NAMES and parts == [tested(k) for k in (1, 2, 3, 4)]
     assert parts != [tested(k, 1) for k in (1, 2, 3, 4)]
 
 
@@ -183,17 +181,17 @@ def test_a_run_is_refused_once_its_secret_is_another(study):
     given = ["train.val_fraction=0.4", "train.rounds=2"]
     run = train(study, method="proxyfl", overrides=given, backend="local")["run"]
     (study.root / run / "summary.json").unlink()
-    kept = lots_path(study, "S0").read_text()
-    lots_path(study, "S0").unlink()
-    again = lambda: resume(study, run, backend="local")  # noqa: E731
-    refused(again, "site S0: its store", "or the secret of its lots was", "put its backup back")
-    lots_path(study, "S0").write_text(kept)
+    kept = secret_path(study, "S0").read_text()
+    secret_path(study, "S0").unlink()
+    again = lambda: resume_run(study, run, backend="local")  # noqa: E731
+    refused(again, "site S0: its store", "or the secret of its held-out draw was", "put its backup back")
+    secret_path(study, "S0").write_text(kept)
     assert again()["run"] == run
 
 
 def test_the_store_of_whoever_holds_nobody_out_is_known_by_its_digest_alone(study):
     def digest(*overrides, site="S0"):
-        with open_data(study, site, study.pipeline("small", overrides)) as data:
+        with open_data(study, site, study.load_pipeline("small", overrides)) as data:
             return data.digest()
 
     plain = digest()
@@ -222,7 +220,7 @@ def test_made_real_a_site_draws_with_a_secret_from_then_on(study):
 def test_each_ledger_has_a_secret_of_its_own(study, ledger, secret):
     """Ledgers that differ in what follows a dot are of other patients, and a secret is never where a ledger is."""
     site_file(study, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{ledger}"\n')
-    assert lots_of(study, "S0").secret
+    assert load_holdout_draw(study, "S0").secret
     assert sorted(path.name for path in (study.root / "books").glob("[!.]*")) == [secret]
     part(study, "train.val_fraction=0.3")
     replies(study, "train.val_fraction=0.3")

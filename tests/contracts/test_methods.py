@@ -7,15 +7,15 @@ from safetensors.numpy import load_file
 from trained import trained
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.federation.topology import receivers, ring, star
-from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.federation.topology import list_receivers, ring, star
+from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import resume
+from wsi_fl.stages.training.train import resume_run
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"
-ACCOUNTED = [name for name, method in METHODS.items() if not (method.without_dp or method.once)]
+ACCOUNTED = [name for name, method in METHODS.items() if not (method.bare_disclosures or method.is_oneshot)]
 
 
 def run(study, method, *overrides):
@@ -34,14 +34,14 @@ def flat(tensors):
 def test_every_method_trains_accounts_and_is_evaluated(pair, method):
     summary = run(pair, method)
     n = 2 * 36 if METHODS[method].learns_from == "everybody" else 36
-    expected = epsilon([plan(n, 8, 2, 1.4, 0.7)], 1e-5)
+    expected = epsilon([plan_mechanism(n, 8, 2, 1.4, 0.7)], 1e-5)
     for row in summary["sites"]:
         assert row["epsilon"] == pytest.approx(expected, abs=1e-6)
         assert row["guarantee"] == "guaranteed"  # strict mode
     accuracy = evaluate(pair, summary["run"])["merged"]["accuracy"]
     assert 0 <= accuracy["mean"] <= 1
-    hops = METHODS[method].graph(0)(2, 0, 0.0)
-    messages = sum(len(receivers(matrix, site)) for matrix in hops for site in range(2))
+    hops = METHODS[method].build_graph(0)(2, 0, 0.0)
+    messages = sum(len(list_receivers(matrix, site)) for matrix in hops for site in range(2))
     assert summary["communication"]["messages"] == 2 * messages
 
 
@@ -52,8 +52,8 @@ def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method):
     whole = run(pair, method, SEEDED)
     with interrupted_after(4):
         run(pair, method, SEEDED)
-    broken = sorted(path.name for path in pair.runs.glob("0*"))[-1]
-    resumed = resume(pair, broken, backend="local")
+    broken = sorted(path.name for path in pair.runs_path.glob("0*"))[-1]
+    resumed = resume_run(pair, broken, backend="local")
     for site in pair.site_names():
         assert np.array_equal(flat(model(pair, whole, site)), flat(model(pair, resumed, site)))
     assert [row["epsilon"] for row in whole["sites"]] == [row["epsilon"] for row in resumed["sites"]]
@@ -84,15 +84,13 @@ def test_after_a_star_every_site_holds_the_central_model(study, method, role):
 
 def test_with_one_site_there_is_nobody_to_average_with(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    alone, again = (
-        flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush")
-    )
+    alone, again = (flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush"))
     assert np.array_equal(alone, again)
 
 
 def test_what_passes_through_the_centre_is_noted_and_costs_nothing(study):
     run(study, "fedavg")
-    relayed = [sum("relayed" in line for line in read_lines(study.ledger(site))) for site in ("S0", "S1")]
+    relayed = [sum("relayed" in line for line in read_lines(study.ledger_path(site))) for site in ("S0", "S1")]
     assert relayed == [2, 0]  # one broadcast a round
 
 

@@ -11,11 +11,11 @@ import pytest
 from conftest import pair, write_features
 
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.stages.site.account import planned_round
+from wsi_fl.stages.site.account import plan_round
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import check
+from wsi_fl.stages.training.checks import check_run
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.fields import seal
+from wsi_fl.stores.fields import write_seal
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
@@ -82,12 +82,12 @@ def test_every_number_has_bounds(model):
     ],
 )
 def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words):
-    told(lambda: study.pipeline("small", [override]), *words)
+    told(lambda: study.load_pipeline("small", [override]), *words)
 
 
 def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
     def plan(delta=1e-5, **train):
-        return planned_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
+        return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
 
     told(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
     told(lambda: plan(delta=0.5), "set delta below")
@@ -95,12 +95,11 @@ def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
-    [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")],
+    ("override", "words"), [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")]
 )
 def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
-    with RunContext.of(study, study.pipeline("small", [override]), "proxyfl") as party:
-        check(party, "local")
+    with RunContext.create(study, study.load_pipeline("small", [override]), "proxyfl") as party:
+        check_run(party, "local")
     said = " ".join(capsys.readouterr().err.split())
     assert said.count(words) == 2 and "site S0" in said
 
@@ -123,10 +122,7 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
         (("privacy", "--n", "100", "--sigma", "nan"), ("--sigma",)),
         (("privacy", "--n", "100", "--sigma", "1", "--delta", "2"), ("--delta",)),
         (("privacy", "--n", "100", "--sigma", "1", "--delta", "0"), ("--delta 0: ", "such as 1e-5")),
-        (
-            ("privacy", "--n", "100", "--sigma", "1", "--delta", "1e-320"),
-            ("--delta ", "such as 1e-5"),
-        ),
+        (("privacy", "--n", "100", "--sigma", "1", "--delta", "1e-320"), ("--delta ", "such as 1e-5")),
         (("plan-size", "--prevalence", "1e-300"), ("--prevalence 1e-300", "between 1e-05 and")),
         (("plan-size", "--prevalence", "0.1", "--width", "1e-9"), ("--width 1e-09", "between 1e-05 and")),
         (("privacy", "--n", "100", "--target-epsilon", "0"), ("--target-epsilon",)),
@@ -225,11 +221,11 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
 )
 def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
     """Whole, and sealed by whoever wrote it: another tool, for example."""
-    path, opened = study.store("S0"), PatchStore
+    path, opened = study.store_path("S0"), PatchStore
     if kind == "features":
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])
-        path, opened, column = study.features("S0"), BagStore, f"patch_{column}"
+        path, opened, column = study.features_path("S0"), BagStore, f"patch_{column}"
     with h5py.File(path, "r+") as file:
         file[column][...] = change(file[column][:])
-        seal(file, opened.rows)
+        write_seal(file, opened.rows)
     told(lambda: opened(path), words)

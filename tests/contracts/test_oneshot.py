@@ -16,16 +16,16 @@ from scipy.stats import chisquare, kstest
 from wsi_fl.federation import exchange, shared
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import Message
-from wsi_fl.models.shared_head import _PATIENT, SharedHead
+from wsi_fl.models.shared_head import _PATIENT_CLIP, SharedHead
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.stages.answers.audit import audit
+from wsi_fl.privacy.sums import NoisyStatistics
+from wsi_fl.stages.answers.audit import audit_run
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
 
 D = 24
@@ -72,17 +72,17 @@ def oneshot(study, *overrides, **more):
 
 
 def sums_of(head, x, labels, dp=None, patient=None):
-    dp = dp or NoisySums(0.0, 1.0, len(x))
+    dp = dp or NoisyStatistics(0.0, 1.0, len(x))
     who = None if patient is None else torch.from_numpy(patient)
-    return dp.clipped(head, head.embedded(torch.from_numpy(x)), torch.from_numpy(labels), who)
+    return dp.clip_statistics(head, head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels), who)
 
 
 def holding(x, labels, noise=0.0, **how):
     """A head whose site has these rows."""
     head = SharedHead(2, D, **how)
-    head.know(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels))
+    head.set_local_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels))
     exact = sums_of(head, x, labels)
-    head.hold(exact, exact + noise * torch.randn(len(exact), dtype=torch.float64), noise**2)
+    head.set_noisy_statistics(exact, exact + noise * torch.randn(len(exact), dtype=torch.float64), noise**2)
     return head
 
 
@@ -110,7 +110,7 @@ def test_a_class_that_nobody_has_is_no_answer():
     noisy = exact.clone()
     noisy.view(head.shape)[2] = torch.linspace(1, -1, head.shape[1])  # noise alone, and a count below 0
     for one in (head, other := SharedHead(3, D)):
-        one.hold(exact, noisy, 1.0)
+        one.set_noisy_statistics(exact, noisy, 1.0)
     SharedHead.combine([head, other])
     answers = head(torch.from_numpy(rows_of(200, 1)[0])).softmax(1)
     assert float(answers[:, 2].max()) < 1e-6 < float(answers[:, :2].min())
@@ -118,10 +118,10 @@ def test_a_class_that_nobody_has_is_no_answer():
 
 def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
     head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
-    head.length.fill_(_PATIENT)
+    head.clip_scale.fill_(_PATIENT_CLIP)
     x[:40] = x[0]  # forty rows alike, of both classes
     patient = np.repeat([0, 1, 2], [40, 15, 5])
-    dp = NoisySums(0.0, 1.0, 3, "patient")
+    dp = NoisyStatistics(0.0, 1.0, 3, "patient")
     whole = sums_of(head, x, labels, dp, patient)
     for one in range(3):
         rest = patient != one
@@ -131,9 +131,7 @@ def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_ha
     assert float(rows.norm()) > 30  # by rows that patient would not be protected
 
 
-def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_state_could_be_solved_for(
-    monkeypatch,
-):
+def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_state_could_be_solved_for(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("a generator's numbers"))
     exact, found = torch.linspace(-3, 3, 20_000, dtype=torch.float64), []
     with torch.random.fork_rng():
@@ -141,10 +139,10 @@ def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_stat
             torch.manual_seed(0)
             np.random.seed(0)  # noqa: NPY002
             random.seed(0)
-            found.append(NoisySums(3.0, 0.5, 10).noisy(exact, CipherStream.fresh()))
+            found.append(NoisyStatistics(3.0, 0.5, 10).add_noise(exact, CipherStream.from_entropy()))
     assert not torch.equal(*found)
     assert kstest((found[0] - exact).numpy() / 1.5, "norm").pvalue > 1e-4
-    steps = found[0] * discrete.SCALE
+    steps = found[0] * discrete.STEPS_PER_UNIT
     assert torch.equal(steps, steps.round())
 
 
@@ -163,10 +161,10 @@ def test_without_noise_all_know_the_means_of_all_rows_together():
     heads = [holding(xa, ya), holding(xb, yb)]
     SharedHead.combine(heads)
     x, y = torch.from_numpy(np.concatenate([xa, xb])), np.concatenate([ya, yb])
-    z = heads[0].embedded(x)
+    z = heads[0].embed_rows(x)
     wanted = torch.stack([z[y == c].mean(0) for c in (0, 1)])
     for head in heads:
-        means, worth, _ = head.means()
+        means, worth, _ = head.class_means()
         torch.testing.assert_close(means, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(worth, torch.from_numpy(np.bincount(y)).double(), rtol=1e-4, atol=1e-3)
         assert (head(x).argmax(1).numpy() == y).mean() > 0.9
@@ -177,8 +175,8 @@ def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
 
     x, labels = rows_of(400, 0, 0.3)
     head = holding(x, labels)
-    z = head.embedded(torch.from_numpy(x)).numpy()
-    _, rows, within = head.means()
+    z = head.embed_rows(torch.from_numpy(x)).numpy()
+    _, rows, within = head.class_means()
     d = len(within)
     shrunk = within.numpy() + 0.5 * np.trace(within.numpy()) / d * np.eye(d)
     known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=_Fixed(shrunk))
@@ -193,15 +191,15 @@ def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
 def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_says_so():
     head, (x, labels) = SharedHead(2, D), rows_of(400, 0, 0.1)
     exact = sums_of(head, x, labels)
-    same, none = head.weighed(exact, 0.0)
+    same, none = head.weight_by_precision(exact, 0.0)
     assert torch.equal(same, exact) and none.tolist() == [0, 0]
-    letter, variances = head.weighed(exact, 16.0)
+    letter, variances = head.weight_by_precision(exact, 16.0)
     often, rare = (letter.view(2, -1) / exact.view(2, -1))[:, -1].tolist()
     assert often == pytest.approx(1) and 0.1 < rare < 0.2  # 40 rows beside 360, of which noise hides little
     torch.testing.assert_close(variances, 16.0 * torch.tensor([often, rare], dtype=torch.float64) ** 2)
-    unsure, _ = head.weighed(exact, 16.0 * 40**2)
+    unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
-    assert torch.equal(holding(x, labels).weighed(exact, 16.0)[0], letter)  # what the site knows stays
+    assert torch.equal(holding(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
 
 
 class _Fixed:
@@ -222,10 +220,10 @@ def test_means_of_others_count_as_far_as_their_noise_lets_them():
     for noise in (0.0, 1.0, 30.0, 1000.0):
         heads = [holding(xa, ya), holding(xb, yb, noise)]
         SharedHead.combine(heads)
-        worth.append(heads[0].worth()[1])
+        worth.append(heads[0].effective_sample_sizes()[1])
     assert worth[0] == pytest.approx(330, abs=1) and worth == sorted(worth, reverse=True)
     assert worth[-1] == pytest.approx(30, abs=1)  # nothing but its own
-    torch.testing.assert_close(heads[0].means()[0], alone.means()[0], atol=0.03, rtol=0.0)
+    torch.testing.assert_close(heads[0].class_means()[0], alone.class_means()[0], atol=0.03, rtol=0.0)
 
 
 def test_rows_of_one_patient_tell_as_little_as_they_differ():
@@ -241,28 +239,32 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
     def known(x, whose, **how):
         head = SharedHead(2, D, **how)
         who = None if whose is None else torch.from_numpy(whose)
-        head.know(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels), who)
+        head.set_local_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels), who)
         return head
 
     for likeness in (0.0, 0.6):
         heads = [known(drawn(likeness), patient) for _ in range(40)]
-        means = torch.stack([head.means()[0] for head in heads]).detach()
+        means = torch.stack([head.class_means()[0] for head in heads]).detach()
         v = torch.stack([head.scatter.trace() for head in heads]).mean() / 598
         measured = float(300 * means.var(0).sum(1).mean() / v)
-        assert float(torch.stack([head.alike for head in heads]).mean()) == pytest.approx(measured, rel=0.25)
+        assert float(torch.stack([head.design_effect for head in heads]).mean()) == pytest.approx(measured, rel=0.25)
     x = drawn(0.5)
-    assert float(known(x, patient).size) == 1 and float(known(x, patient, patients=True).size) == 30
+    assert float(known(x, patient).rows_per_unit) == 1 and float(known(x, patient, patients=True).rows_per_unit) == 30
     apart = known(x, np.arange(600))  # a row each
-    assert float(apart.alike) == pytest.approx(1) and float(apart.size) == 1
-    assert apart.worth()[0] == pytest.approx(known(x, None).worth()[0]) == pytest.approx(300)
-    assert float(known(x, labels).alike) == 300  # a patient of each class says nothing of others
+    assert float(apart.design_effect) == pytest.approx(1) and float(apart.rows_per_unit) == 1
+    assert (
+        apart.effective_sample_sizes()[0]
+        == pytest.approx(known(x, None).effective_sample_sizes()[0])
+        == pytest.approx(300)
+    )
+    assert float(known(x, labels).design_effect) == 300  # a patient of each class says nothing of others
 
 
 def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
     heads = [holding(xa, ya, 0.5), holding(xb, yb, 0.5)]
     SharedHead.combine(heads)
-    first, second = (head.as_released()(torch.from_numpy(xa)) for head in heads)
+    first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
     torch.testing.assert_close(first, second)
 
 
@@ -274,10 +276,10 @@ def test_a_head_without_own_rows_is_as_sure_as_its_letters_are(noise, monkeypatc
     for seed in range(10):
         heads = [holding(*rows_of(100, 2 * seed + k), noise) for k in range(2)]
         SharedHead.combine(heads)
-        heads[0].forget()
+        heads[0].clear_local_statistics()
         tempered = heads[0](x)
         with monkeypatch.context() as patch:
-            patch.setattr("wsi_fl.models.shared_head._sure", lambda *_: 1.0)
+            patch.setattr("wsi_fl.models.shared_head._signal_fraction", lambda *_: 1.0)
             bare = heads[0](x)
         assert torch.equal(tempered.argmax(1), bare.argmax(1))
         held.append([float(torch.nn.functional.cross_entropy(one, y)) for one in (tempered, bare)])
@@ -286,13 +288,13 @@ def test_a_head_without_own_rows_is_as_sure_as_its_letters_are(noise, monkeypatc
 
 
 def test_bags_count_by_their_mean_and_padding_by_nothing():
-    from wsi_fl.learning.examples import packed
+    from wsi_fl.learning.examples import pack_bags
 
     rng = np.random.default_rng(0)
     bags = [rng.normal(size=(m, D)).astype(np.float32) for m in (3, 7)]
-    found = SharedHead(2, D, bags=True).embedded(torch.from_numpy(packed(bags)))
+    found = SharedHead(2, D, bags=True).embed_rows(torch.from_numpy(pack_bags(bags)))
     means = np.stack([bag.mean(0) for bag in bags])
-    torch.testing.assert_close(found, SharedHead(2, D).embedded(torch.from_numpy(means)))
+    torch.testing.assert_close(found, SharedHead(2, D).embed_rows(torch.from_numpy(means)))
 
 
 def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(study):
@@ -303,17 +305,15 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
         assert (row["rounds"], row["guarantee"]) == (1, "guaranteed")
     document = evaluate(study, summary["run"])
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
-    private, stack = (
-        document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble")
-    )
+    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble"))
     assert stack > 0.8 > private
-    assert report(study, summary["run"]).exists()
+    assert write_report(study, summary["run"]).exists()
 
 
 def test_what_travels_is_noisy_and_what_stays_is_exact(study):
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     kept = model(run, "S0", "shared")
-    exact, variances = kept["exact"].view(2, -1), kept["released"][-2:]
+    exact, variances = kept["noiseless_statistics"].view(2, -1), kept["released"][-2:]
     weights = (variances / 4.0).sqrt()[:, None]
     noise = (kept["released"][:-2].view(2, -1) / weights - exact).numpy().ravel()
     assert kstest(noise / 2.0, "norm").pvalue > 1e-4
@@ -333,9 +333,9 @@ def plain(tmp_path_factory):
 def test_without_privacy_the_sums_are_exact(plain):
     _, run, _ = plain
     kept = model(run, "S0", "shared")
-    torch.testing.assert_close(kept["released"][:-2], kept["exact"], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(kept["released"][:-2], kept["noiseless_statistics"], rtol=1e-6, atol=1e-5)
     assert json.loads((run / "summary.json").read_text())["sites"][0]["epsilon"] is None
-    _, counts = SharedHead(2, D).unpacked(kept["exact"])
+    _, counts = SharedHead(2, D).unpack_statistics(kept["noiseless_statistics"])
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
 
@@ -343,22 +343,22 @@ def test_a_killed_run_sends_the_same_sums_once_more(study):
     with interrupted_after(2):
         oneshot(study, "privacy.sigma=2.0")
     before = lines_of(study, "S0")
-    summary = resume(study, "1", backend="local")
+    summary = resume_run(study, "1", backend="local")
     assert lines_of(study, "S0") == before != []
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([Mechanism(2.0, 1.0, 1.0, 1)], 1e-5))
 
 
 def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
-    real = exchange._no_sums
+    real = exchange._find_range_problem
 
     def judged(message, *how, **more):
         return "spoilt" if message.sender == 1 else real(message, *how, **more)
 
-    monkeypatch.setattr(exchange, "_no_sums", judged)
+    monkeypatch.setattr(exchange, "_find_range_problem", judged)
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     one, other = (head_of(run, name) for name in ("S0", "S2"))
-    torch.testing.assert_close(one.others(), other.released, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(other.others(), one.released, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.sum_of_other_sites(), other.released, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(other.sum_of_other_sites(), one.released, rtol=1e-4, atol=1e-4)
     assert "site 1: spoilt" in (run / "sites/S0/log.txt").read_text()
 
 
@@ -366,9 +366,9 @@ def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
 def test_a_letter_must_say_what_noise_it_has(variance, noisy):
     vector = np.array([3.0, 1.0, variance, 4.0], np.float32)
     message = Message(1, 0, 1, "sums", vector, 1.0)
-    assert f"variance of {variance:.3g}" in exchange._no_sums(message, 2, noisy=noisy)
+    assert f"variance of {variance:.3g}" in exchange._find_range_problem(message, 2, is_noisy=noisy)
     vector[-2] = 0.1
-    assert exchange._no_sums(message, 2, noisy=noisy) == ""
+    assert exchange._find_range_problem(message, 2, is_noisy=noisy) == ""
 
 
 def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
@@ -377,7 +377,7 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     (planned,) = dry_run(study, method="oneshot", overrides=[*HEADS, *only])["sites"]
     assert planned["epsilon"] == pytest.approx(1, abs=1e-3)
     assert planned["expected"].startswith(
-        "0.2 or more above alone where others have the class that it lacks, by one letter"
+        "0.2 or more above local where others have its missing class, by oneshot"
     )  # it has one class
     first, second = (oneshot(study, *only)["sites"][0]["lifetime_epsilon"] for _ in range(2))
     assert first == pytest.approx(1, abs=1e-3)
@@ -393,9 +393,9 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
 
 
 def an_audit(study, monkeypatch, *overrides):
-    monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 60)
     run = oneshot(study, *overrides)["run"]
-    return study.root / run, audit(study, run)
+    return study.root / run, audit_run(study, run)
 
 
 @pytest.mark.parametrize("unit", ["patient", "row"])
@@ -417,7 +417,7 @@ def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request,
         assert len(rows) == tail["n"] and mu == sorted(mu, reverse=True)
         assert max(mu) <= (1 / 1.5 if tail["sigma"] else np.inf)
         assert sum(int(row["rows"]) for row in rows) == 60 and {row["patient"] for row in rows} == PATIENTS
-    page = report(study, run.name).read_text()
+    page = write_report(study, run.name).read_text()
     assert "Found in the letter of S1" in page and "exposure.csv" not in page
     text = (run / "audit" / "audit.json").read_text()
     assert not any(f'"{name}"' in text or f">{name}<" in page for name in PATIENTS)
@@ -433,29 +433,29 @@ def test_an_audit_says_what_each_letter_changes(plain):
         assert row["length"] <= row["n"] == 60 and row["moved"] > 0.01 and 0 <= row["answers_changed"] <= 1
     whole, *others = (head_of(run, f"S{k}") for k in range(3))
     SharedHead.combine(others)
-    whole.forget(), others[0].forget()
-    weights = whole.head()[0]
-    moved = float((others[0].head()[0] - weights).norm() / weights.norm())
+    whole.clear_local_statistics(), others[0].clear_local_statistics()
+    weights = whole.solve_head()[0]
+    moved = float((others[0].solve_head()[0] - weights).norm() / weights.norm())
     assert document["influence"][0]["moved"] == pytest.approx(moved, rel=1e-3)
 
 
 def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(plain, monkeypatch):
     study, run, _ = plain
-    head = SharedHead.head
-    monkeypatch.setattr(SharedHead, "head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
-    document = audit(study, run.name)
+    head = SharedHead.solve_head
+    monkeypatch.setattr(SharedHead, "solve_head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
+    document = audit_run(study, run.name)
     assert [row["moved"] for row in document["influence"]] == [None] * 3
-    assert "What each letter changes" in report(study, run.name).read_text()
+    assert "Influence of class statistics" in write_report(study, run.name).read_text()
 
 
 @pytest.mark.parametrize("forged", [1000, -1])
 def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged):
-    real = SharedHead.hold
+    real = SharedHead.set_noisy_statistics
 
     def hold(head, exact, noisy, variance):
-        real(head, exact, forged * noisy if float(head.own[0, -1]) == 0 else noisy, variance)  # S1's
+        real(head, exact, forged * noisy if float(head.local_sums[0, -1]) == 0 else noisy, variance)  # S1's
 
-    monkeypatch.setattr(SharedHead, "hold", hold)
+    monkeypatch.setattr(SharedHead, "set_noisy_statistics", hold)
     run, document = an_audit(study, monkeypatch, "privacy.sigma=2.0")
     assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
     assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
@@ -467,11 +467,11 @@ SHARED = ["privacy.noise=shared", "privacy.sigma=3.0"]
 
 
 def exact_sums(run, n=3):
-    return [model(run, f"S{k}", "shared")["exact"] for k in range(n)]
+    return [model(run, f"S{k}", "shared")["noiseless_statistics"] for k in range(n)]
 
 
 def lines_of(study, site):
-    lines = map(json.loads, study.ledger(site).read_text().splitlines())
+    lines = map(json.loads, study.ledger_path(site).read_text().splitlines())
     return [line for line in lines if "mechanism" in line]
 
 
@@ -505,9 +505,7 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
     assert all(torch.equal(model(run, f"S{k}", "shared")["sums"], held["sums"]) for k in (1, 2))
 
 
-def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(
-    study, monkeypatch
-):
+def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(study, monkeypatch):
     sent, real = [], LocalComm.exchange
 
     def listened(self, outgoing, *args, **kwargs):
@@ -530,7 +528,7 @@ def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_i
 def test_a_sum_that_was_read_is_not_made_again(study):
     with interrupted_after(1):
         oneshot(study, *SHARED)
-    summary = resume(study, "1", backend="local")
+    summary = resume_run(study, "1", backend="local")
     assert charges(study) == [1, 1, 1]
     assert summary["sites"][0]["epsilon"] == pytest.approx(_gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
 
@@ -548,7 +546,7 @@ def four(tmp_path):
 def test_the_others_go_on_without_a_site_that_vanished(four):
     with cut_off():
         oneshot(four, *SHARED)
-    summary = resume(four, "1", without=["S3"], backend="local")
+    summary = resume_run(four, "1", without=["S3"], backend="local")
     noise, held = noise_of_the_sum(four.root / summary["run"])
     assert summary["lost"] == ["S3"] and int(held["n_sites"]) == 3
     assert kstest(noise / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
@@ -578,24 +576,24 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(stud
         oneshot(study, *SHARED)
     for _ in range(2):
         with cut_off():
-            resume(study, "1", backend="local")
-    summary = resume(study, "1", backend="local")
+            resume_run(study, "1", backend="local")
+    summary = resume_run(study, "1", backend="local")
     assert charges(study) == [4, 4, 4] and len({line["released"] for line in lines_of(study, "S0")}) == 4
     assert summary["sites"][0]["epsilon"] == pytest.approx(_gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 
 def test_who_holds_a_sum_makes_no_other_one(study):
     """One site has opened it when the job ends, so that the others would have to spend once more, and it too."""
-    real, opened = shared._open, []
+    real, opened = shared._open_sum, []
 
     def second(site, *given):
         opened.append(site.name)
         return cut() if len(opened) > 1 else real(site, *given)
 
-    with cut_off(shared, "_open", second):
+    with cut_off(shared, "_open_sum", second):
         oneshot(study, *SHARED)
     assert opened == ["S0", "S1"]
-    refused(lambda: resume(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
+    refused(lambda: resume_run(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
     assert charges(study) == [1, 1, 1]
 
 
@@ -603,16 +601,16 @@ def test_a_second_attempt_asks_all_budgets_first(study):
     edit(site_file(study, "S2"), more="max_epsilon = 1.5\n")
     with cut_off():
         oneshot(study, *SHARED)
-    refused(lambda: resume(study, "1", backend="local"), "does not allow another attempt")
+    refused(lambda: resume_run(study, "1", backend="local"), "does not allow another attempt")
     assert charges(study) == [1, 1, 1]
 
 
 def test_a_sum_with_a_spoilt_message_is_void(study, monkeypatch):
-    real = shared.masked
+    real = shared.mask_values
 
     def spoilt(values, own, *args):
         found = real(values, own, *args)
         return found ^ np.uint64(0x5A5A5A5A5A5A5A5A) if own == 1 else found
 
-    monkeypatch.setattr(shared, "masked", spoilt)
+    monkeypatch.setattr(shared, "mask_values", spoilt)
     refused(lambda: oneshot(study, *SHARED), "the sum is void", error=WsiFlError)

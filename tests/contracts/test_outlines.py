@@ -14,10 +14,10 @@ from test_predict import trained_on
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.layouts.common import Sources
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.bags import mosaic
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile, tile_lines
-from wsi_fl.stages.work.console import Line
+from wsi_fl.stages.prepare.bags import make_mosaics
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
+from wsi_fl.stages.work.console import TextLine
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 
@@ -36,18 +36,16 @@ def study_of(root, write, outlines, label="positive"):
     (root / "slides").mkdir(parents=True)
     rows = ["slide,patient,site,label,annotation"]
     for name, features in outlines.items():
-        path = write(
-            root / "slides" / f"{name}.{'scn' if write is scan_areas.scn else 'tif'}", scan_areas.picture()
-        )
+        path = write(root / "slides" / f"{name}.{'scn' if write is scan_areas.scn else 'tif'}", scan_areas.picture())
         (root / f"{name}.geojson").write_text(json.dumps(features))
         rows.append(f"{path.name},p{name},A,{label},{name}.geojson")
     (root / "slides.csv").write_text("\n".join(rows) + "\n")
-    init(root / "study", archive=root)
+    init_study(root / "study", archive=root)
     return Study(root / "study")
 
 
 def tile_study(study, *more):
-    (row,) = tile(study, site="A", overrides=[*SETTINGS, *more])["sites"]
+    (row,) = tile_slides(study, site="A", overrides=[*SETTINGS, *more])["sites"]
     return row
 
 
@@ -59,13 +57,13 @@ def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_o
     drawn = box(128, 192, 320, 384)
     cells = [box(70 + 10 * k, 70, 75 + 10 * k, 75, objectType="cell") for k in range(3)]
     study = study_of(tmp_path, scan_areas.scn, {"a": [drawn, *cells], "b": [drawn]})
-    document = tile(study, site="A", overrides=SETTINGS)
+    document = tile_slides(study, site="A", overrides=SETTINGS)
     (row,) = document["sites"]
     assert row["tumor"] == 2 * 9 and row["failed"] == []
     assert said_of(row) == {"a": "a.geojson: left out as no outlined areas: 3 cells"}
-    assert any("3 cells" in line.text for line in tile_lines(document) if isinstance(line, Line))
+    assert any("3 cells" in line.text for line in render_tile_lines(document) if isinstance(line, TextLine))
     assert said_of(tile_study(study)) == said_of(row)  # by the plan that was kept
-    with PatchStore(study.store("A")) as store:
+    with PatchStore(study.store_path("A")) as store:
         found = store.table.xy_l0[store.table.label == 1]
     assert found.min(0).tolist() == [128 + CORNER[0], 192 + CORNER[1]]
 
@@ -126,17 +124,13 @@ def test_a_positive_slide_whose_outlines_say_nothing_is_set_aside_with_the_reaso
 def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_said(tmp_path):
     outlines = {"ill": [shifted(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
     row = tile_study(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
-    assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0][
-        "reason"
-    ]
+    assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0]["reason"]
     assert said_of(row) == {
         "points": "points.geojson: nothing was taken from it; left out as no outlined areas: 1 tile"
     }
 
 
-@pytest.mark.parametrize(
-    ("layout", "healthy"), [("camelyon16", "normal_001"), ("camelyon17", "patient_000_node_0")]
-)
+@pytest.mark.parametrize(("layout", "healthy"), [("camelyon16", "normal_001"), ("camelyon17", "patient_000_node_0")])
 def test_outlines_of_a_healthy_slide_are_looked_at_in_camelyons_layouts(tmp_path, layout, healthy):
     (tmp_path / f"{healthy}.tif").touch()
     (tmp_path / "outlines").mkdir()
@@ -163,9 +157,7 @@ def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, orig
     slide = scan_areas.scn(tmp_path / "x.scn", scan_areas.picture())
     (row,) = predict(study, run, site="C1", slides=[slide], out=tmp_path / "out")["slides"]
     features = json.loads((study.root / row["geojson"]).read_text())["features"]
-    tiles = [
-        one["geometry"]["coordinates"][0] for one in features if one["properties"]["objectType"] == "tile"
-    ]
+    tiles = [one["geometry"]["coordinates"][0] for one in features if one["properties"]["objectType"] == "tile"]
     with (study.root / row["csv"]).open(newline="") as file:
         corners = [(int(one["x_l0"]), int(one["y_l0"])) for one in csv.DictReader(file)]
     assert [tuple(ring[0]) for ring in tiles] == [(x - corner[0], y - corner[1]) for x, y in corners]
@@ -182,5 +174,5 @@ def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_
     (tmp_path / "masks/a.geojson").write_text(json.dumps([box(64, 64, 320, 448), cell]))
     settings = {"size_px": 32, "mpp": 0.5, "encoder": "test_efficientnet", "weights": tiny_weights}
     overrides = [f"mosaic.{key}={value}" for key, value in settings.items()]
-    (row,) = mosaic(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])["sites"]
+    (row,) = make_mosaics(study, site="A", overrides=[*overrides, f'tissue.method="{tmp_path / "masks"}"'])["sites"]
     assert row["notes"] == [{"slide": "a", "note": "a.geojson: left out as no outlined areas: 1 cell"}]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wsi_fl.stages.prepare.partition import parse_skew, partition
+from wsi_fl.stages.prepare.partition import parse_skew, partition_images
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -211,7 +211,7 @@ def study(tmp_path):
 
 def stored(study, site):
     """(train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
-    with PatchStore(study.store(site)) as store:
+    with PatchStore(study.store_path(site)) as store:
         table = store.table
         rows = [
             np.array([int(p.split("_")[1]) for p in table.patient[table.split == split]], int)
@@ -225,14 +225,14 @@ def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp
     x, x_test = pixels(300, 4, channels), pixels(11, 4, channels, seed=1)
     y, y_test = np.arange(300) % 3, np.arange(11) % 3
     path = npz(tmp_path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
-    document = partition(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
+    document = partition_images(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
     seen_train, seen_test = [], []
     for k, row in enumerate(document["sites"]):
         train, test, table, found = stored(study, row["site"])
         assert np.array_equal(found.squeeze(), np.concatenate([x[train], x_test[test]]))
         assert np.array_equal(table.label, np.concatenate([y[train], y_test[test]]))
         assert len(np.unique(table.patient)) == len(table) == 90 + len(test)
-        assert np.isnan(table.tumor_fraction).all() and study.site(row["site"]).real is False
+        assert np.isnan(table.tumor_fraction).all() and study.load_site(row["site"]).real is False
         assert (row["train"], row["test"]) == (90, len(test))
         assert row["classes"] == {str(c): int((y[train] == c).sum()) for c in range(3)}
         assert row["classes"][str(k)] == 45
@@ -240,14 +240,14 @@ def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp
         seen_test += test.tolist()
     assert len(set(seen_train)) == 270
     assert sorted(seen_test) == list(range(11))  # the whole of it, each once
-    with PatchStore(study.store("S1")) as store:
-        assert store.channels == (channels or 1)
+    with PatchStore(study.store_path("S1")) as store:
+        assert store.n_channels == (channels or 1)
         assert (store.meta.site, store.meta.classes) == ("S1", ("0", "1", "2"))
 
 
 def test_test_images_held_out_are_in_no_training_set(study, tmp_path):
     x = np.arange(40, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)  # its row in each pixel
-    partition(study, npz(tmp_path, x=x, y=np.arange(40) % 2), n_sites=4, test_fraction=0.25)
+    partition_images(study, npz(tmp_path, x=x, y=np.arange(40) % 2), n_sites=4, test_fraction=0.25)
     train, test = [], []
     for site in ("S1", "S2", "S3", "S4"):
         _, _, table, found = stored(study, site)
@@ -264,9 +264,9 @@ def twenty(tmp_path):
 
 
 def test_nothing_is_overwritten(study, twenty):
-    partition(study, twenty, n_sites=2)
+    partition_images(study, twenty, n_sites=2)
     before = {p: p.read_bytes() for p in study.root.rglob("*.h5")}
-    again = partial(partition, study, twenty)
+    again = partial(partition_images, study, twenty)
     conftest.refused(partial(again, n_sites=3), "sites/S1.toml exists already; use another --prefix")
     for k in (1, 2):
         (study.root / "sites" / f"S{k}.toml").unlink()
@@ -287,7 +287,7 @@ def test_wrong_options_are_refused_in_one_line_and_leave_nothing_behind(study, t
         ({"n_sites": 30}, "too few"),
         ({"skew": "odd"}, "--skew 'odd'"),
     ):
-        conftest.refused(partial(partition, study, twenty, **{"n_sites": 2} | option), message)
+        conftest.refused(partial(partition_images, study, twenty, **{"n_sites": 2} | option), message)
     assert not [p for p in study.root.rglob("*") if p.is_file()]
 
 
@@ -308,13 +308,7 @@ def test_from_data_set_to_evaluation_on_the_command_line(study, tmp_path, wsi_fl
     assert made["sites"][0]["store"] == "stores/S1/patches.h5"
     assert "exists already" in run(*divide, code=2)
     smaller = ("train.rounds=1", "train.batch_size=10", "evaluate.bootstrap=20")
-    small = [
-        "--backend",
-        "local",
-        "--pipeline",
-        "mnist",
-        *(word for one in smaller for word in ("--set", one)),
-    ]
+    small = ["--backend", "local", "--pipeline", "mnist", *(word for one in smaller for word in ("--set", one))]
     document = run("evaluate", run("train", *small, "--json")["run"], "--json")
     for row in document["sites"]:
         assert (row["n"], row["own"]["n"], row["slides"], row["own"]["slides"]) == (12, 6, None, None)

@@ -16,32 +16,32 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.learning.units import rows_alone, whole_patients
-from wsi_fl.models import build
+from wsi_fl.learning.units import patient_units, row_units
+from wsi_fl.models import create_model
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import (
     WHOLE_ORDERS,
     Mechanism,
-    _by_mixture,
-    _by_textbook,
+    _mixture_epsilon,
+    _textbook_epsilon,
     epsilon,
     group_epsilon,
-    plan,
+    plan_mechanism,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_unit
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.stages.answers.report import report
+from wsi_fl.privacy.dpsgd import DPTrainer, _sum_unit_gradients
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.privacy import privacy
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.privacy import compute_privacy
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import Images, WsiFlError
 
 PATIENT = "privacy.unit=patient"
 
 
 def net(kind="mlp", seed=0):
-    return build(kind, n_classes=3, shape=Images(3, 16), seed=seed)
+    return create_model(kind, n_classes=3, shape=Images(3, 16), seed=seed)
 
 
 def batch(patients, seed=0):
@@ -65,13 +65,11 @@ def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, optimizer, sigma=sigma, clip=clip, batch_size=divisor, unit="patient")
-    trainer.step(x, lambda z: functional.cross_entropy(z, y), CipherStream.fresh(), patient)
+    trainer.step(x, lambda z: functional.cross_entropy(z, y), CipherStream.from_entropy(), patient)
     return before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize(
-    ("kind", "clip"), [("mlp", 0.05), ("mlp", 100.0), ("cnn1", 0.8), ("gn_cnn_small", 0.05)]
-)
+@pytest.mark.parametrize(("kind", "clip"), [("mlp", 0.05), ("mlp", 100.0), ("cnn1", 0.8), ("gn_cnn_small", 0.05)])
 def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
     patients = [7, 2, 7, 7, 0, 2, 7]
     x, y, patient = batch(patients)
@@ -82,7 +80,7 @@ def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
         wanted += mean * min(1.0, clip / float(mean.norm()))
     found = step(net(kind), x, y, patient, clip=clip, divisor=5)
     torch.testing.assert_close(found, wanted / 5, rtol=1e-3, atol=1e-6)
-    refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "whose each row is", error=WsiFlError)
+    refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "needs the patient of each row", error=WsiFlError)
 
 
 def test_rows_go_through_in_chunks_and_nothing_changes():
@@ -90,7 +88,7 @@ def test_rows_go_through_in_chunks_and_nothing_changes():
 
     def sums(chunk):
         loss, weigh = partial(functional.cross_entropy, target=y), lambda n: (0.1 / n).clamp(max=1)
-        ends = _summed_by_unit(net(), x, patient, loss, weigh, chunk=chunk)
+        ends = _sum_unit_gradients(net(), x, patient, loss, weigh, chunk=chunk)
         return torch.cat([g.flatten() for g in ends[0]]), ends[1]
 
     (whole, loss), (parts, same) = sums(64), sums(2)
@@ -113,11 +111,11 @@ def test_a_patient_moves_the_model_by_at_most_C_over_B_however_many_rows(n_rows)
 def test_patients_enter_whole_independently_and_at_their_rate():
     """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever it has."""
     nobodys = np.array(["a", "", ""])
-    refused(lambda: whole_patients(nobodys, 4, "S7"), "S7", "2 training rows have no patient")
+    refused(lambda: patient_units(nobodys, 4, "S7"), "S7", "2 training rows have no patient")
     names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
-    units = whole_patients(np.array(names), None, "S")
-    sampler = CipherStream.seeded(0)
-    drawn = [units.rows(chosen, sampler) for chosen in planned(units.n, 5, 800).batches(sampler)]
+    units = patient_units(np.array(names), None, "S")
+    sampler = CipherStream.from_seed(0)
+    drawn = [units.draw_rows(chosen, sampler) for chosen in planned(units.n, 5, 800).draw_batches(sampler)]
     assert len(drawn) == 800 * 5
     counts = np.zeros((len(drawn), units.n))
     for at, rows in enumerate(drawn):
@@ -131,9 +129,9 @@ def test_patients_enter_whole_independently_and_at_their_rate():
 
 
 def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
-    units = whole_patients(np.array(["a"] * 50 + ["b"] * 3), 8, "S")
-    sampler = CipherStream.seeded(0)
-    drawn = [units.rows(np.array([0, 1]), sampler) for _ in range(200)]
+    units = patient_units(np.array(["a"] * 50 + ["b"] * 3), 8, "S")
+    sampler = CipherStream.from_seed(0)
+    drawn = [units.draw_rows(np.array([0, 1]), sampler) for _ in range(200)]
     assert all(len(set(rows.tolist())) == 11 for rows in drawn)
     assert all(set(rows[8:].tolist()) == {50, 51, 52} for rows in drawn)
     times = np.bincount(np.concatenate([rows[:8] for rows in drawn]), minlength=50)
@@ -143,12 +141,12 @@ def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
 @pytest.mark.parametrize("seed", range(3))
 def test_coins_change_neither_rate_nor_number_of_steps(seed):
     coins = np.random.default_rng(seed).random(9) < 0.5
-    for units in (rows_alone(20), whole_patients(np.array(["a", "b"] * 10), 3, "S")):
-        planted = units.with_canaries(coins)
+    for units in (row_units(20), patient_units(np.array(["a", "b"] * 10), 3, "S")):
+        planted = units.add_canaries(coins)
         assert planted.n == units.n + 9
-        rows = planted.rows(np.arange(planted.n), CipherStream.fresh())
+        rows = planted.draw_rows(np.arange(planted.n), CipherStream.from_entropy())
         assert sorted(r for r in rows.tolist() if r >= 20) == list(range(20, 20 + coins.sum()))
-        drawn = list(planned(planted.n, 4).batches(CipherStream.fresh()))
+        drawn = list(planned(planted.n, 4).draw_batches(CipherStream.from_entropy()))
         assert len(drawn) == -(-planted.n // 4)
 
 
@@ -181,7 +179,7 @@ def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
         opacus = RDPAccountant()
         opacus.history = [(1.4, 1 / steps, 3 * steps)]
         assert row["epsilon"] == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-9)
-        lines = map(json.loads, study.ledger(row["site"]).read_text().splitlines())
+        lines = map(json.loads, study.ledger_path(row["site"]).read_text().splitlines())
         spent = [line for line in lines if line.get("mechanism")]
         assert [line["unit"] for line in spent] == ["patient"] * 3
         assert spent[0]["mechanism"]["sample_rate"] == 1 / steps
@@ -189,7 +187,7 @@ def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
         by_hand = hand_written_epsilon(1.4, 1 / steps, 3 * steps, 1e-5)
         assert whole == pytest.approx(by_hand, rel=1e-9)
         assert row["epsilon"] <= by_hand * (1 + 1e-9)
-    page = report(study, summary["run"]).read_text()
+    page = write_report(study, summary["run"]).read_text()
     assert "one patient" in page and "largest patient" not in page
 
 
@@ -206,7 +204,7 @@ def test_a_dry_run_and_a_target_count_patients(trained):
 
 def test_patients_of_two_sites_with_one_name_are_two(pair):
     for site in ("S0", "S1"):
-        with edited(pair.store(site)) as file:
+        with edited(pair.store_path(site)) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
     rows = dry_run(pair, method="joint", overrides=[PATIENT])["sites"]
     assert [row["n_units"] for row in rows] == [6, 6]
@@ -216,21 +214,21 @@ def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(pair):
     settings = [PATIENT, "train.rounds=3", "train.batch_size=2", "audit.canaries=12", "privacy.max_rows=4"]
     with interrupted_after(4):
         train(pair, method="proxyfl", overrides=settings, backend="local")
-    planted = {file: file.read_text() for file in pair.runs.glob("0*/sites/*/canaries.json")}
+    planted = {file: file.read_text() for file in pair.runs_path.glob("0*/sites/*/canaries.json")}
     assert len(planted) == 2
-    summary = resume(pair, "1", backend="local")
+    summary = resume_run(pair, "1", backend="local")
     assert planted == {file: file.read_text() for file in planted}
     for row in summary["sites"]:
         assert (row["n_units"], row["canaries"], row["rounds"]) == (15, 12, 3)
-        assert row["epsilon"] == pytest.approx(epsilon([plan(15, 2, 3, 1.4, 0.7)], 1e-5))
+        assert row["epsilon"] == pytest.approx(epsilon([plan_mechanism(15, 2, 3, 1.4, 0.7)], 1e-5))
 
 
 def test_units_do_not_add_up(tmp_path):
     def account(unit, **terms):
-        known = {"site": "C1", "run": f"run {unit}", "terms": Terms(1e-5, unit=unit, **terms)}
+        known = {"site": "C1", "run": f"run {unit}", "terms": PrivacyTerms(1e-5, unit=unit, **terms)}
         return PrivacyLedger(tmp_path / "C1.jsonl", **known)
 
-    one, real = plan(100, 10, 1, 1.4, 1.0), {"max_epsilon": 5.0, "lifetime": True}
+    one, real = plan_mechanism(100, 10, 1, 1.4, 1.0), {"max_epsilon": 5.0, "lifetime": True}
     account("row").record(1, one)
     simulated = account("patient", max_epsilon=5.0)
     simulated.record(1, one)
@@ -241,9 +239,9 @@ def test_units_do_not_add_up(tmp_path):
 
 
 def test_a_group_of_one_costs_what_a_row_costs():
-    for mechanism in (plan(600, 32, 20, 1.0, 1.0), Mechanism(2.0, 1.0, 1.0, 30)):
+    for mechanism in (plan_mechanism(600, 32, 20, 1.0, 1.0), Mechanism(2.0, 1.0, 1.0, 30)):
         own = epsilon([mechanism], 1e-5)
-        assert own <= _by_mixture([mechanism], 1e-5, 1) <= 1.1 * own  # by Rényi divergences, never less
+        assert own <= _mixture_epsilon([mechanism], 1e-5, 1) <= 1.1 * own  # by Rényi divergences, never less
         assert group_epsilon([mechanism], 1e-5, 1) == own
 
 
@@ -251,16 +249,14 @@ def test_of_full_batches_a_group_is_a_longer_vector():
     """Without sampling k rows move the sum by k·C: the Gaussian mechanism with σ / k."""
     group, longer = [Mechanism(8.0, 1.0, 1.0, 5)], [Mechanism(2.0, 1.0, 1.0, 5)]
     assert group_epsilon(group, 1e-5, 4) == epsilon(longer, 1e-5)
-    assert epsilon(longer, 1e-5) <= _by_mixture(group, 1e-5, 4) <= 1.1 * epsilon(longer, 1e-5)
+    assert epsilon(longer, 1e-5) <= _mixture_epsilon(group, 1e-5, 4) <= 1.1 * epsilon(longer, 1e-5)
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    st.floats(0.8, 5.0), st.floats(0.01, 0.6), st.integers(2, 6), st.floats(1e-6, 1e-3), st.integers(0, 99)
-)
+@given(st.floats(0.8, 5.0), st.floats(0.01, 0.6), st.integers(2, 6), st.floats(1e-6, 1e-3), st.integers(0, 99))
 def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, seed):
     """One step on a grid in the plane: the exact hockey-stick divergence of k vectors stays below δ at the bound."""
-    bound = _by_mixture([Mechanism(sigma, 1.0, rate, 1)], delta, k)
+    bound = _mixture_epsilon([Mechanism(sigma, 1.0, rate, 1)], delta, k)
     rng = np.random.default_rng(seed)
     angles = rng.uniform(0, 2 * np.pi * rng.choice([0, 0.1, 1]), k)
     vectors = np.stack([np.cos(angles), np.sin(angles)], 1)
@@ -278,9 +274,9 @@ def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, s
 
 @pytest.mark.slow
 def test_groups_cost_more_the_larger_and_what_says_nothing_is_none_and_said_at_once(monkeypatch):
-    mechanism = plan(2338, 32, 30, 1.4, 0.7)
+    mechanism = plan_mechanism(2338, 32, 30, 1.4, 0.7)
     values = [group_epsilon([mechanism], 1e-5, k) for k in (1, 2, 5, 20, 60)]
-    assert values == sorted(values) and values[1] < _by_textbook([mechanism], 1e-5, 2) < inf
+    assert values == sorted(values) and values[1] < _textbook_epsilon([mechanism], 1e-5, 2) < inf
     assert group_epsilon([Mechanism(0.0, 1.0, 0.1, 3)], 1e-5, 2) is None
     refused(lambda: group_epsilon([mechanism], 1e-5, 0), "at least one row")
     asked, original = [], accounting._group_divergences
@@ -291,7 +287,7 @@ def test_groups_cost_more_the_larger_and_what_says_nothing_is_none_and_said_at_o
 def test_textbook_bound_keeps_delta():
     """At half and at twice the size of a step of the search: k·ε(δ') with δ' grown to no more than δ."""
     mechanism, delta, k = Mechanism(4.0, 1.0, 0.05, 50), 1e-4, 3
-    value = _by_textbook([mechanism], delta, k)
+    value = _textbook_epsilon([mechanism], delta, k)
     steps = (delta * 10 ** (-power / 4) for power in range(200))
     smaller = next(one for one in steps if value == pytest.approx(k * epsilon([mechanism], one)))
     e = value / k
@@ -306,10 +302,10 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path):
     (row,) = summary["sites"]
     found = row["group"]
     assert found["rows"] == 12 and found["delta"] == row["delta"]
-    assert found["epsilon"] == group_epsilon([plan(36, 8, 3, 3.0, 0.7)], 1e-5, 12) > row["epsilon"]
+    assert found["epsilon"] == group_epsilon([plan_mechanism(36, 8, 3, 3.0, 0.7)], 1e-5, 12) > row["epsilon"]
     kept = json.loads((study.root / summary["run"] / "sites" / "S0" / "ledger.json").read_text())
     assert kept["group"] == found
-    assert "the 12 rows of its largest patient" in report(study, summary["run"]).read_text()
+    assert "the 12 rows of its largest patient" in write_report(study, summary["run"]).read_text()
     plans = {"n": 36, "batch_size": 8, "epochs": 3, "delta": 1e-5, "sigma": 3.0, "target_epsilon": None}
-    assert privacy(**plans, group=12)["group"] == {"rows": 12, "epsilon": pytest.approx(found["epsilon"])}
-    assert privacy(**plans)["group"] is None
+    assert compute_privacy(**plans, group=12)["group"] == {"rows": 12, "epsilon": pytest.approx(found["epsilon"])}
+    assert compute_privacy(**plans)["group"] is None

@@ -8,8 +8,8 @@ from conftest import nightly
 from PIL import Image
 
 from wsi_fl.cli.main import app
-from wsi_fl.models import BAG_BUILDERS, BUILDERS, VECTOR_BUILDERS
-from wsi_fl.study.folder import Study, shipped
+from wsi_fl.models import BAG_BUILDERS, IMAGE_BUILDERS, VECTOR_BUILDERS
+from wsi_fl.study.folder import Study, find_shipped_folder
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def study(tmp_path):
 
 def first_line(name):
     """The options of `partition DATA` and of `train` in the command that begins the pipeline."""
-    line = (shipped("pipelines") / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0]
+    line = (find_shipped_folder("pipelines") / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0]
     divide, train = (shlex.split(command) for command in line.removeprefix("# ").split("&&"))
     assert (divide[:2], train[:2]) == (["wsi-fl", "partition"], ["wsi-fl", "train"])
     return [dict(zip(words[::2], words[1::2], strict=True)) for words in (divide[3:], train[2:])]
@@ -65,16 +65,16 @@ def test_the_first_line_does_the_study_at_a_smaller_scale(study, monkeypatch, na
     if name == "kvasir":  # what its comment recommends for two cores
         small += ["--set", "model.private=gn_cnn", "--set", "model.proxy=gn_cnn_small"]
     app(["train", "--backend", "local", *flat(trained), *small], standalone_mode=False)
-    (run,) = (folder for folder in study.runs.glob("*") if folder.is_dir())
+    (run,) = (folder for folder in study.runs_path.glob("*") if folder.is_dir())
     assert run.name.endswith(f"proxyfl-{name}")
     assert len(list(run.glob("sites/*/private.safetensors"))) == 2
 
 
-@pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_pipeline_names_models_that_exist(study, path):
-    pipeline = study.pipeline(path.stem)
+    pipeline = study.load_pipeline(path.stem)
     of_slides = VECTOR_BUILDERS if pipeline.train.example == "patient" else BAG_BUILDERS
-    known = {"patches": BUILDERS, "features": VECTOR_BUILDERS, "mosaics": of_slides}[pipeline.train.data]
+    known = {"patches": IMAGE_BUILDERS, "features": VECTOR_BUILDERS, "mosaics": of_slides}[pipeline.train.data]
     named = {name for name in (pipeline.model.private, pipeline.model.proxy) if not name.startswith("timm:")}
     assert named <= set(known)
 
@@ -93,4 +93,4 @@ def test_every_shipped_pipeline_names_models_that_exist(study, path):
 )
 def test_patients_are_protected_where_slides_or_patients_are_asked_about(study, overrides, unit):
     (study.root / "pipelines/mine.toml").write_text("[train]\nrounds = 1\n", encoding="utf-8")
-    assert study.pipeline("mine", overrides).privacy.unit == unit
+    assert study.load_pipeline("mine", overrides).privacy.unit == unit

@@ -13,13 +13,13 @@ from test_oneshot import HEADS, make_hospitals
 from trained import trained
 
 import wsi_fl
-from wsi_fl.models import build
-from wsi_fl.models.exporting import Reduced, fit_to_leave, write_onnx, write_torchscript
+from wsi_fl.models import create_model
+from wsi_fl.models.exporting import DownsamplingModel, strip_local_statistics, write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.release import release_statistics
 from wsi_fl.types import Bags, Images, Vectors
 
 HERE = [str(Path(of.__file__).parents[1]) for of in (wsi_fl, torch, np)]
@@ -63,11 +63,14 @@ def test_a_model_file_holds_no_trace_of_where_it_was_made(tmp_path, of, write):
         pytest.importorskip("onnxscript")
     name, shape = CASES.get(of, CASES["vectors"])
     if of == "shared":
-        model = fit_to_leave(SharedHead(2, 8))
+        model = strip_local_statistics(SharedHead(2, 8))
     elif of == "reduced":
-        model, shape = Reduced(build("lenet5", n_classes=2, shape=Images(3, 16), seed=0), 16), Images(3, 32)
+        model, shape = (
+            DownsamplingModel(create_model("lenet5", n_classes=2, shape=Images(3, 16), seed=0), 16),
+            Images(3, 32),
+        )
     else:
-        model = build(name, n_classes=2, shape=shape, seed=0)
+        model = create_model(name, n_classes=2, shape=shape, seed=0)
     model = model.eval().requires_grad_(False)
     assert write(tmp_path / "model", model, shape) < 1e-5  # it is read back, and says the same
     assert_says_no_place(tmp_path)
@@ -77,7 +80,7 @@ def test_a_model_file_holds_no_trace_of_where_it_was_made(tmp_path, of, write):
 def test_a_model_of_bags_neither(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript")
-    model = build("deepset_attention", n_classes=2, shape=Bags(8), seed=0).eval().requires_grad_(False)
+    model = create_model("deepset_attention", n_classes=2, shape=Bags(8), seed=0).eval().requires_grad_(False)
     write_onnx(tmp_path / "model.onnx", model, Bags(8), {"input": "features"})
     assert_says_no_place(tmp_path)
 
@@ -90,13 +93,13 @@ def test_an_exported_model_and_its_card_neither(tmp_path):
     for form in ("wsinfer", "onnx"):
         if form == "onnx":
             pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-        document = export_model(study, run, called="proxy", form=form, out=tmp_path / form)
+        document = export_model(study, run, model_name="proxy", form=form, out=tmp_path / form)
         assert document["files"]
         assert_says_no_place(tmp_path / form, study.root)
-    assert RunFolder(study.run(run)).name in (tmp_path / form / "MODEL_CARD.md").read_text()
+    assert RunFolder(study.find_run(run)).name in (tmp_path / form / "MODEL_CARD.md").read_text()
 
 
 def test_a_letter_neither(tmp_path):
     study = make_hospitals(tmp_path / "study")
-    release(study, site="S0", overrides=[*HEADS, "privacy.sigma=2.0"])
+    release_statistics(study, site="S0", overrides=[*HEADS, "privacy.sigma=2.0"])
     assert_says_no_place(study.root / "statistics", study.root)

@@ -51,9 +51,7 @@ def outlined(cells, group="metastases", shift=0.0):
     body = ""
     for c, r in sorted(cells):
         corners = enumerate([(c, r), (c + 1, r), (c + 1, r + 1), (c, r + 1)])
-        points = [
-            f'<Coordinate Order="{k}" X="{x * CELL + shift}" Y="{y * CELL}" />' for k, (x, y) in corners
-        ]
+        points = [f'<Coordinate Order="{k}" X="{x * CELL + shift}" Y="{y * CELL}" />' for k, (x, y) in corners]
         body += f'<Annotation PartOfGroup="{group}"><Coordinates>{"".join(points)}</Coordinates></Annotation>'
     return body
 
@@ -149,7 +147,7 @@ def test_slides_that_cannot_be_planned_say_why_with_their_numbers(record, drawn,
 @pytest.mark.parametrize(("threads", "batch", "at_once"), [(1, 7, 1000), (3, 1, 3)])
 def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch, at_once):
     monkeypatch.setattr(reading, "_BATCH", batch)
-    monkeypatch.setattr(reading, "_AT_ONCE", at_once)
+    monkeypatch.setattr(reading, "_PLAN_PATCHES", at_once)
     xy = plan_slide(record, SPEC).xy_l0
     batches = list(read_patches(record, xy, SPEC, threads=threads))
     sizes = [len(pixels) for _, pixels in batches]
@@ -172,9 +170,7 @@ def test_the_overview_shows_chosen_patches_in_the_colour_of_their_label(record):
     np.testing.assert_array_equal(page, shown(np.flatnonzero(chosen)))
     zoom = 1024 / max(plan.tissue.shape) / plan.downsample
     for k, corner in enumerate(plan.xy_l0):
-        x, y = ((corner + CELL / 2) * zoom + np.array([0, 46])).astype(
-            int
-        )  # below the heading of a wide slide
+        x, y = ((corner + CELL / 2) * zoom + np.array([0, 46])).astype(int)  # below the heading of a wide slide
         change = (page - bare)[y - 5 : y + 5, x - 5 : x + 5].mean((0, 1))
         if not chosen[k]:
             assert np.abs(change).max() < 1

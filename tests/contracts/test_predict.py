@@ -18,14 +18,14 @@ from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
-from wsi_fl.slides.pictures.heatmap import Heat, leading, patch_boxes, score, write_geojson
+from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predict import colors_of, predict, write_patches
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.answers.predict import choose_colors, predict, write_patch_table
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.work.console import Silent
+from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import CLASSES, GridSpec, UsageError, WsiFlError
@@ -45,8 +45,8 @@ TRAINING = [
 def trained_on(archive, root):
     """A study with a run; it is made once for all tests of predictions, to be read alone."""
     study = Study(root)
-    init(study.root, archive=archive)
-    tile(study, site=None, overrides=SETTINGS)
+    init_study(study.root, archive=archive)
+    tile_slides(study, site=None, overrides=SETTINGS)
     return study, train(study, method="regular", overrides=TRAINING, backend="local")["run"]
 
 
@@ -79,7 +79,7 @@ def rows_of(path):
 
 def heat(probabilities, boxes, classes=CLASSES, threshold=0.5):
     p = np.asarray(probabilities, float)
-    return Heat(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
+    return PatchPredictions(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
 
 
 def random_heat(seed, spec, slide_mpp, size_l0=(1500, 1130)):
@@ -139,7 +139,7 @@ def test_progress_never_goes_back(trained, tmp_path):
     study, run, slides = trained
     shares: list[float] = []
 
-    class Seen(Silent):
+    class Seen(SilentProgress):
         def update(self, part, done, total, note=""):
             shares.append(done / total)
 
@@ -160,9 +160,7 @@ def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(tra
     assert row["patches"] == predicted["slides"][0]["patches"]
 
 
-def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_counts(
-    copied, predicted, trained
-):
+def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_counts(copied, predicted, trained):
     study, run, slides = copied
     shutil.rmtree(study.root / "stores")
     shutil.rmtree(study.root / run / "sites" / "C2")
@@ -189,20 +187,20 @@ def test_regions_are_the_exact_union_of_patches_above_the_threshold(seed, spec):
     polygons = [region.polygon for region in found.regions]
     assert all(p.is_valid and p.geom_type == "Polygon" and p.exterior.is_ccw for p in polygons)
     assert all(not hole.is_ccw for p in polygons for hole in p.interiors)
-    boxes = found.boxes_l0[found.above]
+    boxes = found.boxes_l0[found.is_above]
     wanted = shapely.union_all(shapely.box(*boxes.T))
     assert shapely.equals(shapely.union_all(polygons), wanted)
     assert sum(p.area for p in polygons) == wanted.area
     if spec.stride_px == spec.size_px:
         assert wanted.area == shapely.area(shapely.box(*boxes.T)).sum()  # neighbours touch and never overlap
-        assert sum(region.n_patches for region in found.regions) == found.above.sum()
+        assert sum(region.n_patches for region in found.regions) == found.is_above.sum()
         assert not any(shapely.area(shapely.Polygon(h)) < 100 for p in polygons for h in p.interiors)
 
 
 def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
     found = random_heat(1, GridSpec(96, 0.5, 96), 0.5)
     path = tmp_path / "tumor.geojson"
-    write_geojson(path, found, colors_of(CLASSES), "run/C1/slide")
+    write_geojson(path, found, choose_colors(CLASSES), "run/C1/slide")
     document = json.loads(path.read_text())
     assert document["type"] == "FeatureCollection" and set(document) == {"type", "features"}
     kinds = {"annotation": [], "tile": []}
@@ -224,21 +222,21 @@ def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
         assert set(properties) == known and properties["isLocked"] is False
         assert properties["classification"] == {"name": "Tumor", "color": [200, 0, 0]}
         assert properties["measurements"]["Patches"] == region.n_patches
-        assert properties["measurements"]["Tumor probability max"] == pytest.approx(region.highest, abs=1e-6)
+        assert properties["measurements"]["Tumor probability max"] == pytest.approx(region.max_probability, abs=1e-6)
     names = [feature["properties"]["classification"]["name"] for feature in tiles]
-    assert names == ["Tumor" if above else "Healthy" for above in found.above]
+    assert names == ["Tumor" if above else "Healthy" for above in found.is_above]
 
 
 def test_of_three_classes_each_has_regions_and_scores_of_its_own():
     p = [[0.8, 0.1, 0.1], [0.1, 0.7, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]
     boxes = [[k * 10, 0, k * 10 + 10, 10] for k in range(4)]
     found = heat(p, boxes, ("a", "b", "c"))
-    assert [(found.classes[r.kind], r.polygon.area) for r in found.regions] == [("b", 200), ("a", 100)]
-    assert leading(found) == 1
-    assert score(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
-    assert score(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
+    assert [(found.classes[r.class_index], r.polygon.area) for r in found.regions] == [("b", 200), ("a", 100)]
+    assert find_leading_class(found) == 1
+    assert score_class(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
+    assert score_class(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
     titles = [
-        f["properties"]["classification"]["name"] for f in heatmap._features(found, colors_of("abc"), "x")
+        f["properties"]["classification"]["name"] for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
     ]
     assert titles == ["B", "A", "A", "B", "B", "C"]
 
@@ -302,7 +300,7 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     edit(site_file(study, "C3"), 'name = "C1"', 'name = "C3"')
     refuses("took no part", "C1, C2", site="C3", error=UsageError)
     refuses("two slides are called", slides=[slides[0], tmp_path / slides[0].name], error=UsageError)
-    RunFolder(study.root / run).note_loss("C2", "killed")
+    RunFolder(study.root / run).record_dropout("C2", "killed")
     refuses("was lost in round 2", site="C2")
     folder = study.root / run / "sites" / "C1"
     (folder / "private.safetensors").rename(tmp_path / "kept")
@@ -316,7 +314,7 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
 def test_a_table_of_patches_has_all_digits_of_what_is_said(tmp_path):
     """A model that is sure of a class says numbers that six decimals would make one."""
     said = {"p_tumor": np.array([1e-9, 2e-9, 1 - 1e-9, 1.0, 1 / 3]), "burden": np.arange(5) / 7 * 1e9}
-    write_patches(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
+    write_patch_table(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
     rows = list(csv.DictReader((tmp_path / "patches.csv").open()))
     for name, values in said.items():
         assert [float(row[name]) for row in rows] == values.tolist()

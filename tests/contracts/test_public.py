@@ -9,7 +9,7 @@ from conftest import make_study, refused
 from test_oneshot import make_hospitals
 
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.prepare.directions import directions
+from wsi_fl.stages.prepare.directions import build_projection
 from wsi_fl.stages.site.public import require_public, require_published
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
@@ -23,33 +23,33 @@ def study(tmp_path):
 
 
 def renamed_copy(study, tmp_path):
-    return shutil.copy(study.features("S0"), tmp_path / "public.h5")
+    return shutil.copy(study.features_path("S0"), tmp_path / "public.h5")
 
 
 def link_from_elsewhere(study, tmp_path):
-    (tmp_path / "public.h5").symlink_to(study.features("S0"))
+    (tmp_path / "public.h5").symlink_to(study.features_path("S0"))
     return tmp_path / "public.h5"
 
 
 def of_another_study(study, tmp_path):
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     edit(site_file(study, "S0"), "real = true", "real = false")
-    return other.features("S0")
+    return other.features_path("S0")
 
 
 def of_a_site_whose_file_is_damaged(study, tmp_path):
     site_file(study, "S1").write_text("name =")
-    return study.features("S1")
+    return study.features_path("S1")
 
 
 def of_an_unknown_site(study, tmp_path):
-    moved = shutil.copy(study.features("S1"), tmp_path / "public.h5")
+    moved = shutil.copy(study.features_path("S1"), tmp_path / "public.h5")
     site_file(study, "S1").unlink()
     return moved
 
 
 SOURCES = [
-    lambda study, _: study.features("S0"),
+    lambda study, _: study.features_path("S0"),
     renamed_copy,
     link_from_elsewhere,
     of_another_study,
@@ -61,13 +61,13 @@ SOURCES = [
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_store_of_a_hospitals_patients_is_public_only_when_somebody_says_so(study, tmp_path, source):
     path = source(study, tmp_path)
-    refused(lambda: require_public(study, path), str(path), "give public tissue, or say --public")
-    refused(lambda: directions(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
+    refused(lambda: require_public(study, path), str(path), "give public reference slides, or --public")
+    refused(lambda: build_projection(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
     assert not (tmp_path / "d.safetensors").exists()
 
 
 def test_a_simulated_sites_store_is_public(study):
-    require_public(study, study.features("S1"))
+    require_public(study, study.features_path("S1"))
 
 
 def test_slides_that_a_real_site_names_are_its_own_under_any_name(study, tmp_path):
@@ -110,7 +110,7 @@ def run_of(study):
     """A folder of a run of a method, in which S0 and S1 have models."""
 
     def made(method, enabled=True):
-        run = study.runs / f"00001-{method}"
+        run = study.runs_path / f"00001-{method}"
         for site in ("S0", "S1"):
             (run / "sites" / site).mkdir(parents=True)
             for role in ("private", "proxy"):
@@ -148,9 +148,6 @@ def test_training_starts_from_a_real_sites_model_only_where_it_travelled_with_pr
 
 def test_a_run_refuses_such_weights_before_it_begins(run_of, tmp_path):
     path = run_of("proxyfl") / "S0" / "private.safetensors"
-    study, sets = (
-        make_study(tmp_path / "patches", 2),
-        [f"model.weights={path}", "model.private=timm:resnet10t"],
-    )
+    study, sets = (make_study(tmp_path / "patches", 2), [f"model.weights={path}", "model.private=timm:resnet10t"])
     refused(lambda: train(study, method="regular", overrides=sets), "model.weights", "real site S0")
-    assert not list(study.runs.glob("*"))
+    assert not list(study.runs_path.glob("*"))

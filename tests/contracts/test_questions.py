@@ -17,23 +17,23 @@ from scipy.stats import binomtest
 from sklearn.metrics import r2_score
 from trained import answers
 
-from wsi_fl.learning.counts import FEWEST
-from wsi_fl.learning.survival import kaplan_meier, risk
-from wsi_fl.learning.tasks import CLASSES, Number, Survival, intervals, mutual
+from wsi_fl.learning.counts import MIN_EXAMPLES
+from wsi_fl.learning.survival import compute_risk, kaplan_meier
+from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.clinical import clinical
-from wsi_fl.stages.answers.compare import compare
-from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
+from wsi_fl.stages.answers.clinical import describe_clinically
+from wsi_fl.stages.answers.compare import compare_methods
+from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.targets import task_of
+from wsi_fl.stages.site.targets import build_task
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Target
+from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.types import BagTable, GridSpec
 
 sksurv = pytest.importorskip("sksurv.metrics", reason="without the extra `survival`")
@@ -59,7 +59,7 @@ LONG = [*SURVIVAL, OPEN, "train.rounds=12"]
 
 
 def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient_reached():
-    task, x = Survival(ENDS), torch.tensor([[0.3, -1.0, 0.5]], dtype=torch.float64)
+    task, x = SurvivalTask(ENDS), torch.tensor([[0.3, -1.0, 0.5]], dtype=torch.float64)
     h = x.sigmoid()[0]
     by_hand = {
         (0.5, 1.0): -h[0].log(),
@@ -72,9 +72,9 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
         (3.5, 0.0): -((1 - h).log().sum()),
     }
     for truth, wanted in by_hand.items():
-        (found,) = task.losses(x, torch.tensor([truth]))
+        (found,) = task.compute_losses(x, torch.tensor([truth]))
         assert float(found) == pytest.approx(float(wanted), abs=1e-9), truth
-    np.testing.assert_allclose(task.said(x)[0], np.cumprod(1 - h.numpy()))
+    np.testing.assert_allclose(task.predict(x)[0], np.cumprod(1 - h.numpy()))
 
 
 def test_curves_are_kaplan_meier_estimates():
@@ -84,7 +84,7 @@ def test_curves_are_kaplan_meier_estimates():
     assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
 
 
-@pytest.mark.parametrize("task", [CLASSES, Number(0.0, 50.0), Survival(ENDS)], ids=lambda t: t.kind)
+@pytest.mark.parametrize("task", [CLASSES, NumberTask(0.0, 50.0), SurvivalTask(ENDS)], ids=lambda t: t.kind)
 def test_every_loss_is_of_its_example_alone_and_divergence_vanishes_between_equals(task):
     torch.manual_seed(0)
     x, other = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
@@ -93,23 +93,23 @@ def test_every_loss_is_of_its_example_alone_and_divergence_vanishes_between_equa
         "number": torch.tensor([3.0, 50.0, 0.0, 7.5, 20.0]),
         "survival": torch.tensor([[0.5, 1], [3, 0], [9, 0], [2, 1], [1, 1]]),
     }[task.kind]
-    together = task.losses(x, truth)
-    alone = torch.cat([task.losses(x[k : k + 1], truth[k : k + 1]) for k in range(5)])
+    together = task.compute_losses(x, truth)
+    alone = torch.cat([task.compute_losses(x[k : k + 1], truth[k : k + 1]) for k in range(5)])
     torch.testing.assert_close(together, alone)
-    assert float(task.divergence(x, x)) == pytest.approx(0, abs=1e-12)
-    assert float(task.divergence(x, other)) > 0
-    half = mutual(x, truth, other, 0.5, task=task)
-    torch.testing.assert_close(half, (together.mean() + task.divergence(x, other)) / 2)
-    assert np.isfinite(task.guess(3)).all() and len(task.guess(3)) == 3
+    assert float(task.compute_divergence(x, x)) == pytest.approx(0, abs=1e-12)
+    assert float(task.compute_divergence(x, other)) > 0
+    half = mutual_loss(x, truth, other, 0.5, task=task)
+    torch.testing.assert_close(half, (together.mean() + task.compute_divergence(x, other)) / 2)
+    assert np.isfinite(task.baseline_prediction(3)).all() and len(task.baseline_prediction(3)) == 3
 
 
 def test_a_number_stays_within_the_range_that_was_agreed_on():
-    task = Number(10.0, 30.0)
-    assert task.said(torch.tensor([[-9.0], [0.0], [0.5], [9.0]])).flatten().tolist() == [10, 20, 25, 30]
-    assert float(task.losses(torch.tensor([[0.5]]), torch.tensor([25.0]))) == 0
-    exact = task.scored(np.array([[10.0], [20.0]]), np.array([10.0, 20.0]))
+    task = NumberTask(10.0, 30.0)
+    assert task.predict(torch.tensor([[-9.0], [0.0], [0.5], [9.0]])).flatten().tolist() == [10, 20, 25, 30]
+    assert float(task.compute_losses(torch.tensor([[0.5]]), torch.tensor([25.0]))) == 0
+    exact = task.compute_scores(np.array([[10.0], [20.0]]), np.array([10.0, 20.0]))
     assert exact == {"r2": 1.0, "mae": 0.0, "rmse": 0.0}
-    assert task.scored(np.array([[10.0]]), np.array([12.0]))["r2"] is None
+    assert task.compute_scores(np.array([[10.0]]), np.array([12.0]))["r2"] is None
 
 
 def concordance(risk, truth):
@@ -141,16 +141,16 @@ def test_scores_and_intervals_of_survival_are_scikit_survivals(seed):
     truth = np.stack([rng.integers(1, 8, n) / 2, rng.random(n) < rng.random()], 1).astype(float)
     said = np.cumprod(rng.integers(1, 5, (n, len(ENDS))) / 5, axis=1)
     patient = rng.integers(0, 8, n).astype(str)
-    task = Survival(ENDS)
+    task = SurvivalTask(ENDS)
 
     def slowly(rows):
         return {
-            "concordance": concordance(risk(said, ENDS)[rows], truth[rows]),
+            "concordance": concordance(compute_risk(said, ENDS)[rows], truth[rows]),
             "integrated_brier": integrated_brier(said[rows], truth[rows], ENDS),
         }
 
-    assert near(task.scored(said, truth), slowly(np.arange(n)))
-    found = intervals(said, truth, patient, task, repeats=12)
+    assert near(task.compute_scores(said, truth), slowly(np.arange(n)))
+    found = score_intervals(said, truth, patient, task, repeats=12)
 
     def exact(name, value):
         pairs = len(set(patient)) // (2 if name == "concordance" else 1)
@@ -170,12 +170,12 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
         p, t = said[rows, 0], truth[rows].astype(float)
         return {"r2": r2_score(t, p), "mae": np.abs(p - t).mean(), "rmse": np.sqrt(((p - t) ** 2).mean())}
 
-    task = Number(0, 10)
-    assert near(task.scored(said, truth), slowly(np.arange(60)))
-    found = intervals(said, truth, patient, task, repeats=20)
+    task = NumberTask(0, 10)
+    assert near(task.compute_scores(said, truth), slowly(np.arange(60)))
+    found = score_intervals(said, truth, patient, task, repeats=20)
     assert near(found, slow_intervals(slowly, patient, repeats=20))
     constant = np.full(60, 0.1, np.float32)
-    assert intervals(said, constant, patient, task, repeats=20)["r2"] is None
+    assert score_intervals(said, constant, patient, task, repeats=20)["r2"] is None
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
     ],
 )
 def test_what_is_no_question_is_refused(target, said):
-    refused(lambda: task_of(Target(**target)), said)
+    refused(lambda: build_task(TargetSettings(**target)), said)
 
 
 def write_site(study, site, seed):
@@ -206,7 +206,7 @@ def write_site(study, site, seed):
             bags.append(Bag(features, np.zeros((m, 2), np.int64)))
             who.append((f"{site}_{k}_{s}", f"P{k}", "test" if k % 3 == 0 else "train"))
     table = BagTable(np.zeros(2 * N, np.int64), np.full(2 * N, ""), *np.array(who).T)
-    path = study.mosaic(site)
+    path = study.mosaic_path(site)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bags(path, BagMeta(site, ("healthy", "tumor"), "e", GridSpec(64, 1.0, 64)), table, bags)
     time = rng.exponential(40 * np.exp(-4 * burden))
@@ -263,7 +263,7 @@ def survived(tmp_path_factory):
 
 
 def opened(study, *overrides):
-    return open_data(study, "S0", study.pipeline("q", list(overrides)))
+    return open_data(study, "S0", study.load_pipeline("q", list(overrides)))
 
 
 def edit(study, **changes):
@@ -277,12 +277,12 @@ def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
     with opened(study, *NUMBER) as slides, opened(study, *NUMBER, 'target.per="patient"') as patients:
         assert (len(slides.table), len(patients.table)) == (2 * N, N)
         assert patients.table.slide.tolist() == patients.table.patient.tolist()
-        one = patients.examples("train")
+        one = patients.load_examples("train")
         whole = one.read(np.array([0]))[0]
         rows = np.flatnonzero(slides.store.table.patient == one.patient[0])
-        bags = np.concatenate([slides.store.bag(int(row)).features for row in rows])
+        bags = np.concatenate([slides.store.read_bag(int(row)).features for row in rows])
         np.testing.assert_array_equal(whole[:, :-1], bags)
-        assert whole[:, -1].all() and one.task == Number(0, 1) and one.label.dtype == np.float64
+        assert whole[:, -1].all() and one.task == NumberTask(0, 1) and one.label.dtype == np.float64
     with opened(study, *SURVIVAL) as survival:
         assert len(survival.table) == N and survival.table.label.shape == (N, 2)
 
@@ -294,13 +294,13 @@ def test_survival_is_learned_measured_and_drawn(survived):
     for row in document["sites"]:
         low, high = row["intervals"]["concordance"]
         assert low <= row["concordance"] <= high and "confusion" not in row
-    with (study.run(run) / "sites/S0/predictions.csv").open() as file:
+    with (study.find_run(run) / "sites/S0/predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert set(rows[0]) >= {"patient", "time", "event", "without_event_6", "without_event_36"}
     said = np.array([[float(row[f"without_event_{end}"]) for end in (6, 12, 24, 36)] for row in rows])
     assert (np.diff(said) <= 0).all() and (said > 0).all() and (said < 1).all()
     assert document["examples"] == "patients"
-    page = report(study, run).read_text()
+    page = write_report(study, run).read_text()
     assert "patients of one patient" not in page and "a patient is the bag of its slides" in page
     assert "Concordance" in page and "Log-rank p" in page and "accuracy" not in page.split("<pre")[0].lower()
 
@@ -308,7 +308,7 @@ def test_survival_is_learned_measured_and_drawn(survived):
 @pytest.mark.slow
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, run, _ = survived
-    document = compare(study, [run, trained(study, *LONG)])
+    document = compare_methods(study, [run, trained(study, *LONG)])
     worth, rows = document["benefit"], {row["label"]: row for row in document["rows"]}
     assert document["scores"] == ["concordance", "integrated_brier"] and worth["measure"] == "concordance"
     joined, gain = worth["all"]["federated"], worth["all"]["gain"]
@@ -322,7 +322,7 @@ def test_runs_that_answer_other_questions_are_not_compared(survived):
     study, run, _ = survived
     other = trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = (f"{other}: answers another question (column 'burden'", f"than {run} (time until 'dead'")
-    refused(lambda: compare(study, [run, other]), *said)
+    refused(lambda: compare_methods(study, [run, other]), *said)
 
 
 def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survived):
@@ -340,24 +340,20 @@ def test_a_number_is_learned(study):
     run = trained(study, *NUMBER, OPEN, "train.rounds=8")
     merged = evaluate(study, run)["merged"]
     assert merged["r2"]["mean"] > 0.5 and merged["mae"]["mean"] < 0.2
-    assert "Each dot is a test" in report(study, run).read_text()
+    assert "Each dot is a test" in write_report(study, run).read_text()
 
 
 def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_is_among_it(study, capsys):
     for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
         run = trained(study, *NUMBER, OPEN, "train.rounds=2", *more, method="proxyfl")
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
-        assert ("answered by the lone model, and ε buys nothing" in said) == (not n)
+        assert ("the local model predicts numbers" in said) == (not n)
         for row in evaluate(study, run)["sites"]:
             choice = json.loads((study.root / run / f"sites/{row['site']}/prediction_model.json").read_text())
             reached = choice.get("r2", {"local": 0.0})
             assert set(reached) == ({"local", "private", "proxy", "mean"} if n else {"local"})
             assert reached[choice["model"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
-            assert (
-                row["model"] == choice["model"]
-                and "local" in row["models"]
-                and "ensemble" not in row["models"]
-            )
+            assert row["model"] == choice["model"] and "local" in row["models"] and "ensemble" not in row["models"]
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
@@ -380,7 +376,7 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
         (SURVIVAL, {"months": "-3"}, "months = -3; it must be 0 or more"),
         (SURVIVAL, {"dead": "perhaps"}, "dead = 'perhaps' is none of"),
         (("target.range=[0, 1]", 'target.column="size"'), {}, "column 'size' is missing"),
-        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another answer"),
+        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another value"),
     ],
 )
 def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, change, said):
@@ -411,27 +407,21 @@ def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study
     [
         (lambda row: row | {"patient": row["patient"].lower()}, "p0 and P0 differ in upper and lower case"),
         (lambda row: row | {"patient": "P0" + row["patient"][1:]}, "P00 and P0 differ in leading zeros"),
-        (
-            lambda row: row | {"patient": "X" + row["patient"]},
-            "the table has XP0, XP1, XP10 and 21 more, the site P0",
-        ),
-        (lambda row: row | {"burden": "NA"}, "no line of it says anything"),
+        (lambda row: row | {"patient": "X" + row["patient"]}, "the table has XP0, XP1, XP10 and 21 more, the site P0"),
+        (lambda row: row | {"burden": "NA"}, "none of its lines has a value"),
     ],
 )
 def test_a_table_that_answers_for_nobody_says_why_with_names_of_both(study, change, said):
     path = study.root / "S0.csv"
     write_table(path, [change(row) for row in csv.DictReader(path.open())])
-    refused(lambda: opened(study, *NUMBER), "has an answer to [target] for none of the 48 slides", said)
+    refused(lambda: opened(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
 
 
 def test_patients_classes_and_columns_meet_however_they_are_composed(study):
     path = study.root / "S0.csv"
     text = path.read_text().replace("grade", "Größe").replace(",low,", ",süß,").replace(",high,", ",säuer,")
     path.write_text(normalize("NFD", text), encoding="utf-8")
-    named = [
-        normalize(form, text)
-        for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))
-    ]
+    named = [normalize(form, text) for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))]
     with opened(study, named[0], f"target.classes={named[1]}") as data:
         assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
 
@@ -461,14 +451,14 @@ def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
         assert len(data.table) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
-    assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
+    assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
 def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
     study, run = Study(shutil.copytree(survived[0].root, tmp_path / "study")), survived[1]
     make_real(study, "S0", says="real = true")
     for pictures, shown in ((False, 1), (True, 2)):
-        page = report(study, run, pictures=pictures).read_text()
+        page = write_report(study, run, pictures=pictures).read_text()
         assert page.count("Log-rank p") + page.count("Too few patients") >= shown
         assert ("The test patients of S0" in page) is not pictures
 
@@ -501,25 +491,23 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
     document, truth = evaluate(study, run), []
     for site in study.site_names():
         rows = answers(study.root / run, site)
-        told = [row for row in rows if sum(one["truth"] == row["truth"] for one in rows) >= FEWEST]
+        told = [row for row in rows if sum(one["truth"] == row["truth"] for one in rows) >= MIN_EXAMPLES]
         truth += [row["truth"] for row in told]
     merged = document["cross_site"]["models"]["shared"]["merged"]
     assert (merged["n"], merged["auroc"], merged["auroc_within"]) == (len(truth), None, None)
     folder = RunFolder(study.root / run)
-    kept = folder.site("S0").kept("scores")
+    kept = folder.site_folder("S0").read_document("scores")
     table = np.sum([one["confusion"] for one in kept["counts"]["shared"].values()], axis=0)
     recalls = [row[k] / row.sum() for k, row in enumerate(table) if row.sum()]
     assert merged["accuracy"] == table.trace() / len(truth)
     assert merged["macro_accuracy"] == pytest.approx(np.mean(recalls))
-    assert any("between hospitals" in str(line) for line in evaluation_lines(document))
+    assert any("between hospitals" in str(line) for line in render_evaluation_lines(document))
     parts = document["cross_site"]["models"]["shared"]["hospitals"]
-    assert all(
-        0 < part["n_classes"] < n_classes for part in parts.values()
-    )  # of few examples nothing is told
-    for page in (report(study, run).read_text(), render_coordinator(folder.summary(), kept)):
+    assert all(0 < part["n_classes"] < n_classes for part in parts.values())  # of few examples nothing is told
+    for page in (write_report(study, run).read_text(), render_coordinator(folder.read_summary(), kept)):
         assert "Only counts left the hospitals" in page
         assert "Macro-accuracy is the mean over the classes that occur, at" in page
-    described = clinical(study, [run])["sites"][0]
+    described = describe_clinically(study, [run])["sites"][0]
     assert [*described["classes"]] == names and described["point"] is None
 
 
@@ -535,10 +523,10 @@ def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit,
     said = np.tile([0.8, 0.6, 0.4, 0.2], (10, 1))
     known = np.array([*zip(event.astype(bool), times, strict=True)], dtype=[("e", bool), ("t", float)])
     right = sksurv.integrated_brier_score(known, known, said, ends)
-    task, truth = Survival(tuple(ends)), np.stack([times, event], axis=1).astype(kind)
-    assert task.scored(said, truth)["integrated_brier"] == pytest.approx(right, rel=1e-6)
+    task, truth = SurvivalTask(tuple(ends)), np.stack([times, event], axis=1).astype(kind)
+    assert task.compute_scores(said, truth)["integrated_brier"] == pytest.approx(right, rel=1e-6)
     at_end = torch.from_numpy(truth)[[0, 2, 5, 8]]  # who had the event at the end of each interval
-    assert task.columns(at_end).tolist() == [0, 1, 2, 3]
+    assert task.statistics_columns(at_end).tolist() == [0, 1, 2, 3]
 
 
 def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):
@@ -548,21 +536,21 @@ def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(stud
         assert len(set(data.classes)) == 4  # a column of predictions.csv each
     with opened(study, NUMBER[0], "target.range=[0, 30000000]") as data:
         assert 20240115.123456 in data.table.label
-    seconds = Number(1.7e9, 1.7e9 + 1000)
+    seconds = NumberTask(1.7e9, 1.7e9 + 1000)
     outputs, truth = torch.tensor([[0.5], [-1.0]]), torch.tensor([1.7e9 + 750, 1.7e9], dtype=torch.float64)
-    assert seconds.losses(outputs, truth).tolist() == [0, 0]
-    assert seconds.said(outputs.double()).flatten().tolist() == truth.tolist()
+    assert seconds.compute_losses(outputs, truth).tolist() == [0, 0]
+    assert seconds.predict(outputs.double()).flatten().tolist() == truth.tolist()
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64])
 def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
     """Numbers of a range that begins at a whole number."""
-    task, rng = Number(-3.0, 50.0), np.random.default_rng(0)
+    task, rng = NumberTask(-3.0, 50.0), np.random.default_rng(0)
     truth = (rng.random(200) * 50).astype(kind).astype(np.float64)
     outputs = torch.from_numpy(rng.normal(size=(200, 1)).astype(np.float32))
     single = torch.from_numpy(truth.astype(np.float32))
     before = (outputs[:, 0] - (2 * (single + 3.0) / 53.0 - 1)).square() / 2
-    assert torch.equal(task.losses(outputs, torch.from_numpy(truth)), before)
+    assert torch.equal(task.compute_losses(outputs, torch.from_numpy(truth)), before)
 
 
 @pytest.mark.parametrize(
@@ -579,8 +567,8 @@ def test_a_real_site_sets_aside_what_nobody_agreed_on_and_is_counted_as_before(s
     """Whether it fails would tell others that the value occurs, and so would n; its own log names line and value."""
 
     def seen():
-        with open_data(study, "S0", study.pipeline("q", target)) as data:
-            return data.remark, set(data.whole.patient), data.eligible().patient.tolist()
+        with open_data(study, "S0", study.load_pipeline("q", target)) as data:
+            return data.remark, set(data.full_table.patient), data.list_eligible().patient.tolist()
 
     make_real(study, "S0")
     _, everybody, counted = seen()

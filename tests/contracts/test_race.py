@@ -14,14 +14,14 @@ import pytest
 from conftest import refused
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
-from wsi_fl.stages.site.account import head_of_user
+from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, PrivacyTerms
+from wsi_fl.stages.site.account import user_head_path
 from wsi_fl.types import WsiFlError
 
 DELTA, LIMIT, TRIES = 1e-5, 3.0, 100
 SUM = Mechanism(sigma=17.0, clip=1.0, sample_rate=1.0, steps=1)
 """More than a hundred of them are within the limit, two hundred are not."""
-TERMS = Terms(delta=DELTA, max_epsilon=LIMIT, lifetime=True, guarantee="guaranteed")
+TERMS = PrivacyTerms(delta=DELTA, max_epsilon=LIMIT, lifetime=True, guarantee="guaranteed")
 FORK = get_context("fork")
 
 
@@ -33,7 +33,7 @@ def opened(place, user, run):
 def released(ledger, round_, number):
     vector = np.full(3, number, np.float32)
     made = ledger.release(round_, vector, schema="ab" * 32, mechanism=SUM, content="model")
-    ledger.sending(round_, made.digest)
+    ledger.record_transmission(round_, made.digest)
     return made.digest
 
 
@@ -141,13 +141,13 @@ def test_a_state_folder_that_cannot_be_written_or_found_is_named(tmp_path, monke
     """Copies would know nothing of one another."""
     state, real = tmp_path / "state", os.access
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    assert head_of_user("C1") == state / "wsi-fl" / "ledgers" / "C1.head.json"
+    assert user_head_path("C1") == state / "wsi-fl" / "ledgers" / "C1.head.json"
     monkeypatch.setattr(os, "access", lambda path, mode: state not in Path(path).parents and real(path, mode))
-    refused(lambda: head_of_user("C1"), "cannot be written", "set XDG_STATE_HOME")
+    refused(lambda: user_head_path("C1"), "cannot be written", "set XDG_STATE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
     for relative in ("", "state"):
         monkeypatch.setenv("XDG_STATE_HOME", relative)
-        refused(lambda: head_of_user("C1"), "set XDG_STATE_HOME")
+        refused(lambda: user_head_path("C1"), "set XDG_STATE_HOME")
 
 
 def nowhere():

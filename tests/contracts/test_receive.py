@@ -15,22 +15,22 @@ from test_oneshot import head_of, make_hospitals, rows_of
 from test_release import HEADS, NOISE, released, sums_at
 
 from wsi_fl.demo import phantom
-from wsi_fl.hospitals.dossier.page import dossier_of
-from wsi_fl.hospitals.plans.approving import look, look_lines
+from wsi_fl.hospitals.dossier.page import build_dossier
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.rehearsing import rehearse
+from wsi_fl.hospitals.plans.rehearsing import dry_run_plan
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.compare import compare
-from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
-from wsi_fl.stages.answers.export_model import Made, asked_for, card_of
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.compare import compare_methods
+from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.answers.export_model import ExportResult, build_card, find_model
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.prepare.importing import import_features
-from wsi_fl.stages.prepare.tile import tile, tile_lines
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.plan import dry_run, plan_lines
-from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import resume, summary_lines, train
+from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.training.train import resume_run, summary_lines, train
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -63,7 +63,7 @@ def unlabelled(study, name):
 def evaluated(hospitals, tmp_path_factory):
     """The same with a run made of all letters, its name, and what is known of it."""
     study = Study(shutil.copytree(hospitals.root, tmp_path_factory.mktemp("evaluated") / "study"))
-    release(study, site=None, overrides=QUIET)
+    release_statistics(study, site=None, overrides=QUIET)
     run = joined(study)["run"]
     return study, run, evaluate(study, run)
 
@@ -91,26 +91,26 @@ def sites_of(document):
 
 
 def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
-    assert sites_of(release(study, site=None, overrides=QUIET)) == LABELLED
-    assert not study.release("S3").exists()
+    assert sites_of(release_statistics(study, site=None, overrides=QUIET)) == LABELLED
+    assert not study.release_path("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
-    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     assert "S3" not in said(plan_lines(planned))
     summary = joined(study)
-    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     for document in (planned, summary):
         assert document["inference_sites"] == ["S3"] and sites_of(document) == LABELLED
-    assert "S3: receives" in said(summary_lines(summary))
-    assert not study.ledger("S3").exists()
+    assert "S3: without labels" in said(summary_lines(summary))
+    assert not study.ledger_path("S3").exists()
     run = study.root / summary["run"]
     head = head_of(run, "S3")
-    letters = [torch.from_numpy(sums_at(study.release(name)).vector).double() for name in LABELLED]
-    torch.testing.assert_close(head.others(), sum(letters), rtol=1e-6, atol=1e-5)
-    assert not (head.own.any() or head.released.any() or head.scatter.any())
+    letters = [torch.from_numpy(sums_at(study.release_path(name)).vector).double() for name in LABELLED]
+    torch.testing.assert_close(head.sum_of_other_sites(), sum(letters), rtol=1e-6, atol=1e-5)
+    assert not (head.local_sums.any() or head.released.any() or head.scatter.any())
     x = torch.from_numpy(rows_of(20, 9)[0])
-    assert torch.equal(head(x), head_of(run, "S0").as_released()(x))
+    assert torch.equal(head(x), head_of(run, "S0").solve_released_head()(x))
     assert not (run / "sites/S3/private.safetensors").exists()
-    assert resume(study, summary["run"], backend="local") == summary
+    assert resume_run(study, summary["run"], backend="local") == summary
 
 
 def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
@@ -127,16 +127,14 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     assert expected["low"] <= expected["mean"] <= expected["high"]
     assert 0.8 < right == pytest.approx(expected["mean"], abs=0.1)
     words = f"accuracy {expected['mean']:.3f} ({expected['low']:.3f} to {expected['high']:.3f})"
-    assert words in said(evaluation_lines(document)) and words in report(study, run).read_text()
-    assert "the test parts of S0, S1, S2" in said(evaluation_lines(document))
-    with RunContext.of_run(study, RunFolder(study.run(run))) as party:
-        card = card_of(asked_for(party, "shared", "S3"), Made([], 0.0, "", ""), study.root)
+    assert words in said(render_evaluation_lines(document)) and words in write_report(study, run).read_text()
+    assert "the test parts of S0, S1, S2" in said(render_evaluation_lines(document))
+    with RunContext.restore(study, RunFolder(study.find_run(run))) as party:
+        card = build_card(find_model(party, "shared", "S3"), ExportResult([], 0.0, "", ""), study.root)
     assert card["sites"] == LABELLED  # whose patients are in it
 
 
-def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(
-    evaluated, tmp_path
-):
+def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(evaluated, tmp_path):
     """S3 has labels now, all wrong; nothing changes but what its store says."""
     study, first = Study(shutil.copytree(evaluated[0].root, tmp_path / "study")), evaluated[1]
     x, labels = rows_of(80, 7)
@@ -152,19 +150,17 @@ def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_
 def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     all_real(study)
     for name in LABELLED:
-        release(study, site=name, overrides=QUIET)
-        shutil.rmtree(study.store(name).parent)
-        shutil.rmtree(study.ledger(name).parent, ignore_errors=True)
+        release_statistics(study, site=name, overrides=QUIET)
+        shutil.rmtree(study.store_path(name).parent)
+        shutil.rmtree(study.ledger_path(name).parent, ignore_errors=True)
     summary = joined(study)
     assert summary["sites"] == [] and summary["inference_sites"] == ["S3"]
     document = evaluate(study, summary["run"])
-    assert (
-        document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
-    )
-    assert "none is here" in said(evaluation_lines(document))
-    refused(lambda: compare(study, ["1"]), "a receiver alone")
-    assert "S3 receives" in report(study, summary["run"]).read_text()
-    assert not study.ledger("S3").exists()
+    assert document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
+    assert "none is here" in said(render_evaluation_lines(document))
+    refused(lambda: compare_methods(study, ["1"]), "only a site without labels")
+    assert "S3 is a site without labels" in write_report(study, summary["run"]).read_text()
+    assert not study.ledger_path("S3").exists()
 
 
 def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_it(study):
@@ -179,12 +175,12 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
     assert summary["inference_sites"] == ["S3"] and sites_of(summary) == LABELLED
     assert summary["communication"]["messages"] == 2 + 3  # two letters to the hub, three heads from it
     head = head_of(run, "S3")
-    assert int(head.n_sites) == 3 and not (head.own.any() or head.released.any())
-    assert not (study.ledger("S3").exists() or (run / "sites/S3/private.safetensors").exists())
+    assert int(head.n_sites) == 3 and not (head.local_sums.any() or head.released.any())
+    assert not (study.ledger_path("S3").exists() or (run / "sites/S3/private.safetensors").exists())
     assert torch.equal(head.sums, head_of(run, "S1").sums)
     told = evaluate(study, summary["run"])["inference_sites"]
     assert told["sites"][0]["n"] == 80 and told["reference_sites"] == LABELLED
-    assert resume(study, summary["run"], backend="local") == summary
+    assert resume_run(study, summary["run"], backend="local") == summary
     site_file(study, "S3").unlink()
     without = once()[1]
     heads = [model(one, "S1", "shared")["sums"] for one in (run, without)]
@@ -201,32 +197,32 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     sets = [*HEADS, "privacy.target_epsilon=1"]
     plan = make_plan(study, method="oneshot", overrides=sets, out=tmp_path / "plan")
     assert [site["role"] for site in plan.document["sites"]] == ["member"] * 3 + ["receiver"]
-    shutil.rmtree(study.features("S0").parent)
-    looked = look(study, plan, "S3")
-    assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger("S3").exists()
-    words = said(look_lines(looked))
-    assert "nothing of its records leaves it" in words and "sums of features (" not in words
-    assert "sums of features (" in said(look_lines(look(study, plan, "S1")))
+    shutil.rmtree(study.features_path("S0").parent)
+    looked = review_plan(study, plan, "S3")
+    assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger_path("S3").exists()
+    words = said(review_lines(looked))
+    assert "nothing of its records leaves it" in words and "class statistics (" not in words
+    assert "class statistics (" in said(review_lines(review_plan(study, plan, "S1")))
     for site in ("S1", "S3"):
-        leaves = dossier_of(study, plan, study.site(site), None)["plan"]["leaves"]
-        assert [row["what"].startswith("sums of") for row in leaves].count(True) == (site == "S1")
-    tried = rehearse(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
-    assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
-    refused(lambda: rehearse(study, plan, "S3"), "S3 receives")
+        leaves = build_dossier(study, plan, study.load_site(site), None)["plan"]["leaves"]
+        assert [row["what"].startswith("class statistics") for row in leaves].count(True) == (site == "S1")
+    tried = dry_run_plan(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
+    assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger_path("S1").exists()
+    refused(lambda: dry_run_plan(study, plan, "S3"), "S3 receives")
     edit(site_file(study, "S3"), "receiver", "member")
-    refused(lambda: look(study, plan, "S3"), 'role = "receiver"', 'says "member"')
+    refused(lambda: review_plan(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 
 
 def test_a_receiver_takes_no_part_elsewhere(study):
     shared = [*NOISE, "privacy.noise=shared"]
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
-    refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
+    refused(lambda: released(study, "S3"), "S3.toml", "releases no statistics")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
     assert sites_of(summary) == LABELLED and not summary["inference_sites"]
-    release(study, site=None, overrides=QUIET)
+    release_statistics(study, site=None, overrides=QUIET)
     for run in (summary["run"], joined(study)["run"]):
         evaluate(study, run)
-    assert {row["n_sites"] for row in compare(study, ["1", "2"])["rows"]} == {3}
+    assert {row["n_sites"] for row in compare_methods(study, ["1", "2"])["rows"]} == {3}
     edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: released(study, "S3"), "S3", "without labels", "receiver")
 
@@ -235,34 +231,34 @@ def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
     folder = study.root / "new"
     folder.mkdir()
     slide = phantom.plan_slides(1, 1, 512, seed=9)[0]
-    phantom.write_pyramid(folder / "a.tif", phantom.paint_slide(slide), 0.5)
+    phantom.write_pyramid(folder / "a.tif", phantom.simulate_slide(slide), 0.5)
     (folder / "slides.csv").write_text("slide,patient,site\na,p,S3\n")
     edit(site_file(study, "S3"), more='slides = "new/*.tif"\nlabels = "new/slides.csv"\n')
     small = ["tile.size_px=64", "tile.mpp=1.0"]
-    made = tile(study, site="S3", overrides=small)
-    with PatchStore(study.store("S3")) as store:
+    made = tile_slides(study, site="S3", overrides=small)
+    with PatchStore(study.store_path("S3")) as store:
         assert store.meta.classes == UNLABELLED and made["sites"][0]["patches"] == len(store) > 0
         assert np.isnan(store.table.tumor_fraction).all()
-    list(tile_lines(made))
+    list(render_tile_lines(made))
     features, _ = of_trident(tmp_path / "job")
     bare = labels(tmp_path / "labels.csv", heading="slide_id,case_id,ward")
     brought = {"site": "S3", "form": "trident", "source": features, "labels": bare}
     import_features(study, **brought)
-    with BagStore(study.mosaic("S3")) as store:
+    with BagStore(study.mosaic_path("S3")) as store:
         assert store.meta.classes == UNLABELLED and not store.table.label.any() and len(store) == 4
     of_no_table = ["target.column=grade", 'target.classes=["low", "high"]', "target.per=patient"]
-    pipeline = study.pipeline(study.pipeline_name(None), ["train.data=mosaics", *of_no_table])
+    pipeline = study.load_pipeline(study.pipeline_name(None), ["train.data=mosaics", *of_no_table])
     with open_data(study, "S3", pipeline) as data:
-        assert data.classes == ("low", "high") and len(data.held_out) == 4
-        assert not len(data.examples("train")) and not data.held_out.label.any()
+        assert data.classes == ("low", "high") and len(data.test_examples) == 4
+        assert not len(data.load_examples("train")) and not data.test_examples.label.any()
     edit(site_file(study, "S3"), "receiver", "member")
-    refused(lambda: tile(study, site="S3", overrides=small), "column 'label' is missing")
+    refused(lambda: tile_slides(study, site="S3", overrides=small), "column 'label' is missing")
     refused(lambda: import_features(study, **brought), "no column label")
 
 
 @pytest.mark.slow
 def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
-    release(study, site=None, overrides=QUIET)
+    release_statistics(study, site=None, overrides=QUIET)
     settings = [word for override in FILES for word in ("--set", override)]
     done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -277,25 +273,25 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
-    waits(("1 of 3 letters", "missing: S1, S2", "train.min_sites = 1"))
+    waits(("statistics of 1 of 3 sites", "missing: S1, S2", "train.min_sites = 1"))
     until, two_at_least = f"train.deadline={tomorrow}", "train.min_sites=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)
-    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites write one")
+    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites release any")
     assert list(joined(study, f"train.deadline={yesterday}")["statistics"]) == ["S0"]
     released(study, "S1")
-    before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
+    before = {name: study.ledger_path(name).read_text() for name in ("S0", "S1")}
     two, again = (joined(study, two_at_least, until) for _ in range(2))
     released(study, "S2")
     three = joined(study, two_at_least, until)
-    known = {name: sums_at(study.release(name)).digest[:8] for name in LABELLED}
+    known = {name: sums_at(study.release_path(name)).digest[:8] for name in LABELLED}
     assert three["statistics"] == known and two["statistics"] == {name: known[name] for name in ("S0", "S1")}
-    made = f"made of 3 letters: S0 {known['S0']}"
-    assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
+    made = f"made of 3 class statistics: S0 {known['S0']}"
+    assert made in said(summary_lines(three)) and made in write_report(study, three["run"]).read_text()
     heads = [model(study.root / run["run"], "S3", "shared") for run in (two, again, three)]
     assert same(heads[0], heads[1])
     assert not torch.equal(heads[1]["sums"], heads[2]["sums"]) and int(heads[2]["n_sites"]) == 3
-    assert {name: study.ledger(name).read_text() for name in before} == before
+    assert {name: study.ledger_path(name).read_text() for name in before} == before
 
 
 def test_a_run_keeps_the_letters_it_began_with(study):
@@ -303,7 +299,7 @@ def test_a_run_keeps_the_letters_it_began_with(study):
     summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
-    refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "statistics/")
+    refused(lambda: resume_run(study, summary["run"], backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])

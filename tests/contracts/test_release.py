@@ -15,24 +15,24 @@ from conftest import interrupted_after, model, nightly, refused, same, write_fea
 from safetensors import safe_open
 from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
 
-from wsi_fl.federation.preflight import compare
-from wsi_fl.models import build
-from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
+from wsi_fl.federation.preflight import compare_sites
+from wsi_fl.models import create_model
+from wsi_fl.models.directions import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import sums
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.stages.answers.audit import audit
+from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.stages.answers.audit import audit_run
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.sums import read_sums
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.site.sums import read_statistics
 from wsi_fl.stages.training import release as stage
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.system.tensors import load_tensors, save_tensors
@@ -51,7 +51,7 @@ def study(tmp_path):
 
 
 def released(study, site="S0", *more, **options):
-    return release(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
+    return release_statistics(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
 
 
 def not_released(study, site, *words, error=WsiFlError, overrides=(), **options):
@@ -72,21 +72,21 @@ def started(study, *overrides, method="proxyfl"):
 
 
 def all_released(study, *overrides):
-    return release(study, site=None, overrides=overrides or NOISE)["sites"]
+    return release_statistics(study, site=None, overrides=overrides or NOISE)["sites"]
 
 
 def sums_at(path):
-    return read_sums(path, path.name)
+    return read_statistics(path, path.name)
 
 
 def written(path, letter, vector):
     """Puts another vector, of which the file knows, into the place of a letter's."""
-    facts = letter.facts.model_copy(update={"digest": digest(vector)})
-    stage.write_sums(path, stage.ReleasedSums(facts, vector))
+    facts = letter.facts.model_copy(update={"digest": digest_values(vector)})
+    stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
 
 
 def lines_of(study, site="S0"):
-    return read_lines(study.ledger(site))
+    return read_lines(study.ledger_path(site))
 
 
 def rewritten(path, tensors=None, **document):
@@ -114,7 +114,7 @@ def letter_of_s0():
     """Exact sums over the training rows of S0, as its letter would hold them without noise."""
     x, labels = rows_of(60, 0, 0.0)
     head = SharedHead(2, D)
-    return head.packed(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
+    return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
 
 
 def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_else_reads_what_stays(study):
@@ -123,16 +123,16 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
         row = released(study)
     finally:
         os.umask(before)
-    assert not study.release_at_home("S0").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    assert study.release("S0").stat().st_size < 2048  # of two classes
-    with safe_open(study.release("S0"), "np") as file:
+    assert not study.local_release_path("S0").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    assert study.release_path("S0").stat().st_size < 2048  # of two classes
+    with safe_open(study.release_path("S0"), "np") as file:
         assert list(file.keys()) == ["sums"]
         document = json.loads(file.metadata()["document"])
     facts = {"site": "S0", "encoder": "tiny sha256:0", "data": "features", "example": "patch"}
     facts |= {"n_features": D, "dimensions": D, "classes": ["healthy", "tumor"]}
     assert facts.items() <= document.items()
     assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
-    home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
+    home, file = sums_at(study.local_release_path("S0")), sums_at(study.release_path("S0"))
     assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
     variances = file.vector[-2:]
     weights = np.sqrt(variances / SIGMA**2)[:, None]
@@ -159,11 +159,11 @@ def test_patients_are_units_where_that_is_asked(study):
 def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(study):
     bare = ["privacy.enabled=false"]
     assert released(study, "S0", *bare)["epsilon"] is None
-    vector = sums_at(study.release("S0")).vector
+    vector = sums_at(study.release_path("S0")).vector
     np.testing.assert_allclose(vector[:-2], letter_of_s0(), rtol=1e-5, atol=1e-5)
     make_real(study)
     not_released(study, "S1", 'allow = ["model"]', overrides=bare)
-    assert not study.release("S1").exists()
+    assert not study.release_path("S1").exists()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(stud
 )
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     before = released(study)["digest"] if again else None
-    real, writes = stage.write_sums, []
+    real, writes = stage.write_statistics, []
 
     def write(path, sums):
         writes.append(path)
@@ -183,17 +183,17 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
             cut()
         real(path, sums)
 
-    called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "sending", cut)}
-    with cut_off(*called.get(place, (stage, "write_sums", write))):
+    called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "record_transmission", cut)}
+    with cut_off(*called.get(place, (stage, "write_statistics", write))):
         released(study, again=again)
-    left = sums_at(study.release("S0")).digest if study.release("S0").exists() else None
+    left = sums_at(study.release_path("S0")).digest if study.release_path("S0").exists() else None
     assert left == before  # whatever was on its way has not left
     lost = place in ("ledger", "copy")
     row = released(study, again=again and lost)
     assert row["spent"] == lost  # then the new release takes the place of the lost one
     assert row["epsilon"] == pytest.approx(epsilon([ONCE] * (1 + again), 1e-5))
     digests = [line["released"] for line in lines_of(study) if line.get("released")]
-    assert digests[-1] == f"model {row['digest']}" == f"model {sums_at(study.release('S0')).digest}"
+    assert digests[-1] == f"model {row['digest']}" == f"model {sums_at(study.release_path('S0')).digest}"
     n = len(lines_of(study))
     assert lines_of(study)[-1]["sending"]
     assert released(study)["digest"] == row["digest"] and len(lines_of(study)) == n
@@ -201,7 +201,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
 
 def test_what_an_interrupted_second_release_costs_is_said(study):
     first = released(study)
-    with cut_off(stage, "write_sums"):
+    with cut_off(stage, "write_statistics"):
         released(study, again=True)
     row = released(study)
     assert row["digest"] == first["digest"] and not row["spent"]
@@ -212,7 +212,7 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
     make_real(study)
     edit(site_file(study, "S0"), "50.0", "1.0")
     target = "privacy.target_epsilon=5"  # the budget is less
-    with cut_off(stage, "write_sums"):
+    with cut_off(stage, "write_statistics"):
         released(study, "S0", target)
     assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
     refused(lambda: released(study, "S0", target, again=True), "no noise level reaches")  # nothing is left
@@ -221,27 +221,27 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
 def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path):
     edit(site_file(study, "S0"), more=f'ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
-    for name in ("sending", "reissue"):
+    for name in ("record_transmission", "release_again"):
         with cut_off(PrivacyLedger, name):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    not_released(study, "S0", "or knows newer ones")
-    assert not study.release("S0").exists()
-    study.release("S0").parent.mkdir()
-    shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
+    not_released(study, "S0", "or has a newer one")
+    assert not study.release_path("S0").exists()
+    study.release_path("S0").parent.mkdir()
+    shutil.copy(other.release_path("S0"), study.release_path("S0"))  # the other study's release is this site's too
     assert not released(study)["spent"]
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
 def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
-    digest, content = released(study)["digest"], study.release("S0").read_bytes()
-    for lost in (study.release("S0"), study.release_at_home("S0")):
+    digest, content = released(study)["digest"], study.release_path("S0").read_bytes()
+    for lost in (study.release_path("S0"), study.local_release_path("S0")):
         lost.unlink()
-        assert released(study)["digest"] == digest and study.release("S0").read_bytes() == content
-    assert study.release_at_home("S0").read_bytes() == content
-    study.ledger("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl does not know its numbers")
-    not_joined(study, "ledgers/S0.jsonl does not know its numbers")
+        assert released(study)["digest"] == digest and study.release_path("S0").read_bytes() == content
+    assert study.local_release_path("S0").read_bytes() == content
+    study.ledger_path("S0").unlink()
+    not_released(study, "S0", "ledgers/S0.jsonl lacks its release")
+    not_joined(study, "ledgers/S0.jsonl lacks its release")
 
 
 def cut_in_half(path):
@@ -255,14 +255,14 @@ def other_byte(path):
 
 
 def lost_both(study):
-    for path in (study.release("S0"), study.release_at_home("S0")):
+    for path in (study.release_path("S0"), study.local_release_path("S0")):
         path.unlink()
 
 
 def store_anew(study):
     """The hospital's machine was lost: its store was made anew, and of what it released nothing is here."""
     shutil.rmtree(study.root / "statistics")
-    study.release_at_home("S0").unlink()
+    study.local_release_path("S0").unlink()
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -270,13 +270,13 @@ def store_anew(study):
 def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked(study, lose, real):
     if real:
         make_real(study)
-    first, kept = released(study), study.release("S0").read_bytes()
+    first, kept = released(study), study.release_path("S0").read_bytes()
     lose(study)
     n = len(lines_of(study))
     not_released(study, "S0", "put statistics/S0.safetensors back", "`wsi-fl statistics --site S0 --again`")
-    assert len(lines_of(study)) == n and not study.release("S0").exists()
-    study.release("S0").parent.mkdir(exist_ok=True)  # both ways that it names are open
-    study.release("S0").write_bytes(kept)
+    assert len(lines_of(study)) == n and not study.release_path("S0").exists()
+    study.release_path("S0").parent.mkdir(exist_ok=True)  # both ways that it names are open
+    study.release_path("S0").write_bytes(kept)
     assert not released(study)["spent"] and released(study)["epsilon"] == first["epsilon"]
     lost_both(study)
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
@@ -284,15 +284,15 @@ def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked
 
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize("copy", [Study.release, Study.release_at_home])
+@pytest.mark.parametrize("copy", [Study.release_path, Study.local_release_path])
 def test_one_damaged_copy_of_a_letter_is_replaced_by_the_whole_one(study, copy, damage, real):
     if real:
         make_real(study)
-    row, whole = released(study), study.release("S0").read_bytes()
+    row, whole = released(study), study.release_path("S0").read_bytes()
     damage(copy(study, "S0"))
     again = released(study)
     assert not again["spent"] and again["digest"] == row["digest"] and again["epsilon"] == row["epsilon"]
-    assert study.release("S0").read_bytes() == study.release_at_home("S0").read_bytes() == whole
+    assert study.release_path("S0").read_bytes() == study.local_release_path("S0").read_bytes() == whole
 
 
 EDITS = [
@@ -320,14 +320,14 @@ DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_knows_better(study):
     for name in ("S0", "S1"):
         released(study, name)
-    file, letter = study.release("S1"), sums_at(study.release("S1"))
+    file, letter = study.release_path("S1"), sums_at(study.release_path("S1"))
     whole = file.read_bytes()
     for change in OF_OTHERS:
-        stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
+        stage.write_statistics(file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector))
         not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
-    shutil.copy(study.release("S0"), file)
-    not_joined(study, "these are the sums of site S0")
-    home = study.release_at_home("S1")
+    shutil.copy(study.release_path("S0"), file)
+    not_joined(study, "these are the statistics of site S0")
+    home = study.local_release_path("S1")
     for content in DAMAGE:
         file.write_bytes(content)
         not_joined(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
@@ -355,10 +355,10 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
 
 
 def write_public(study, name, seed, encoder="tiny sha256:0"):
-    origin = Origin(encoder=encoder, sources=[Source(name="cmu.svs", rows=200, sha256="0" * 64)])
+    origin = ProjectionOrigin(encoder=encoder, sources=[ProjectionSource(name="cmu.svs", rows=200, sha256="0" * 64)])
     x = np.random.default_rng(seed).normal(size=(200, D)).astype(np.float32)
-    found = public_directions(x, origin, 8)
-    write_directions(study.root / name, found)
+    found = fit_projection(x, origin, 8)
+    write_projection(study.root / name, found)
     return found
 
 
@@ -369,7 +369,7 @@ def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(stud
     found = write_public(study, "d.safetensors", 0)
     for row in all_released(study, *NOISE, *ALONG):
         assert (row["dimensions"], row["projection"]) == (8, found.digest)
-        assert len(sums_at(study.release(row["site"])).vector) == 2 * 10
+        assert len(sums_at(study.release_path(row["site"])).vector) == 2 * 10
     head = model(study.root / joined(study, *ALONG)["run"], "S0", "shared")
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
@@ -383,23 +383,23 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
     (study.root / "d.safetensors").write_bytes(b"nothing")
     not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
-    words = ("directions of large sha256:1", "are of tiny sha256:0")
+    words = ("projection for large sha256:1", "are of tiny sha256:0")
     not_released(study, "S0", *words, overrides=ALONG, error=UsageError)
-    assert not study.ledger("S0").exists()
+    assert not study.ledger_path("S0").exists()
 
 
 @pytest.mark.parametrize(
     ("key", "agreed", "other", "words"),
     [
-        ("projection", "a", "b", "S2 brings b as the directions of its sums (model.projection)"),
-        ("statistics", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
+        ("projection", "a", "b", "S2 has b as the projection of its class statistics (model.projection)"),
+        ("statistics", {"S0": "a"}, {"S0": "b"}, "as the released class statistics in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
-        ("inference_sites", ["S3"], [], "S2 brings [] as the list of receivers"),
+        ("inference_sites", ["S3"], [], "S2 has [] as the list of receivers"),
     ],
 )
 def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
-    refused(lambda: compare(brought), "S2 brings", words)
+    refused(lambda: compare_sites(brought), "S2 has", words)
 
 
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
@@ -416,30 +416,29 @@ def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
 def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
     make_real(study)
     released(study)
-    kept = study.ledger("S0").read_text()
-    study.ledger("S0").unlink()
+    kept = study.ledger_path("S0").read_text()
+    study.ledger_path("S0").unlink()
     not_released(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
-    study.ledger("S0").write_text(kept)
-    rewritten(study.release("S0"), digest="0" * 64)
+    study.ledger_path("S0").write_text(kept)
+    rewritten(study.release_path("S0"), digest="0" * 64)
     not_released(study, "S0", "lacks the release of statistics/S0.safetensors", error=UsageError)
 
 
 @pytest.mark.parametrize(
-    ("lose", "again"),
-    [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)],
+    ("lose", "again"), [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)]
 )
 def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose, again):
     make_real(study)
     released(study)
-    before = study.release("S0").read_bytes()
+    before = study.release_path("S0").read_bytes()
     for place in (study.root, Path(os.environ["XDG_STATE_HOME"])):
         for head in place.rglob("*.head.json"):
             head.unlink()
-    lose(study.ledger("S0"))
+    lose(study.ledger_path("S0"))
     with pytest.raises(UsageError) as caught:
         released(study, again=again)
     assert "restore" in str(caught.value) and "--again" not in str(caught.value)
-    assert study.release("S0").read_bytes() == before
+    assert study.release_path("S0").read_bytes() == before
 
 
 def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study, tmp_path, monkeypatch):
@@ -448,8 +447,8 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     alone = Study(shutil.copytree(study.root, tmp_path / "alone"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("S1", "S2"):
-        shutil.rmtree(alone.store(name).parent)
-        alone.ledger(name).unlink()
+        shutil.rmtree(alone.store_path(name).parent)
+        alone.ledger_path(name).unlink()
     for head in alone.root.rglob("ledger.head.json"):
         edit(head, str(study.root), str(alone.root))
     summary = joined(alone)
@@ -458,14 +457,14 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     assert row["site"] == "S0" and row["lifetime_epsilon"] == row["epsilon"]
     assert int(model(alone.root / summary["run"], "S0", "shared")["n_sites"]) == 3
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
-    assert report(alone, summary["run"]).exists()
-    assert resume(alone, summary["run"], backend="local") == summary
+    assert write_report(alone, summary["run"]).exists()
+    assert resume_run(alone, summary["run"], backend="local") == summary
     not_joined(study, "whose store no other site's process may open", error=UsageError)
 
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
     real = sums.discrete_gaussian
-    monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.seeded(5)))
+    monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.from_seed(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
     all_released(study)
     by_files = joined(study)
@@ -473,7 +472,7 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
     x = torch.from_numpy(rows_of(20, 9)[0])
     for name in ("S0", "S1", "S2"):
         one, other = (head_of(run, name) for run in runs)
-        assert torch.equal(one.released, other.released) and torch.equal(one.own, other.own)
+        assert torch.equal(one.released, other.released) and torch.equal(one.local_sums, other.local_sums)
         torch.testing.assert_close(one.sums, other.sums, rtol=1e-6, atol=1e-5)
         assert int(other.n_sites) == 3 and same(*(model(run, name) for run in runs))
         torch.testing.assert_close(one(x), other(x), rtol=1e-3, atol=1e-3)
@@ -486,18 +485,18 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
 
 
 def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 60)
     all_released(study)
-    shutil.rmtree(study.store("S1").parent)
-    document = audit(study, joined(study)["run"])
+    shutil.rmtree(study.store_path("S1").parent)
+    document = audit_run(study, joined(study)["run"])
     assert [site["site"] for site in document["sites"]] == ["S0", "S2"]
     tails = [site["tail"] for site in document["sites"]]
     assert all(tail["sigma"] == ONCE.sigma and not tail["beyond"] for tail in tails)
     assert [(row["site"], row["n"]) for row in document["influence"]] == [("S0", 60), ("S1", 60), ("S2", 60)]
-    letter = sums_at(study.release("S1"))
+    letter = sums_at(study.release_path("S1"))
     vector = letter.vector.copy()
     vector[:-2] *= -1000
-    written(study.release("S1"), letter, vector)
+    written(study.release_path("S1"), letter, vector)
     not_joined(study, "statistics/S1.safetensors", "60 rows", "ask its site")
 
 
@@ -507,10 +506,10 @@ def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
     all_released(study, *HEADS, "privacy.sigma=0.5")
     for name in ("S0", "S1"):
         if spoilt:
-            letter = sums_at(study.release(name))
+            letter = sums_at(study.release_path(name))
             swapped = [letter.vector[:-2].reshape(2, -1)[::-1].ravel(), letter.vector[-2:][::-1]]
-            written(study.release(name), letter, np.concatenate(swapped))
-        shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone
+            written(study.release_path(name), letter, np.concatenate(swapped))
+        shutil.rmtree(study.store_path(name).parent)  # it takes part by its letter alone
     run = joined(study)
     chosen = json.loads((study.root / run["run"] / "sites/S2/prediction_model.json").read_text())
     assert (chosen["ensemble"]["weight"] == 0) is spoilt
@@ -524,7 +523,7 @@ def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeyp
         x = (rng.normal(size=(120, D)) + 4 * np.eye(D)[labels]).astype(np.float32)
         patients = [f"p{k}" for k in range(120)]
         write_features(study, name, x, labels, patients, ["train"] * 60 + ["test"] * 60)
-    release(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
+    release_statistics(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
     run = joined(study)["run"]
     document = evaluate(study, run)
     (lacking,) = (row for row in document["sites"] if row["site"] == "S2")
@@ -533,27 +532,27 @@ def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeyp
 
 def test_heads_of_files_spend_nothing_and_leave_no_line(study):
     all_released(study)
-    before = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
+    before = {name: study.ledger_path(name).read_text() for name in ("S0", "S1", "S2")}
     costs = dry_run(study, method="oneshot", overrides=FILES, backend="local")["sites"]
     assert [row["epsilon"] for row in costs] == pytest.approx([epsilon([ONCE], 1e-5)] * 3)
     with interrupted_after(2):
         joined(study)
-    summary = resume(study, "1", backend="local")
+    summary = resume_run(study, "1", backend="local")
     assert [row["rounds"] for row in summary["sites"]] == [1, 1, 1]
-    assert {name: study.ledger(name).read_text() for name in before} == before
+    assert {name: study.ledger_path(name).read_text() for name in before} == before
     assert (study.root / summary["run"] / "sites/S0/statistics.json").exists()
 
 
 def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_part_by_its_file(study, capfd):
     released(study, "S0")
     released(study, "S1")
-    shutil.rmtree(study.store("S1").parent)
+    shutil.rmtree(study.store_path("S1").parent)
     summary = joined(study)
-    assert "not in the sum, for there is no file in statistics/: S2" in capfd.readouterr().err
+    assert "not included, as there is no file in statistics/: S2" in capfd.readouterr().err
     assert [row["site"] for row in summary["sites"]] == ["S0", "S2"]
     heads = [model(study.root / summary["run"], name, "shared") for name in ("S0", "S2")]
     assert [int(head["n_sites"]) for head in heads] == [2, 2]
-    both = [sums_at(study.release(name)).vector.astype(np.float64) for name in ("S0", "S1")]
+    both = [sums_at(study.release_path(name)).vector.astype(np.float64) for name in ("S0", "S1")]
     np.testing.assert_allclose(heads[1]["sums"], np.mean(both, 0), rtol=1e-6)
     assert heads[1]["own"].any() and not heads[1]["released"].any()  # its own rows count at home
     assert summary["sites"][1]["epsilon"] is None  # it has released nothing
@@ -561,18 +560,18 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
 
 
 def test_a_run_of_files_says_what_it_lacks(study):
-    not_joined(study, "no sums of site S0 yet", "wsi-fl statistics --site S0")
+    not_joined(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
     released(study)
     not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):
-        shutil.rmtree(study.store(name).parent)
+        shutil.rmtree(study.store_path(name).parent)
     not_joined(study, "no site of this run has its store here")
 
 
 def start_of(study):
     """The linear layer that the files make, by the definition of the head."""
     head = SharedHead(2, D)
-    vectors = [sums_at(study.release(f"S{k}")).vector for k in range(3)]
+    vectors = [sums_at(study.release_path(f"S{k}")).vector for k in range(3)]
     with torch.no_grad():
         head.sums.copy_(torch.from_numpy(np.mean(vectors, 0)))
     head.n_sites.fill_(3)
@@ -583,20 +582,20 @@ def start_of(study):
 def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, method, role):
     all_released(study)
     for k in range(3):
-        study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = workshop._bring_released, []
+        study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
+    real, starts = workshop._load_released, []
 
     def brought(party, site):
         real(party, site)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
-    monkeypatch.setattr(workshop, "_bring_released", brought)
+    monkeypatch.setattr(workshop, "_load_released", brought)
     summary = started(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
-    linear = build("linear_head", n_classes=2, shape=Vectors(D), seed=0)
+    linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)
     linear.load_state_dict(starts[0])
     head, (x, _) = start_of(study), rows_of(50, 7)
-    weights, bias = head.head()
+    weights, bias = head.solve_head()
     rows = torch.nn.functional.layer_norm(torch.from_numpy(x), (D,)) - head.mean
     z = rows.double() @ head.components.double()  # never shortened
     torch.testing.assert_close(linear(torch.from_numpy(x)).double(), z @ weights + bias, rtol=1e-4, atol=1e-4)
@@ -618,14 +617,14 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     with interrupted_after(2):
         started(study)
     released(study, "S1", again=True)
-    refused(lambda: resume(study, "1", backend="local"), "release of S1", "statistics/")
+    refused(lambda: resume_run(study, "1", backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.slow
 def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
     for name in ("S0", "S1", "S2"):
         released(study, name)
-    shutil.rmtree(study.store("S1").parent)
+    shutil.rmtree(study.store_path("S1").parent)
     settings = [word for override in FILES for word in ("--set", override)]
     done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -636,7 +635,7 @@ def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
 
 
 def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
-    document, nothing = as_ranks(2, lambda: release(study, site=None, overrides=NOISE))
+    document, nothing = as_ranks(2, lambda: release_statistics(study, site=None, overrides=NOISE))
     assert not nothing  # said once
     assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]
     assert all(row["spent"] for row in document["sites"])

@@ -15,12 +15,12 @@ from changing import make_real
 from conftest import REAL, make_study, nightly
 from PIL import Image
 
-from wsi_fl.learning.verdict import Estimate, verdict
-from wsi_fl.report.run import render
-from wsi_fl.report.sections import Page, headline
+from wsi_fl.learning.verdict import Estimate, decide_verdict
+from wsi_fl.report.run import render_run_page
+from wsi_fl.report.sections import Page, build_headline
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.training.train import train
 
 CLASSES = ("healthy", "tumor")
@@ -127,9 +127,7 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
             | {"table": {split: dict.fromkeys(classes, n) for split, n in tables.items()}}
             for i, name in enumerate(names)
         ],
-        patches={
-            name: [(c, rng.integers(60, 200, (96, 96, 3), np.uint8)) for c in classes] for name in names
-        },
+        patches={name: [(c, rng.integers(60, 200, (96, 96, 3), np.uint8)) for c in classes] for name in names},
         overviews={name: [(f"{name}_node_{k}", picture(rng)) for k in range(n_overviews)] for name in names},
     )
 
@@ -137,9 +135,7 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
 class Document(HTMLParser):
     """The page as a reader's software sees it: balanced tags, attributes, texts and tables."""
 
-    VOID = frozenset(
-        ["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"]
-    )
+    VOID = frozenset(["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"])
 
     def __init__(self, html):
         super().__init__()
@@ -204,7 +200,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def html(page):
-    return render(page)
+    return render_run_page(page)
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +285,8 @@ SAYS = {
         (
             "Four sites trained together with ProxyFL; no slide left its site.",
             "On the merged test set of 600 patches from 24 slides their private models reach an accuracy of",
-            "a site alone without DP 0.64 ± 0.03 , a site alone with DP 0.55 ± 0.03 , all data pooled without DP",
-            "In this run joining reaches 0.71 in accuracy, +0.072 over a site alone without DP: these runs do not",
+            "a local model without DP 0.64 ± 0.03 , a local model with DP 0.55 ± 0.03 , all data pooled without DP",
+            "In this run federation reaches 0.71 in accuracy, +0.072 over a local model without DP: these runs do not",
             "ε = 2.77–2.80 at δ = 10⁻⁵ , nominal ( what that means )",
             "KL term against a private model that was itself trained without DP",
         ),
@@ -298,17 +294,17 @@ SAYS = {
     ),
     "the best run of its kind": (
         lambda p: {"baselines": [*p.baselines, _changed_baseline(p, accuracy={"mean": 0.75, "sd": 0.01})]},
-        ("accuracy, −0.038 over a site alone without DP", "a site alone without DP 0.75 ± 0.01"),
+        ("accuracy, −0.038 over a local model without DP", "a local model without DP 0.75 ± 0.01"),
         (),
     ),
     "what noise costs is no gain": (
         lambda p: {"baselines": [_changed_baseline(p, dp=True, accuracy={"mean": 0.5, "sd": 0.01})]},
-        ("whose model carries the noise itself",),
+        ("whose model is trained with noise",),
         ("federation helped",),
     ),
     "pooled": (lambda p: {"method": "joint"}, ("were pooled: a reference, not a federation",), FEDERATION),
-    "alone": (lambda p: {"method": "regular"}, ("each on its own; nothing was exchanged",), FEDERATION),
-    "lost": (lambda p: {"summary": {**p.summary, "lost": ["C3"]}}, ("Lost during training: C3.",), ()),
+    "alone": (lambda p: {"method": "regular"}, ("trained local models; nothing was exchanged",), FEDERATION),
+    "lost": (lambda p: {"summary": {**p.summary, "lost": ["C3"]}}, ("Dropped out during training: C3.",), ()),
     "no merged numbers": (
         lambda p: {"evaluation": {**p.evaluation, "merged": None}},
         ("evaluated on its own site's part alone",),
@@ -316,12 +312,12 @@ SAYS = {
     ),
     "before evaluation": (
         lambda p: {"evaluation": None, "baselines": (), "stores": ()},
-        ("wsi-fl evaluate runs/00003-proxyfl", "trains each site alone", "wsi-fl tile draws one per slide"),
+        ("wsi-fl evaluate runs/00003-proxyfl", "trains the local models", "wsi-fl tile draws one per slide"),
         ("accuracy of",),
     ),
     "a single site": (
         lambda p: vars(replace(make_page(n_sites=1, rounds=1, n_overviews=0), patches={})),
-        ("without a second site there is nobody to learn with", "nobody else to generalise to"),
+        ("without a second site there is no federation", "there is no cross-site evaluation"),
         ("Federation",),
     ),
 }
@@ -330,44 +326,44 @@ SAYS = {
 @pytest.mark.parametrize("case", SAYS)
 def test_sentences_say_what_the_run_was(small, case):
     change, said, unsaid = SAYS[case]
-    text = Document(render(replace(small, **change(small)))).text
+    text = Document(render_run_page(replace(small, **change(small)))).text
     assert all(words in text for words in said) and not any(words in text for words in unsaid)
 
 
 @pytest.mark.parametrize(
     ("low", "high", "tone", "said"),
     [
-        (0.03, 0.09, "good", "on average joining pays"),
-        (-0.09, -0.03, "bad", "on average joining does not pay"),
-        (-0.02, 0.09, "unclear", "these runs do not show whether joining pays on average"),
+        (0.03, 0.09, "good", "on average federation pays"),
+        (-0.09, -0.03, "bad", "on average federation does not pay"),
+        (-0.02, 0.09, "unclear", "these runs do not show whether federation pays on average"),
     ],
 )
 def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
     gain = Estimate((low + high) / 2, low, high)
-    known = {"federated": {"mean": 0.71}, "gain": gain.document(), "gap_closed": None, "measure": "accuracy"}
-    regular = {**small.baselines[1], "gain": {**known, "verdict": verdict(gain, None)}}
-    (found,) = headline(replace(small, baselines=[regular]), 4)["verdicts"]
-    assert found.tone == tone and said in found.text and "joining reaches 0.71" in found.text
+    known = {"federated": {"mean": 0.71}, "gain": gain.build_document(), "gap_closed": None, "measure": "accuracy"}
+    regular = {**small.baselines[1], "gain": {**known, "verdict": decide_verdict(gain, None)}}
+    (found,) = build_headline(replace(small, baselines=[regular]), 4)["verdicts"]
+    assert found.tone == tone and said in found.text and "federation reaches 0.71" in found.text
 
 
 def test_epsilon_is_never_without_its_kind(small):
     sites = [{**s, "guarantee": "guaranteed"} for s in small.summary["sites"]]
-    strict = Document(render(replace(small, baselines=(), summary={**small.summary, "sites": sites})))
+    strict = Document(render_run_page(replace(small, baselines=(), summary={**small.summary, "sites": sites})))
     assert "at δ = 10⁻⁵ , guaranteed ." in strict.text
     assert strict.table("Site", "Budget")["C1"][1] == "guaranteed"
     sites[2] = {**sites[2], "guarantee": "nominal"}
-    mixed = Document(render(replace(small, summary={**small.summary, "sites": sites})))
+    mixed = Document(render_run_page(replace(small, summary={**small.summary, "sites": sites})))
     assert "at δ = 10⁻⁵ , nominal" in mixed.text, "the weakest guarantee of any site counts for all"
 
 
 def test_a_run_without_privacy_says_so(small):
     off = {"epsilon": None, "delta": None, "guarantee": "none"}
     summary = {**small.summary, "sites": [{**s, **off} for s in small.summary["sites"]]}
-    document = Document(render(replace(small, summary=summary)))
-    assert "Differential privacy was off in this run. Whatever the sites sent" in document.text
+    document = Document(render_run_page(replace(small, summary=summary)))
+    assert "Differential privacy was off in this run. The messages between sites" in document.text
     assert document.table("Method", "Run")[OURS][3:5] == ["off", "–"]
     silent = {**summary, "communication": {"messages": 0, "bytes": 0, "seconds": 0.0}}
-    text = Document(render(replace(small, method="regular", summary=silent))).text
+    text = Document(render_run_page(replace(small, method="regular", summary=silent))).text
     assert "Nothing was sent between the sites" in text
 
 
@@ -376,7 +372,7 @@ def test_numbers_that_could_not_be_computed_are_dashes(nothing):
     page = sites_of(make_page(n_sites=2, rounds=3, n_overviews=0), lambda site: {**site, "confusion": None})
     parts = ("summary", "evaluation", "metrics", "baselines", "stores")
     changed = {name: walk(getattr(page, name), lambda _: nothing) for name in parts}
-    document = Document(render(replace(page, **changed)))
+    document = Document(render_run_page(replace(page, **changed)))
     assert not re.search(r"\b(None|nan|NaN|Undefined)\b", document.text)
     assert document.table("Model of", "ECE")["C1"] == ["–"] * 9
 
@@ -384,7 +380,7 @@ def test_numbers_that_could_not_be_computed_are_dashes(nothing):
 @pytest.mark.parametrize("value", [{}, dict.fromkeys(PARTS)], ids=["absent", "none"])
 def test_any_part_of_an_evaluation_may_be_missing(small, value):
     changed = sites_of(small, lambda site: {k: v for k, v in site.items() if k not in PARTS} | value)
-    text = Document(render(changed)).text
+    text = Document(render_run_page(changed)).text
     assert all(site["site"] in text for site in small.evaluation["sites"])
     assert not re.search(r"\b(None|nan|NaN|Undefined)\b", text)
 
@@ -393,7 +389,7 @@ def test_names_cannot_break_the_page():
     names = ['<b>bold</b>"', "$\\frac{1$ & 'x'", "</style><script>alert(1)</script>", "患者 🏥"]
     page = make_page(names=names, rounds=3, classes=("<i>healthy", "tu\"mor'"))
     page = replace(page, run="00001-<u>run</u>", pipeline="</title>", config_toml="</pre><script>x</script>")
-    document = Document(render(page))
+    document = Document(render_run_page(page))
     assert not {"b", "i", "u", "script"} & {tag for tag, _ in document.tags}
     assert all(" ".join(name.split()) in document.text for name in names)
     assert set(document.table("Model of", "ECE")) == {*names, "Mean ± sd"}
@@ -406,11 +402,11 @@ def mixed(tmp_path_factory):
     run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
     evaluate(study, run)
     for name in ("S0", "S1"):
-        overviews = study.store(name).parent / "overview"
+        overviews = study.store_path(name).parent / "overview"
         overviews.mkdir()
         (overviews / f"{name}_slide_0.png").write_bytes(picture(np.random.default_rng(0)))
-    shutil.copytree(study.store("S1").parent, study.generated("key").parent)
-    RunFolder(study.root / run).site("S0").keep("package", {"images": {"S1": "key"}})
+    shutil.copytree(study.store_path("S1").parent, study.synthetic_path("key").parent)
+    RunFolder(study.root / run).site_folder("S0").write_document("package", {"images": {"S1": "key"}})
     make_real(study, "S1", says=f'{REAL}\nallow = ["patches"]')
     return study, run
 
@@ -435,7 +431,7 @@ def test_pictures_of_patients_are_left_out_and_the_page_says_so(mixed, wsi_fl):
 
 def test_a_page_with_pictures_of_patients_says_at_its_top_that_it_must_stay(mixed, capsys):
     study, run = mixed
-    html = report(study, run, pictures=True).read_text(encoding="utf-8")
+    html = write_report(study, run, pictures=True).read_text(encoding="utf-8")
     text = Document(html).text
     banner = "This page holds pictures of patients of S1. It must not leave the hospital"
     assert 0 < text.index(banner) < text.index("report of a run")
@@ -446,7 +442,7 @@ def test_a_page_with_pictures_of_patients_says_at_its_top_that_it_must_stay(mixe
 def test_the_page_of_simulated_sites_shows_their_pictures_without_a_banner(tmp_path, capsys):
     study = make_study(tmp_path / "study", n_sites=1)
     run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
-    html = report(study, run).read_text(encoding="utf-8")
+    html = write_report(study, run).read_text(encoding="utf-8")
     assert html.count("data:image") == 12
     assert "left out" not in html + capsys.readouterr().err and "must not leave" not in html
 
@@ -470,7 +466,7 @@ FLAGS = [
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
 @pytest.mark.parametrize(("width", "n_sites"), [(390, 4), *nightly((1280, 60))])
 def test_nothing_overflows_and_chart_text_is_legible(tmp_path, width, n_sites):
-    html = render(make_page(n_sites=n_sites, rounds=4, n_overviews=0))
+    html = render_run_page(make_page(n_sites=n_sites, rounds=4, n_overviews=0))
     (tmp_path / "page.html").write_text(html.replace("</body>", MEASURE))
     (tmp_path / "wrapper.html").write_text(WRAPPER.format(width=width))
     places = [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/wrapper.html"]

@@ -12,29 +12,29 @@ from sklearn.metrics import recall_score, roc_auc_score
 
 from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.hospitals.work.said import _whole
+from wsi_fl.hospitals.work.said import _is_complete
 from wsi_fl.learning.counts import (
-    FEWEST,
-    _scores_of,
-    count,
-    n_bytes,
-    nothing,
-    packed,
-    results,
-    unpacked,
+    MIN_EXAMPLES,
+    _score_counts,
+    count_bytes,
+    count_predictions,
+    empty_counts,
+    pack_counts,
+    score_cross_site,
+    unpack_counts,
 )
-from wsi_fl.learning.tasks import scored
+from wsi_fl.learning.tasks import score_predictions
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.report.between import render_coordinator, section
+from wsi_fl.report.between import build_cross_site_section, render_coordinator
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_lines
+from wsi_fl.stages.answers.between import render_cross_site_lines
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training import checks
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1", "S2"]
@@ -68,11 +68,11 @@ def run(study, method="proxyfl", *overrides):
 
 
 def told(folder, site="S0"):
-    return folder.site(site).kept("scores")
+    return folder.site_folder(site).read_document("scores")
 
 
 def lines(study, site):
-    return [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
+    return [json.loads(line) for line in study.ledger_path(site).read_text().splitlines()]
 
 
 def left(study, site):
@@ -88,15 +88,15 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_those_of_earlier_
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 500)
     p = binary(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
-    parts = [count(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
-    found, exact = _scores_of(parts), scored(p, label)
+    parts = [count_predictions(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
+    found, exact = _score_counts(parts), score_predictions(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 0.02
-    assert _scores_of([count(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
+    assert _score_counts([count_predictions(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
     halves = [[0] * 50 + [1] * 50, [1] * 50 + [0] * 50]
     old = {"n": 100, "confusion": [[40, 10], [10, 40]], "positives": halves[0], "negatives": halves[1]}
-    found = _scores_of([old, old])
+    found = _score_counts([old, old])
     assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
 
 
@@ -109,27 +109,27 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
         label = np.arange(100) % 2
         positive = 1 / (1 + np.exp(-scale * (rng.normal(size=100) + apart * (label - 0.5))))
         p = binary(positive)
-        (one,) = unpacked(packed([count(p, label)]), 1, 2)
-        exact, found = roc_auc_score(label, positive), _scores_of([one])
+        (one,) = unpack_counts(pack_counts([count_predictions(p, label)]), 1, 2)
+        exact, found = roc_auc_score(label, positive), _score_counts([one])
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
         bins = np.add(one["positives"], one["negatives"])
-        assert bins[bins > 0].min() >= FEWEST and bins.sum() == 100
-        found = _scores_of([count(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)])
+        assert bins[bins > 0].min() >= MIN_EXAMPLES and bins.sum() == 100
+        found = _score_counts([count_predictions(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)])
         assert abs(found["auroc"] - exact) <= min(0.02, found["auroc_within"] + 1e-12)
         assert found["auroc_within"] < 0.08
 
 
 def test_nothing_small_is_told():
     rng = np.random.default_rng(0)
-    label = np.repeat([0, 1], [50, FEWEST - 1])
-    few = count(rng.dirichlet(np.ones(2), len(label)), label)
-    assert few["n"] == 50 and few["confusion"][1] == [0, 0] and _scores_of([few])["auroc"] is None
+    label = np.repeat([0, 1], [50, MIN_EXAMPLES - 1])
+    few = count_predictions(rng.dirichlet(np.ones(2), len(label)), label)
+    assert few["n"] == 50 and few["confusion"][1] == [0, 0] and _score_counts([few])["auroc"] is None
     who = np.array([f"p{k % 10}" for k in range(200)])
     score = np.where(who == "p0", 0.99, 0.0) + 0.01 * rng.random(200)  # one patient apart from all others
-    for low, high in pairwise([0.0, *count(binary(score), np.arange(200) % 2, who)["high"]]):
+    for low, high in pairwise([0.0, *count_predictions(binary(score), np.arange(200) % 2, who)["high"]]):
         inside = who[(low <= score) & (score < high)]
-        assert len(inside) == 0 or len(set(inside)) >= FEWEST
-    found = _scores_of([count(np.full((60, 2), 0.5), np.arange(60) % 2)])
+        assert len(inside) == 0 or len(set(inside)) >= MIN_EXAMPLES
+    found = _score_counts([count_predictions(np.full((60, 2), 0.5), np.arange(60) % 2)])
     assert (found["auroc"], found["auroc_within"]) == (0.5, 0.0)
 
 
@@ -137,15 +137,15 @@ def test_nothing_small_is_told():
 def test_counts_travel_as_bytes_of_a_known_length(n_classes):
     rng = np.random.default_rng(1)
     p = rng.dirichlet(np.ones(n_classes), 40)
-    some = [count(p, rng.integers(0, n_classes, 40)), nothing(n_classes)]
-    values = packed(some)
-    assert values.dtype == np.uint8 and len(values) == n_bytes(2, n_classes)
-    assert unpacked(values, 2, n_classes) == some
+    some = [count_predictions(p, rng.integers(0, n_classes, 40)), empty_counts(n_classes)]
+    values = pack_counts(some)
+    assert values.dtype == np.uint8 and len(values) == count_bytes(2, n_classes)
+    assert unpack_counts(values, 2, n_classes) == some
 
 
 def test_what_cannot_be_counts_is_refused():
-    good = count(np.tile([0.2, 0.8], (FEWEST, 1)), np.ones(FEWEST, int))
-    refused(lambda: unpacked(packed([good]), 2, 2), "bytes", error=ValueError)
+    good = count_predictions(np.tile([0.2, 0.8], (MIN_EXAMPLES, 1)), np.ones(MIN_EXAMPLES, int))
+    refused(lambda: unpack_counts(pack_counts([good]), 2, 2), "bytes", error=ValueError)
     for change in (
         {"confusion": [[0, 0], [0, -1]]},
         {"confusion": [[1, 0], [0, 0]]},
@@ -156,15 +156,12 @@ def test_what_cannot_be_counts_is_refused():
         {"high": [np.nan] * 100},
         {"high": [*good["high"][:99], 1.5]},
     ):
-        bad = packed([good | change])
+        bad = pack_counts([good | change])
         with pytest.raises(ValueError, match=r"impossibly large|different examples|bins overlap|pairs"):
-            unpacked(bad, 1, 2)
+            unpack_counts(bad, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("method", "models"),
-    [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)],
-)
+@pytest.mark.parametrize(("method", "models"), [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)])
 def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, method, models):
     folder = run(three, method)
     document = told(folder)
@@ -193,11 +190,9 @@ def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts
 def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
     found = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
-        monkeypatch.setenv(
-            "XDG_STATE_HOME", str(tmp_path / f"{name}-user")
-        )  # other patients of the same names
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"{name}-user"))  # other patients of the same names
         study = hospitals(tmp_path / name, allow=allow)
-        once, again = (run(study, method).summary()["sites"] for _ in range(2))
+        once, again = (run(study, method).read_summary()["sites"] for _ in range(2))
         rows = [{k: v for k, v in row.items() if k not in ("messages", "bytes")} for row in once]
         found.append((rows, [row["lifetime_epsilon"] for row in again]))
     assert found[0] == found[1]
@@ -214,7 +209,7 @@ def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_pat
         document = told(folder, site)
         assert document["hospitals"] == ["S0", "S2"] and list(document["models"]) == SITES
         assert all(list(counts) == ["S0", "S2"] for counts in document["counts"].values())
-    assert folder.site("S1").kept("counts") is None
+    assert folder.site_folder("S1").read_document("counts") is None
 
 
 def test_private_models_are_sent_to_nobody(three, monkeypatch):
@@ -233,8 +228,8 @@ def test_private_models_are_sent_to_nobody(three, monkeypatch):
     every = [line for site in SITES for line in lines(three, site)]
     known = {line["released"].split()[1] for line in every if line.get("released")}
     for message in comm.sent:
-        assert between.digest(message.vector) in known
-        assert message.vector.size != sites[message.sender].learners["private"].vector().size
+        assert between.digest_values(message.vector) in known
+        assert message.vector.size != sites[message.sender].learners["private"].parameter_vector().size
 
 
 @pytest.mark.parametrize("method", ["fedavg", *nightly("proxyfl")])
@@ -284,8 +279,8 @@ def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_pa
     x, labels = (np.concatenate([rows_of(k)[part][60:] for k in range(3)]) for part in (0, 1))
     for site in SITES:
         head = SharedHead(2, 16)
-        head.load_state_dict(folder.site(site).load_model("shared"))
-        said = head.as_released()(torch.from_numpy(x)).argmax(1).numpy()
+        head.load_state_dict(folder.site_folder(site).load_model("shared"))
+        said = head.solve_released_head()(torch.from_numpy(x)).argmax(1).numpy()
         assert whole["accuracy"] == pytest.approx((said == labels).mean())
 
 
@@ -293,16 +288,16 @@ def test_noise_that_is_added_once_in_all_stays_what_it_is_worth(tmp_path):
     study = features_of(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
     folder = run(study, "oneshot", "train.data=features", "privacy.noise=shared", "privacy.sigma=3.0")
     assert list(told(folder)["models"]) == ["shared"]
-    assert {row["guarantee"] for row in folder.summary()["sites"]} == {"shared"}
+    assert {row["guarantee"] for row in folder.read_summary()["sites"]} == {"shared"}
 
 
 def test_a_site_whose_budget_ended_scores_what_the_others_released(tmp_path):
-    cost = epsilon([accounting.plan(36, 18, 1, 4.0, 0.7)], 1e-5)
+    cost = epsilon([accounting.plan_mechanism(36, 18, 1, 4.0, 0.7)], 1e-5)
     folder = run(hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}")))
     document = told(folder)
     assert list(document["models"]) == ["S0", "S1"] and document["hospitals"] == SITES
     assert document["counts"]["S0"]["S2"]["n"] == 12
-    row = folder.summary()["sites"][2]
+    row = folder.read_summary()["sites"][2]
     assert row["rounds"] == 1 and row["epsilon"] == pytest.approx(cost)
 
 
@@ -315,23 +310,21 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert document == told(folder, "S1") and list(document["models"]) == ["S0", "S1"]
     assert all(one["n"] == 12 for counts in document["counts"].values() for one in counts.values())
     assert {row["guarantee"] for row in summary["sites"]} == {"guaranteed"}
-    sent = [(line["what"], line["to"]) for line in folder.site("S0").transfers()]
+    sent = [(line["what"], line["to"]) for line in folder.site_folder("S0").list_transfers()]
     assert sent == [("model to be scored", "S1"), ("scores", "S1")]
     assert summary["communication"]["messages"] == 2 + 4
 
 
-def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(
-    tmp_path,
-):
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(tmp_path):
     """Whatever else leaves without noise is part of it."""
 
     def opened(run, **terms):
-        known = {"site": "C1", "run": run, "terms": Terms(delta=1e-5, **terms)}
+        known = {"site": "C1", "run": run, "terms": PrivacyTerms(delta=1e-5, **terms)}
         return PrivacyLedger(tmp_path / f"{run}.jsonl", **known)
 
     def release(ledger, round_, vector, mechanism, content):
         ledger.release(round_, vector, schema="0" * 64, mechanism=mechanism, content=content)
-        return ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()
+        return ledger.epsilon(), ledger.guarantee(), ledger.count_rounds(), ledger.list_mechanisms()
 
     counts, ledger = np.ones(8, np.uint8), opened("a", allow=("scores", "model"), guarantee="guaranteed")
     before = release(ledger, 1, np.ones(2, np.float32), planned(36, 8), "model")
@@ -359,30 +352,30 @@ def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
         run(three)
     folder = RunFolder(three.run("1"))
     before = {site: left(three, site) for site in SITES}
-    kept = folder.site("S0").kept("counts")
+    kept = folder.site_folder("S0").read_document("counts")
     assert before["S0"] and kept and told(folder) is None
-    monkeypatch.setattr(between, "count", lambda *_, **__: nothing(2))  # nothing is counted anew
-    resume(three, folder.name, backend="local")
-    assert told(folder)["hospitals"] == SITES and folder.site("S0").kept("counts") == kept
+    monkeypatch.setattr(between, "count_predictions", lambda *_, **__: empty_counts(2))  # nothing is counted anew
+    resume_run(three, folder.name, backend="local")
+    assert told(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
     for site, known in before.items():
         assert left(three, site)[: len(known)] == known and len(left(three, site)) == 1
         assert [line["round"] for line in lines(three, site) if line.get("again")].count(3) == len(known)
-    assert folder.summary()["sites"][0]["guarantee"] == "guaranteed"
+    assert folder.read_summary()["sites"][0]["guarantee"] == "guaranteed"
 
 
 def test_other_models_than_those_of_before_a_restart_are_not_scored(three):
     folder = run(three)
     (folder.path / "summary.json").unlink()
-    kept = folder.site("S1").kept("counts")
-    folder.site("S1").keep("counts", kept | {"schema": "0" * 64})
+    kept = folder.site_folder("S1").read_document("counts")
+    folder.site_folder("S1").write_document("counts", kept | {"schema": "0" * 64})
     before = told(folder)
-    resume(three, folder.name, backend="local")
+    resume_run(three, folder.name, backend="local")
     assert told(folder) == before and all(len(left(three, site)) == 1 for site in SITES)
-    assert "none is scored again" in folder.site("S0").log_path.read_text()
+    assert "none is scored again" in folder.site_folder("S0").log_path.read_text()
 
 
 def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch):
-    real, calls = between.unpacked, []
+    real, calls = between.unpack_counts, []
 
     def strange(values, *shape):
         calls.append(values)
@@ -390,11 +383,11 @@ def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch)
             raise ValueError("they hold a negative or an impossibly large number")
         return real(values, *shape)
 
-    monkeypatch.setattr(between, "unpacked", strange)
+    monkeypatch.setattr(between, "unpack_counts", strange)
     folder = run(three, "fedavg")
     assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
-    assert "the counts of site S0 are left out" in folder.site("S1").log_path.read_text()
-    assert results(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
+    assert "the counts of site S0 are left out" in folder.site_folder("S1").log_path.read_text()
+    assert score_cross_site(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
 
 
 def of_scores(counts, classes):
@@ -410,7 +403,7 @@ def uneven():
     label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
         drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
-        counts[site] = {one: count(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
+        counts[site] = {one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
     return of_scores(counts, ["healthy", "<tumor>"])
 
 
@@ -422,15 +415,17 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}
     halves = np.split(np.arange(80), 2)
     counts = {
-        site: dict(zip(("S0", "S2"), (count(said[site][rows], truth[rows]) for rows in halves), strict=True))
+        site: dict(
+            zip(("S0", "S2"), (count_predictions(said[site][rows], truth[rows]) for rows in halves), strict=True)
+        )
         for site in ("S0", "S1")
     }
-    counts["S1"]["S2"], counts["S2"] = nothing(n_classes), dict.fromkeys(("S0", "S2"), nothing(n_classes))
+    counts["S1"]["S2"], counts["S2"] = (empty_counts(n_classes), dict.fromkeys(("S0", "S2"), empty_counts(n_classes)))
     for site, held in counts.items():
-        counts[site] = {one: unpacked(packed([told]), 1, n_classes)[0] for one, told in held.items()}
+        counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
     document = of_scores(counts, names)
-    assert _whole(document)  # what a coordinator asks of what hospitals send
-    models = results(document)["models"]
+    assert _is_complete(document)  # what a coordinator asks of what hospitals send
+    models = score_cross_site(document)["models"]
     called = said["S0"].argmax(1)
     assert models["S0"]["merged"] == {
         "n": 80,
@@ -441,19 +436,17 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
         "auroc_within": None,
     }
     assert (models["S1"]["merged"]["n"], models["S2"]["merged"]["accuracy"]) == (40, None)
-    tables = section(results(document))["tables"]
+    tables = build_cross_site_section(score_cross_site(document))["tables"]
     assert [table["title"] for table in tables] == ["Accuracy", "Macro-accuracy"]
-    assert list(between_lines(results(document)))
+    assert list(render_cross_site_lines(score_cross_site(document)))
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
-    page = render_coordinator(
-        summary | {"communication": dict.fromkeys(("messages", "bytes", "seconds"), 0)}, document
-    )
+    page = render_coordinator(summary | {"communication": dict.fromkeys(("messages", "bytes", "seconds"), 0)}, document)
     assert all(name in page for name in names)
 
 
 def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
-    document = results(uneven())
-    found = section(document)
+    document = score_cross_site(uneven())
+    found = build_cross_site_section(document)
     assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
     rows = found["tables"][0]["rows"]
     assert [(row["model"], row["own"]) for row in rows] == [("S0", 0), ("S1", None), ("S2", 1)]
@@ -463,7 +456,7 @@ def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
     assert shown[1] == [scores["accuracy"] for scores in where]
     score, best = max((row[-1], site) for row, site in zip(shown, SITES, strict=True))
     assert found["verdict"] == f"There the model of {best} does best, with an accuracy of {score:.3f}."
-    assert section(None) is None
+    assert build_cross_site_section(None) is None
 
 
 def answered(**tables):
@@ -477,7 +470,7 @@ def test_models_that_always_say_the_same_are_no_winners():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always saying tumour, which has an accuracy of 0.542."
     documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
-    assert all(section(results(document))["verdict"] == said for document in documents)
+    assert all(build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
     page = render_coordinator(summary, documents[0])
@@ -485,11 +478,11 @@ def test_models_that_always_say_the_same_are_no_winners():
 
 
 def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(three):
-    summary = run(three).summary()
+    summary = run(three).read_summary()
     text = render_coordinator(summary, uneven())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text
     assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text
-    accuracy = results(uneven())["models"]["S2"]["merged"]["accuracy"]
+    accuracy = score_cross_site(uneven())["models"]["S2"]["merged"]["accuracy"]
     assert f"{accuracy:.3f}" in text and "guaranteed" in text
     assert str(three.root) not in text and "_patient_" not in text and "_slide_" not in text
     bare = render_coordinator(summary, None)

@@ -8,7 +8,7 @@ from conftest import interrupted_after
 
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import resume_series, train_series
-from wsi_fl.study.folder import load_pipeline
+from wsi_fl.study.folder import load_run_pipeline
 
 
 def series(study, seeds, *overrides):
@@ -16,7 +16,7 @@ def series(study, seeds, *overrides):
 
 
 def seeds_of(study):
-    return [load_pipeline(path).train.seed for path in sorted(study.runs.glob("0*/config.toml"))]
+    return [load_run_pipeline(path).train.seed for path in sorted(study.runs_path.glob("0*/config.toml"))]
 
 
 def test_a_series_is_one_run_per_seed_and_what_is_unusual_of_the_stores_is_said_once(pair, capsys):
@@ -38,7 +38,7 @@ def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(pair):
 
 @pytest.mark.slow
 def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(pair, monkeypatch):
-    real = training.begin
+    real = training.begin_run
 
     def begin(study, pipeline, *args, **kwargs):
         if pipeline.train.seed == 1:  # before its run has a name
@@ -46,7 +46,7 @@ def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(pair, monkeypatch)
         return real(study, pipeline, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
-        patch.setattr(training, "begin", begin)
+        patch.setattr(training, "begin_run", begin)
         series(pair, 2)
     (run,) = re.findall(r"`wsi-fl train --resume (\S+)`", str(stopped.value))
     resume_series(pair, run, backend="local")

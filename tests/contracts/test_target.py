@@ -8,13 +8,13 @@ from conftest import REAL, interrupted_after, make_study, nightly, refused, writ
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.compare_runs import FinishedRun
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.site import account
-from wsi_fl.stages.site.account import planned_round, terms_of
+from wsi_fl.stages.site.account import build_terms, plan_round
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume_run, train
 
 TARGET = "privacy.target_epsilon=3"
 ROUNDS = "train.rounds=4"
@@ -32,8 +32,8 @@ def uneven(tmp_path_factory):
 @pytest.fixture
 def settings(pair):
     """(pipeline, one of its sites with what changes) of a study."""
-    pipeline = pair.pipeline("small", [TARGET, ROUNDS, "privacy.delta=1e-5"])
-    return pipeline, lambda **changes: pair.site("S0").model_copy(update=changes)
+    pipeline = pair.load_pipeline("small", [TARGET, ROUNDS, "privacy.delta=1e-5"])
+    return pipeline, lambda **changes: pair.load_site("S0").model_copy(update=changes)
 
 
 def run(study, *overrides, method="proxyfl"):
@@ -46,13 +46,11 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
     summary = run(uneven, method=method)
     plans = {row["site"]: row for row in dry_run(uneven, method=method, overrides=[TARGET, ROUNDS])["sites"]}
     rows = {row["site"]: row for row in summary["sites"]}
-    page = report(uneven, summary["run"]).read_text()
+    page = write_report(uneven, summary["run"]).read_text()
     for site, row in rows.items():
         assert 2.95 < row["epsilon"] <= 3.0
-        lines = map(json.loads, uneven.ledger(site).read_text().splitlines())
-        of_run = [
-            line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")
-        ]
+        lines = map(json.loads, uneven.ledger_path(site).read_text().splitlines())
+        of_run = [line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")]
         mechanisms = [Mechanism(**line["mechanism"]) for line in of_run]
         assert len(mechanisms) == 4 and row["epsilon"] == epsilon(mechanisms, row["delta"])
         rate, steps = mechanisms[0].sample_rate, mechanisms[0].steps
@@ -65,7 +63,7 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
         assert f"<td>{row['batch_size']}</td>" in page
     assert rows["S2"]["sigma"] < rows["S0"]["sigma"]  # its δ asks for less
     assert (rows["S0"]["batch_size"] == rows["S1"]["batch_size"]) is (method == "joint")
-    found = Run.of(uneven.root / summary["run"])  # `compare` names the target and not what it replaces
+    found = FinishedRun.load(uneven.root / summary["run"])  # `compare` names the target and not what it replaces
     assert found.dp and found.settings["privacy.target_epsilon"] == 3.0
     assert not {"privacy.sigma", "train.batch_size"} & found.settings.keys()
 
@@ -86,16 +84,16 @@ def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
 def test_the_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
     with interrupted_after(4):
         run(pair)
-    monkeypatch.setattr(account, "planned_round", lambda *_, **__: pytest.fail("planned again"))
-    for row in resume(pair, "1", backend="local")["sites"]:
-        kept = RunFolder(pair.run("1")).site(row["site"]).kept("plan")
+    monkeypatch.setattr(account, "plan_round", lambda *_, **__: pytest.fail("planned again"))
+    for row in resume_run(pair, "1", backend="local")["sites"]:
+        kept = RunFolder(pair.find_run("1")).site_folder(row["site"]).read_document("plan")
         assert 2.95 < row["epsilon"] <= 3.0
         assert (kept["batch_size"], kept["sigma"]) == (row["batch_size"], row["sigma"])
 
 
 def test_the_smaller_of_target_and_max_epsilon_binds(settings):
     pipeline, site = settings
-    whole, less, more = (planned_round(site(max_epsilon=most), pipeline, 36) for most in (None, 1.0, 9.0))
+    whole, less, more = (plan_round(site(max_epsilon=most), pipeline, 36) for most in (None, 1.0, 9.0))
     assert 2.95 < epsilon([whole] * 4, 1e-5) <= 3.0 and more == whole
     assert 0.95 < epsilon([less] * 4, 1e-5) <= 1.0
 
@@ -104,14 +102,14 @@ def test_the_smaller_of_target_and_max_epsilon_binds(settings):
 def test_what_was_spent_before_counts_and_a_real_site_has_one_life(settings):
     pipeline, site = settings
     sums, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]
-    after = [planned_round(site(), pipeline, 36, spent=sums)] * 4
+    after = [plan_round(site(), pipeline, 36, spent=sums)] * 4
     assert 2.95 < epsilon([*sums, *after], 1e-5) <= 3.0
     real = site(real=True, max_epsilon=7.5)
-    spending = [planned_round(real, pipeline, 36, spent=sums, past=[*sums, *runs])] * 4
+    spending = [plan_round(real, pipeline, 36, spent=sums, past=[*sums, *runs])] * 4
     assert 7.45 < epsilon([*sums, *runs, *spending], 1e-5) <= 7.5 and epsilon([*sums, *spending], 1e-5) < 3.0
     over = site(real=True, max_epsilon=2.0)
     words = "site S0: no noise level reaches epsilon 2 on top of"
-    refused(lambda: planned_round(over, pipeline, 36, past=runs), words, "max_epsilon")
+    refused(lambda: plan_round(over, pipeline, 36, past=runs), words, "max_epsilon")
 
 
 def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
@@ -124,15 +122,15 @@ def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
 
 def test_terms_say_what_a_site_file_and_a_pipeline_say(settings):
     pipeline, site = settings
-    terms = terms_of(site(max_epsilon=2.0), pipeline, "guaranteed")
+    terms = build_terms(site(max_epsilon=2.0), pipeline, "guaranteed")
     found = (terms.delta, terms.max_epsilon, terms.lifetime, terms.guarantee)
     assert found == (1e-5, 2.0, False, "guaranteed")
-    assert terms_of(site(delta=1e-4, real=True), pipeline, "none").delta == 1e-4
-    assert terms_of(site(real=True), pipeline, "none").lifetime
+    assert build_terms(site(delta=1e-4, real=True), pipeline, "none").delta == 1e-4
+    assert build_terms(site(real=True), pipeline, "none").lifetime
 
 
 def test_the_plan_is_kept_without_a_target_too(pair):
     summary = train(pair, method="proxyfl", overrides=["train.rounds=1"], backend="local")
-    kept = RunFolder(pair.root / summary["run"]).site("S0").kept("plan")
+    kept = RunFolder(pair.root / summary["run"]).site_folder("S0").read_document("plan")
     assert (kept["n"], kept["batch_size"], kept["sigma"], kept["steps"]) == (36, 18, 1.4, 2)
     assert {(row["batch_size"], row["sigma"]) for row in summary["sites"]} == {(18, 1.4)}

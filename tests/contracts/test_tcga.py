@@ -13,12 +13,12 @@ from changing import edit
 from test_layouts import generic
 
 from wsi_fl.demo.phantom import write_pyramid
-from wsi_fl.slides.layouts import Sources, describe, detect, list_site, read_site
-from wsi_fl.slides.layouts.tcga import parse_barcode, site_of
-from wsi_fl.stages.prepare.init import Tables, init
-from wsi_fl.stages.prepare.sources import sources_of
-from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.study.folder import Study, shipped
+from wsi_fl.slides.layouts import Sources, detect_layout, list_site, list_sites, read_site
+from wsi_fl.slides.layouts.tcga import name_site, parse_barcode
+from wsi_fl.stages.prepare.init import ArchiveTables, init_study
+from wsi_fl.stages.prepare.sources import resolve_sources
+from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.types import WsiFlError
 
 refused = partial(conftest.refused, error=WsiFlError)
@@ -85,7 +85,7 @@ def archive(tmp_path) -> Path:
 
 
 def sources(archive: Path, site: str = "tcga-pittsburgh", **more) -> Sources:
-    found = next(one for one in describe(archive, "tcga") if one.name == site)
+    found = next(one for one in list_sites(archive, "tcga") if one.name == site)
     labels = Path(found.labels or "")
     return Sources(site, f"sites/{site}.toml", found.slides, None, labels, manifests=found.manifests, **more)
 
@@ -116,14 +116,14 @@ def test_spellings_of_an_institution_are_one_site():
         (("St Joseph's Medical Center (MD)", "St. Joseph's Medical Center-(MD)"), "tcga-st-josephs-maryland"),
         (("University of São Paulo",), "tcga-university-of-sao-paulo"),
     ):
-        assert {site_of(name) for name in names} == {site}
+        assert {name_site(name) for name in names} == {site}
 
 
 def test_an_archive_is_recognised_and_grouped(archive, tmp_path):
     archive = archive.rename(tmp_path / "T [1]")
     add(archive, slide_name("TCGA-BH-A002", "DX2", number=50), flat=True)
-    assert detect(archive) == "tcga"
-    found = describe(archive, "tcga")
+    assert detect_layout(archive) == "tcga"
+    found = list_sites(archive, "tcga")
     assert [(site.name.removeprefix("tcga-"), site.n_slides, site.unknown_codes) for site in found] == [
         ("indivumed", 2, ()),
         ("mskcc", 2, ()),
@@ -134,7 +134,7 @@ def test_an_archive_is_recognised_and_grouped(archive, tmp_path):
     for site in found:
         records, aside = read(archive, site.name)
         assert len(records) == site.n_slides and aside == []
-    by_code = describe(archive, "tcga", group_by="tss")
+    by_code = list_sites(archive, "tcga", group_by="tss")
     codes = ("05", "13", "34", "a8", "ao", "bh", "na")
     assert [site.name for site in by_code] == [f"tcga-{code}" for code in codes]
 
@@ -142,9 +142,9 @@ def test_an_archive_is_recognised_and_grouped(archive, tmp_path):
 def test_a_table_of_source_sites_names_the_others(archive, tmp_path):
     codes = tmp_path / "codes.csv"
     codes.write_text('"TSS Code","Source Site","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n')
-    assert "tcga-duke" in [site.name for site in describe(archive, "tcga", codes=codes)]
+    assert "tcga-duke" in [site.name for site in list_sites(archive, "tcga", codes=codes)]
     (archive / "tissueSourceSite.tsv").write_text("TSS Code\tSource Site\nNA\tDuke University\n")
-    assert "tcga-duke" in [site.name for site in describe(archive, "tcga")]
+    assert "tcga-duke" in [site.name for site in list_sites(archive, "tcga")]
 
 
 def test_slides_are_labelled_with_their_patients_diagnosis(archive):
@@ -207,7 +207,7 @@ def test_rows_that_contradict_each_other_are_refused(archive, tmp_path):
         write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
         unread(archive, "TCGA-BH-A001", "contradict", *words)
         assert len(read(archive, "tcga-indivumed")[0]) == 2
-    refused(lambda: init(tmp_path / "s", archive=archive), "TCGA-BH-A001")
+    refused(lambda: init_study(tmp_path / "s", archive=archive), "TCGA-BH-A001")
     assert not (tmp_path / "s").exists()
 
 
@@ -245,7 +245,7 @@ def test_manifest_of_a_site_file_must_be_there_and_be_one(archive):
 def test_study_of_an_archive_agrees_on_its_subtypes(archive, tmp_path):
     manifest = write_manifest(archive)
     add(archive, slide_name("TCGA-E9-A0XX"))  # no clinical row
-    document = init(tmp_path / "study", archive=archive)
+    document = init_study(tmp_path / "study", archive=archive)
     assert document["layout"] == "tcga" and document["pipelines"] == ["tcga_subtypes"]
     names = ("indivumed", "mskcc", "na", "pittsburgh")
     assert [row["site"] for row in document["sites"]] == [f"tcga-{name}" for name in names]
@@ -259,13 +259,13 @@ def test_study_of_an_archive_agrees_on_its_subtypes(archive, tmp_path):
         "Ovary / Fallopian tube": ["Serous cystadenocarcinoma, NOS"],
         "Uterus": ["Carcinosarcoma, NOS"],
     }
-    assert study.pipeline(study.pipeline_name(None)).subtypes == document["subtypes"] == agreed
+    assert study.load_pipeline(study.pipeline_name(None)).subtypes == document["subtypes"] == agreed
     text = (study.root / "pipelines" / "tcga_subtypes.toml").read_text()
-    assert text.startswith((shipped("pipelines") / "tcga_subtypes.toml").read_text())
-    site = study.site("tcga-pittsburgh")
+    assert text.startswith((find_shipped_folder("pipelines") / "tcga_subtypes.toml").read_text())
+    site = study.load_site("tcga-pittsburgh")
     assert (site.real, site.layout, site.slide_types) == (False, "tcga", ["DX"])
     assert site.manifest == str(manifest)
-    records, aside = read_site("tcga", sources_of(study, site))
+    records, aside = read_site("tcga", resolve_sources(study, site))
     assert len(records) == 3 and aside == []
 
 
@@ -273,13 +273,13 @@ def test_options_of_an_archive_and_their_mistakes(archive, tmp_path):
     clinical = write_clinical(tmp_path / "cases.tsv", header=("who", "project", "tumor_type", "what"))
     columns = ("patient=who", "diagnosis = what")
     study = Study(tmp_path / "study")
-    init(study.root, archive=archive, tables=Tables("tss", clinical, None, columns))
-    site = study.site("tcga-bh")
+    init_study(study.root, archive=archive, tables=ArchiveTables("tss", clinical, None, columns))
+    site = study.load_site("tcga-bh")
     assert site.labels == str(clinical) and site.columns == {"patient": "who", "diagnosis": "what"}
-    assert len(read_site("tcga", sources_of(study, site))[0]) == 2
+    assert len(read_site("tcga", resolve_sources(study, site))[0]) == 2
 
     def fails(*words, archive=archive, **tables):
-        refused(lambda: init(tmp_path / "other", archive=archive, tables=Tables(**tables)), *words)
+        refused(lambda: init_study(tmp_path / "other", archive=archive, tables=ArchiveTables(**tables)), *words)
 
     fails("unknown grouping 'country'", "institution, tss", group_by="country")
     fails("--clinical: no such file", clinical=tmp_path / "none")
@@ -303,15 +303,15 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
         "slide,patient,site,label,diagnosis,tumor_type\n"
         "a,p1,north,tumor,Ductal,Breast\nb,p2,south,tumor,Lobular,Breast\nc,p3,south,tumor,,\n",
     )
-    document = init(tmp_path / "study", archive=archive, pipeline="tcga_subtypes")
+    document = init_study(tmp_path / "study", archive=archive, pipeline="tcga_subtypes")
     assert document["subtypes"] == {"Breast": ["Ductal", "Lobular"]}
     study = Study(tmp_path / "study")
-    records, _ = read_site("generic", sources_of(study, study.site("south")))
+    records, _ = read_site("generic", resolve_sources(study, study.load_site("south")))
     assert [(r.diagnosis, r.tumor_type) for r in records] == [("Lobular", "Breast"), ("", "")]
-    assert "subtypes" not in init(tmp_path / "plain", archive=archive)
+    assert "subtypes" not in init_study(tmp_path / "plain", archive=archive)
     bare = {"archive": generic(tmp_path / "h", "slide,patient,site,label\na,p1,north,tumor\n")}
     words = "none of its slides has a diagnosis"
-    refused(lambda: init(tmp_path / "bare", **bare, pipeline="tcga_subtypes"), words)
+    refused(lambda: init_study(tmp_path / "bare", **bare, pipeline="tcga_subtypes"), words)
 
 
 def paint(path: Path, seed: int) -> None:
@@ -338,7 +338,7 @@ def test_command_makes_a_study_whose_slides_can_be_read(tmp_path, wsi_fl):
     assert slides == {"tcga-indivumed": 1, "tcga-pittsburgh": 2}
     assert document["subtypes"]["Breast"] == [DUCTAL]
     overrides = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
-    (row,) = tile(Study(tmp_path / "study"), site="tcga-pittsburgh", overrides=overrides)["sites"]
+    (row,) = tile_slides(Study(tmp_path / "study"), site="tcga-pittsburgh", overrides=overrides)["sites"]
     assert row["patches"] > 0
     assert row["failed"][0]["reason"].startswith("in the manifest but not in the archive")
     people = wsi_fl("init", "again", *start, *named, cwd=tmp_path)

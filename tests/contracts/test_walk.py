@@ -19,16 +19,16 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.privacy import plan as privacy_plan
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.privacy.sums import NoisyStatistics
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.ranks import work_as_rank
-from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work.console import Silent
+from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import load_document
@@ -98,7 +98,7 @@ class Observed:
             self.perhaps_die()
             return real(site, *args)
 
-        @instead(NoisySums, "noisy")
+        @instead(NoisyStatistics, "add_noise")
         def summed(real, sums, *args):
             self.steps = [(sums.sigma, 1.0)]
             return real(sums, *args)
@@ -106,7 +106,7 @@ class Observed:
         @instead(PrivacyLedger, "release")
         def released(real, ledger, round_, vector, **kwargs):
             made = real(ledger, round_, vector, **kwargs)
-            self.costs[ledger.site, digest(vector)] = tuple(self.steps)
+            self.costs[ledger.site, digest_values(vector)] = tuple(self.steps)
             return made
 
         @instead(LocalComm, "exchange")
@@ -114,11 +114,11 @@ class Observed:
             self.perhaps_die()
             for item in outgoing:
                 if item.sender == 0:
-                    self.note(digest(item.release.vector))
+                    self.note(digest_values(item.release.vector))
             return real(comm, outgoing, *args, **kwargs)
 
         for where, name in (
-            (PrivacyLedger, "sending"),
+            (PrivacyLedger, "record_transmission"),
             (PrivacyLedger, "record"),
             (SiteFolder, "save_checkpoint"),
             (loop, "_log_round"),
@@ -173,14 +173,12 @@ class Walk:
         patch.setattr(launch, "run_ranks", self.in_process)
 
     def write_site(self, study, text):
-        (study / "sites" / "S0.toml").write_text(
-            f'name = "S0"\nslides = "none"\nlabels = "none.csv"\n{text}\n'
-        )
+        (study / "sites" / "S0.toml").write_text(f'name = "S0"\nslides = "none"\nlabels = "none.csv"\n{text}\n')
 
     def in_process(self, running, arguments, **_):
         run = RunFolder(Path(arguments[1]))
         study = Study(run.path.parent.parent)
-        work_as_rank(study, run, LocalComm(len(running)), Silent())
+        work_as_rank(study, run, LocalComm(len(running)), SilentProgress())
 
     def pick(self, options):
         """One of them; an act that needs one of none is none."""
@@ -192,7 +190,7 @@ class Walk:
         return Study(self.pick(sorted(p.parent for p in self.root.glob("*/sites"))))
 
     def some_run(self, study):
-        return self.pick(sorted(p.parent for p in study.runs.glob("0*/config.toml")))
+        return self.pick(sorted(p.parent for p in study.runs_path.glob("0*/config.toml")))
 
     def act(self):
         name, how = self.pick(ACTS), "done"
@@ -220,7 +218,7 @@ class Walk:
         train(study, method=self.pick(METHODS), overrides=overrides)
 
     def resume(self, study):
-        resume(study, self.some_run(study).name)
+        resume_run(study, self.some_run(study).name)
 
     def edit_run(self, study):
         run = self.some_run(study)
@@ -230,7 +228,7 @@ class Walk:
         said = self.pick(list(edits))
         config.write_text(before.replace(said, f"{said.split(' = ')[0]} = {edits[said]}"))
         try:
-            resume(study, run.name)
+            resume_run(study, run.name)
         finally:
             if self.rng.random() < 0.7:
                 config.write_text(before)
@@ -244,7 +242,7 @@ class Walk:
 
     def release(self, study):
         overrides = [*HEADS, f"privacy.sigma={self.pick(['0.1', '6', '20'])}"]
-        release(study, site="S0", again=bool(self.rng.random() < 0.5), overrides=overrides)
+        release_statistics(study, site="S0", repeat=bool(self.rng.random() < 0.5), overrides=overrides)
 
     def edit_site(self, study):
         """Tries another site file, and puts the hospital's own back."""
@@ -314,7 +312,7 @@ def write_random_features(study):
         meta, table = store.meta, store.table
     x = np.random.default_rng(0).normal(size=(len(table), 6)).astype(np.float32)
     known = BagMeta("S0", meta.classes, "tiny sha256:0", meta.spec, "features")
-    write_patches_as_bags(study.features("S0"), known, table, x)
+    write_patches_as_bags(study.features_path("S0"), known, table, x)
 
 
 def walk(root, seed, steps, patch):

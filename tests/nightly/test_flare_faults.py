@@ -12,7 +12,7 @@ import pytest
 from hospitals import Bed, digests
 from wires import needs_flare
 
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.making import provision_federation
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.slow, needs_flare]
@@ -60,7 +60,7 @@ def goes_on(bed, run):
     assert said.returncode == 0, said.stderr
     as_expected(bed, run)
     for site in bed.sites:
-        book = LedgerFile(bed.study(site).ledger(site))
+        book = LedgerFile(bed.study(site).ledger_path(site))
         identity = json.loads((bed.root / site / "runs" / run / "manifest.json").read_text())["id"]
         rounds = {e.round for e in book.entries if e.mechanism and e.run_id == identity}
         assert rounds == set(range(1, ROUNDS + 1))
@@ -158,7 +158,7 @@ def test_another_plan_version_or_none(bed):
 
 
 def test_kits_that_do_not_fit(bed, tmp_path):
-    provision(tmp_path / "other", federation="trial", server=bed.kit("S0").document["server"], sites=["S9"])
+    provision_federation(tmp_path / "other", federation="trial", server=bed.kit("S0").document["server"], sites=["S9"])
     began = time.monotonic()
     said = bed.command("start", tmp_path / "other" / "S9", "--study", bed.root / "S0")
     assert time.monotonic() - began < 45

@@ -20,12 +20,12 @@ from proxies import KNOWN, CutLine
 from wires import needs_flare
 
 import wsi_fl
-from wsi_fl.hospitals.demo import free_port
-from wsi_fl.hospitals.plans.admitting import make_frame
-from wsi_fl.hospitals.plans.frames import write_frame
+from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.hospitals.plans.admitting import make_preapproval
+from wsi_fl.hospitals.plans.frames import write_preapproval
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import approved, new_request
-from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.certificates import build_request, issue_certificate
+from wsi_fl.hospitals.trust.root import RootCA
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.slow, needs_flare]
@@ -33,18 +33,7 @@ SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
 SEEDS = range(1, 1 + int(os.environ.get("WSI_FL_FAULT_SEEDS", "2")))
 SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.min_sites=2")
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-FAULTS = (
-    "job",
-    "job",
-    "stop",
-    "client",
-    "server",
-    "cut",
-    "full",
-    "ended",
-    "code",
-    *["clock"] * bool(FAKETIME),
-)
+FAULTS = ("job", "job", "stop", "client", "server", "cut", "full", "ended", "code", *["clock"] * bool(FAKETIME))
 """A clock is wrong by 1 to 80 h where the library of `faketime` is installed."""
 
 
@@ -118,7 +107,7 @@ def struck(bed, fault, name, machine, line, dice):
 
 def paid_by(bed, site):
     """The rounds that are on a hospital's ledger."""
-    return [entry.round for entry in LedgerFile(bed.study(site).ledger(site)).entries if entry.mechanism]
+    return [entry.round for entry in LedgerFile(bed.study(site).ledger_path(site)).entries if entry.mechanism]
 
 
 def other_code(bed):
@@ -131,13 +120,13 @@ def other_code(bed):
 
 def ended_certificates(bed):
     """Lay a certificate of each hospital beside its own that ended yesterday."""
-    root = Root.open(bed.root / "kits")
+    root = RootCA.open(bed.root / "kits")
     for site in bed.sites:
         startup = bed.root / "kits" / site / "startup"
-        asked = new_request((startup / "client.key").read_text(), site, "org")
+        asked = build_request((startup / "client.key").read_text(), site, "org")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(certificates, "datetime", Earlier)
-            ended = approved(asked, root.key, root.certificate, role="hospital", days=99)
+            ended = issue_certificate(asked, root.key, root.certificate, role="hospital", days=99)
         (startup / "ended.crt").write_text(ended)
 
 
@@ -145,7 +134,7 @@ def ended_certificates(bed):
 def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch, seed):
     """Where nobody was left out, the models are those of a run that nothing happened to."""
     monkeypatch.setenv("NO_PROXY", "")
-    port = free_port()
+    port = find_free_port()
     bed = Bed(tmp_path, 3, server=f"{KNOWN}:{port}")
     lines = {name: CutLine(port) for name in (*bed.sites, "coordinator")}
     machines = {name: {"HTTPS_PROXY": lines[name].proxy} for name in bed.sites}
@@ -194,16 +183,14 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
     """Its client stays connected, for a running server reads no list; the coordinator asks it for nothing more."""
     bed = Bed(tmp_path, 3)
     plan = bed.sign("proxyfl", *SETTINGS, by=["S0", "S2"])
-    study, identity = bed.study("S1"), bed.kit("S1").identity()
-    write_frame(study, make_frame(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
+    study, identity = bed.study("S1"), bed.kit("S1").load_identity()
+    write_preapproval(study, make_preapproval(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
     with bed.running():
         process = bed.submitting("--plan", bed.plan_file())
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         if what == "frame":
-            said = bed.command(
-                "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root
-            )
+            said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root)
         else:
             said = bed.command("revoke", "S1", "--kit", bed.root / "kits")
         assert said.returncode == 0, said.stderr

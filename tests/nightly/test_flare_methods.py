@@ -11,7 +11,7 @@ from test_oneshot import HEADS, rows_of
 from test_replay import plant
 from wires import needs_flare
 
-from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.release import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UNLABELLED
@@ -69,7 +69,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
     *members, _ = bed.sites
     settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     for site in members:
-        release(bed.study(site), site=site, pipeline_name=bed.pipeline, overrides=settings)
+        release_statistics(bed.study(site), site=site, pipeline_name=bed.pipeline, overrides=settings)
     bed.sign("oneshot", *settings)
     with bed.running():
         said = bed.submit("--plan", bed.plan_file())
@@ -80,9 +80,9 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
     for site in bed.sites:
         study = bed.study(site)
         for one in members:
-            assert study.release(one).read_bytes() == bed.study(one).release(one).read_bytes()
+            assert study.release_path(one).read_bytes() == bed.study(one).release_path(one).read_bytes()
         by_files = train(study, overrides=[*INSECURE, *settings], **given)
         assert digests(study.root / by_files["run"], site) == digests(study.root / summary["run"], site) != {}
-        ledger = study.ledger(site)
+        ledger = study.ledger_path(site)
         spent = [line for line in (read_lines(ledger) if ledger.exists() else []) if "mechanism" in line]
         assert len(spent) == (site in members)

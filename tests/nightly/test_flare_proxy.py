@@ -8,7 +8,7 @@ from hospitals import Bed
 from proxies import KNOWN, needs_proxy, proxying
 from wires import needs_flare
 
-from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.demo import find_free_port
 
 pytestmark = [needs_proxy, needs_flare]
 
@@ -16,7 +16,7 @@ WRITTEN, PASSWORD = "s%3Acr%40t%25", "s:cr@t%"
 
 
 def test_hospitals_learn_through_a_proxy_that_alone_knows_the_server(tmp_path, monkeypatch):
-    bed = Bed(tmp_path, 2, server=f"{KNOWN}:{free_port()}")
+    bed = Bed(tmp_path, 2, server=f"{KNOWN}:{find_free_port()}")
     bed.sign("fedavg", "train.rounds=1")
     with proxying(tmp_path / "proxy", PASSWORD) as port:
         monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:{port}")
@@ -38,7 +38,7 @@ def test_hospitals_learn_through_a_proxy_that_alone_knows_the_server(tmp_path, m
 
 @pytest.mark.parametrize("user", ["", "user:wr0ng-0ne@"])
 def test_a_password_that_is_not_taken_is_said_and_written_nowhere(tmp_path, monkeypatch, user):
-    bed = Bed(tmp_path, 2, server=f"{KNOWN}:{free_port()}")
+    bed = Bed(tmp_path, 2, server=f"{KNOWN}:{find_free_port()}")
     with proxying(tmp_path / "proxy", PASSWORD) as port:
         monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{port}")
         with bed.running("server"):

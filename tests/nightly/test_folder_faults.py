@@ -14,11 +14,17 @@ from hospitals import Earlier
 from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
 from wires import Federation
 
-from wsi_fl.hospitals.plans.frames import FORMAT, withdraw, write_frame
-from wsi_fl.hospitals.plans.signed import approve
+from wsi_fl.hospitals.plans.frames import FORMAT, revoke_preapproval, write_preapproval
+from wsi_fl.hospitals.plans.signed import record_approval
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import approved, fingerprint, longer_list, new_request, verified
-from wsi_fl.hospitals.trust.kit import LIST, Kit
+from wsi_fl.hospitals.trust.certificates import (
+    build_request,
+    extend_revocation_list,
+    issue_certificate,
+    key_fingerprint,
+    verify_certificate,
+)
+from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit
 from wsi_fl.hospitals.work.start import take_part_by_folder
 
 pytestmark = pytest.mark.slow
@@ -60,8 +66,8 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
     study, kit = group.study("S1"), Kit.open(group.root / "kit-S1")
     limits = {"epsilon": 5000.0, "runs": 1, "until": "2099-01-31", "allows": {"delta": [1e-5], "code": []}}
     frame = {"format": FORMAT, "id": "f" * 32, "site": "S1", **limits}
-    write_frame(study, frame, kit.identity())
-    approve(study, plan_of(study, "proxyfl", settings), kit.identity(), frame)
+    write_preapproval(study, frame, kit.load_identity())
+    record_approval(study, plan_of(study, "proxyfl", settings), kit.load_identity(), frame)
     for job in group.jobs:
         job["slow_s"] = 1.0
     seen, ended = {}, []
@@ -71,18 +77,23 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
         if not ended and found and found[1] == "S1" and int(found[2]) >= 2:
             ended.append(int(found[2]))
             if what == "frame":
-                withdraw(study, kit.identity())
+                revoke_preapproval(study, kit.load_identity())
             else:
-                key = kit.identity().certificate
-                more = {verified(key, federation.root).number: fingerprint(key)}
-                (group.share / LIST).write_text(longer_list(federation.root, federation.key, more))
+                key = kit.load_identity().certificate
+                more = {verify_certificate(key, federation.root).number: key_fingerprint(key)}
+                (group.share / REVOCATIONS_FILE).write_text(
+                    extend_revocation_list(federation.root, federation.key, more)
+                )
         return note(seen, path)
 
     with watched(group.share, do):
         start(tmp_path, [group])
     said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
     lost = "site S1 has a certificate that was withdrawn on"
-    withdrew = "site S1 withdrew the frame of this plan; the run ends here", "site S1 withdrew its approval"
+    withdrew = (
+        "site S1 withdrew the standing approval of this plan; the run ends here",
+        "site S1 withdrew its approval",
+    )
     mine, theirs = withdrew if what == "frame" else (lost, lost)
     assert mine in said["S1"]["error"]
     # charged before it is sent; the list is read every few seconds
@@ -112,8 +123,8 @@ def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_pa
         for job, site in zip(group.jobs, SITES, strict=True):
             job["slow_s"] = 1.0
             startup = group.root / f"kit-{site}" / "startup"
-            asked, ends = new_request((startup / "client.key").read_text(), site, "org"), {"days": 99}
-            ended = approved(asked, federation.key, federation.root, role="hospital", **ends)
+            asked, ends = build_request((startup / "client.key").read_text(), site, "org"), {"days": 99}
+            ended = issue_certificate(asked, federation.key, federation.root, role="hospital", **ends)
             (startup / "ended.crt").write_text(ended)
     faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(group.share)}, {}
     group.jobs = {"jobs": group.jobs, "faults": faults}

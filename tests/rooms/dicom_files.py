@@ -62,8 +62,7 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
     places = [
         sequence(
             0x0048021A,
-            element(0x0048021E, "SL", struct.pack("<i", x + 1))
-            + element(0x0048021F, "SL", struct.pack("<i", y + 1)),
+            element(0x0048021E, "SL", struct.pack("<i", x + 1)) + element(0x0048021F, "SL", struct.pack("<i", y + 1)),
         )
         for x, y, _ in tiles
     ]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from wsi_fl import __main__
 from wsi_fl.cli.main import app
 from wsi_fl.privacy import accounting, loss
-from wsi_fl.privacy.accounting import Mechanism, detection, epsilon, plan, sigma_for
-from wsi_fl.privacy.plan import planned, proposals
+from wsi_fl.privacy.accounting import Mechanism, epsilon, find_sigma, max_tpr, plan_mechanism
+from wsi_fl.privacy.plan import list_proposals, propose_plan
 
 DELTA = 1e-5
 sigmas = st.floats(0.6, 8)
@@ -28,15 +28,13 @@ def cost(sigma, rate, n, delta=DELTA, orders=None):
     return epsilon([Mechanism(sigma, 1.0, rate, n)], delta, *([orders] if orders else []))
 
 
-@pytest.mark.parametrize(
-    ("n", "published"), [(2338, 2.36), (2726, 2.17), (2937, 2.08), (2841, 2.12), (10842, 1.00)]
-)
+@pytest.mark.parametrize(("n", "published"), [(2338, 2.36), (2726, 2.17), (2937, 2.08), (2841, 2.12), (10842, 1.00)])
 def test_table_2_of_proxyfl(n, published):
-    assert round(epsilon([plan(n, 32, 30, 1.4, 0.7)], DELTA), 2) == published
+    assert round(epsilon([plan_mechanism(n, 32, 30, 1.4, 0.7)], DELTA), 2) == published
 
 
 def test_default_mnist_run_of_the_reference_code():
-    assert epsilon([plan(1000, 250, 300, 1.0, 1.0)], 1e-3) == pytest.approx(86.8, abs=0.05)
+    assert epsilon([plan_mechanism(1000, 250, 300, 1.0, 1.0)], 1e-3) == pytest.approx(86.8, abs=0.05)
 
 
 def test_full_batches_cost_what_the_gaussian_mechanism_costs():
@@ -74,21 +72,15 @@ def test_limits(recwarn):
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        *(
-            (lambda delta=delta: cost(1.0, 0.1, 1, delta), "between 0 and 1")
-            for delta in (0.0, 1.0, -1e-5, np.nan)
-        ),
-        (lambda: plan(0, 32, 1, 1.0, 1.0), "n=0, B=32"),
-        (lambda: plan(10, 0, 1, 1.0, 1.0), "n=10, B=0"),
-        (lambda: plan(10, 2, -1, 1.0, 1.0), "must be numbers from 0 on"),
-        (lambda: plan(10, 2, 1, -1.0, 1.0), "must be numbers from 0 on"),
-        *((lambda rate=rate: detection([], rate), "false positive rate") for rate in (0.0, 1.0, -0.1)),
-        *(
-            (lambda e=e: sigma_for(e, 0.5, 100, DELTA), "no noise level reaches")
-            for e in (0.0, -1.0, np.nan, inf)
-        ),
+        *((lambda delta=delta: cost(1.0, 0.1, 1, delta), "between 0 and 1") for delta in (0.0, 1.0, -1e-5, np.nan)),
+        (lambda: plan_mechanism(0, 32, 1, 1.0, 1.0), "n=0, B=32"),
+        (lambda: plan_mechanism(10, 0, 1, 1.0, 1.0), "n=10, B=0"),
+        (lambda: plan_mechanism(10, 2, -1, 1.0, 1.0), "must be numbers from 0 on"),
+        (lambda: plan_mechanism(10, 2, 1, -1.0, 1.0), "must be numbers from 0 on"),
+        *((lambda rate=rate: max_tpr([], rate), "false positive rate") for rate in (0.0, 1.0, -0.1)),
+        *((lambda e=e: find_sigma(e, 0.5, 100, DELTA), "no noise level reaches") for e in (0.0, -1.0, np.nan, inf)),
         (
-            lambda: sigma_for(3.0, 0.1, 10, DELTA, spent=[Mechanism(1.0, 1.0, 1.0, 1)]),
+            lambda: find_sigma(3.0, 0.1, 10, DELTA, spent=[Mechanism(1.0, 1.0, 1.0, 1)]),
             "no noise level reaches epsilon 3 on top of",
         ),
     ],
@@ -101,7 +93,7 @@ def test_what_makes_no_sense_or_cannot_be_reached_is_refused(action, words):
 def test_an_epoch_sees_each_row_once_on_average(n, batch_size):
     per_epoch = accounting.steps_per_epoch(n, batch_size)
     assert (per_epoch - 1) * batch_size < n <= per_epoch * batch_size
-    mechanism = plan(n, batch_size, 3, 1.0, 1.0)
+    mechanism = plan_mechanism(n, batch_size, 3, 1.0, 1.0)
     assert mechanism.sample_rate * mechanism.steps == pytest.approx(3)
 
 
@@ -111,12 +103,11 @@ def test_a_gaussian_at_epsilon_1_hides_all_but_two_of_a_hundred():
         middle = (low + high) / 2
         low, high = (middle, high) if accounting._gaussian_epsilon(middle, DELTA) < 1 else (low, middle)
     assert round(low, 3) == 0.268
-    assert detection([Mechanism(1 / low, 1.0, 1.0, 1)]) == pytest.approx(0.0198, abs=5e-5)
+    assert max_tpr([Mechanism(1 / low, 1.0, 1.0, 1)]) == pytest.approx(0.0198, abs=5e-5)
 
 
 @pytest.mark.parametrize(
-    ("events", "above"),
-    [([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01), ([(0.1, 2.0, 60), (1.0, 9.0, 2)], 1.4)],
+    ("events", "above"), [([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01), ([(0.1, 2.0, 60), (1.0, 9.0, 2)], 1.4)]
 )
 def test_what_an_attack_can_find_is_bounded_and_nearly_so(events, above):
     """The trade-off curve by another accountant: of all (ε, δ) that hold, the least e^ε α + δ."""
@@ -125,24 +116,22 @@ def test_what_an_attack_can_find_is_bounded_and_nearly_so(events, above):
     for q, sigma, n in events:
         judge.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), n)
     other = min(np.exp(value) * 0.01 + judge.get_delta(value) for value in np.linspace(0, 8, 401))
-    ours = detection([Mechanism(sigma, 1.0, q, n) for q, sigma, n in events])
+    ours = max_tpr([Mechanism(sigma, 1.0, q, n) for q, sigma, n in events])
     assert 0.999 * other <= ours <= above * other
 
 
 @given(sigma=sigmas, q=rates, n=steps, rate=st.floats(1e-4, 0.5))
 @settings(max_examples=4)
 def test_detection_lies_between_guessing_and_epsilon_and_falls_with_noise(sigma, q, n, rate):
-    found = detection([Mechanism(sigma, 1.0, q, n)], rate)
+    found = max_tpr([Mechanism(sigma, 1.0, q, n)], rate)
     assert rate <= found <= 1 and found <= np.exp(min(cost(sigma, q, n), 50.0)) * rate + DELTA + 1e-9
-    assert detection([Mechanism(2 * sigma, 1.0, q, n)], rate) <= found + 1e-12
-    assert detection([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and detection([], rate) == pytest.approx(
-        rate
-    )
+    assert max_tpr([Mechanism(2 * sigma, 1.0, q, n)], rate) <= found + 1e-12
+    assert max_tpr([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and max_tpr([], rate) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(("n", "target"), [(1, 8.0), (200, 1.0)])
 def test_a_plan_spends_the_budget_and_never_more(n, target):
-    way = planned(n, 20, target, 1e-5, clip=0.7)
+    way = propose_plan(n, 20, target, 1e-5, clip=0.7)
     mechanism = way.mechanism
     assert target * 0.99 < epsilon([mechanism], 1e-5) <= target
     assert mechanism.clip == 0.7 and mechanism.sample_rate == 1 / -(-n // way.batch_size)
@@ -152,12 +141,12 @@ def test_a_plan_spends_the_budget_and_never_more(n, target):
 @pytest.mark.slow
 def test_what_was_spent_before_counts():
     sums = Mechanism(sigma=10.0, clip=1.0, sample_rate=1.0, steps=1)
-    alone, after = planned(300, 10, 3.0, 1e-5), planned(300, 10, 3.0, 1e-5, spent=[sums])
+    alone, after = propose_plan(300, 10, 3.0, 1e-5), propose_plan(300, 10, 3.0, 1e-5, spent=[sums])
     assert epsilon([sums, after.mechanism], 1e-5) <= 3.0 < epsilon([sums, alone.mechanism], 1e-5)
 
 
 def test_the_choice_has_the_most_steps_near_the_best_signal():
-    ways, chosen = proposals(100, 40, 3.0, 1e-5), planned(100, 40, 3.0, 1e-5)
+    ways, chosen = list_proposals(100, 40, 3.0, 1e-5), propose_plan(100, 40, 3.0, 1e-5)
     best = max(way.signal_to_noise for way in ways)
     assert chosen.signal_to_noise >= 0.95 * best
     beyond = [way for way in ways if way.mechanism.steps > chosen.mechanism.steps]
@@ -172,7 +161,7 @@ def test_fewer_orders_only_ever_bound_from_above():
 
 @pytest.mark.parametrize(("target", "rate", "steps"), [(0.3, 1.0, 40), (2.4, 0.02, 900), (20.0, 1.0, 40)])
 def test_sigma_is_the_least_of_three_decimals(target, rate, steps):
-    sigma = sigma_for(target, rate, steps, 1e-5)
+    sigma = find_sigma(target, rate, steps, 1e-5)
     assert cost(sigma, rate, steps) <= target < cost(sigma - 0.001, rate, steps)
 
 
@@ -188,11 +177,11 @@ def test_sigma_is_the_least_of_three_decimals(target, rate, steps):
 )
 def test_the_proposal_is_that_of_an_exact_accountant(n, epochs, target, delta, chosen):
     """`chosen` has the most steps within 5 % of the best signal to noise by dp-accounting's loss distributions."""
-    assert planned(n, epochs, target, delta).batch_size == chosen
+    assert propose_plan(n, epochs, target, delta).batch_size == chosen
 
 
 def test_full_batches_and_others_are_compared_by_the_same_price():
-    ways = {way.batch_size: way for way in proposals(1973, 34, 3.0, 5e-5)}
+    ways = {way.batch_size: way for way in list_proposals(1973, 34, 3.0, 5e-5)}
     for way in ways.values():
         assert 2.99 < accounting.renyi_epsilon([way.mechanism], 5e-5, accounting.WHOLE_ORDERS) <= 3
     ratio = {size: way.signal_to_noise / ways[1973].signal_to_noise for size, way in ways.items()}
@@ -202,7 +191,7 @@ def test_full_batches_and_others_are_compared_by_the_same_price():
 
 def test_a_target_that_divergences_hardly_reach_is_planned_too():
     for target in (0.1, 0.15):
-        assert 0.98 * target < epsilon([planned(500, 10, target, 1e-5).mechanism], 1e-5) <= target
+        assert 0.98 * target < epsilon([propose_plan(500, 10, target, 1e-5).mechanism], 1e-5) <= target
 
 
 @pytest.mark.parametrize(
@@ -215,10 +204,8 @@ def test_a_target_that_divergences_hardly_reach_is_planned_too():
     ],
 )
 def test_the_accountant_is_named_that_was_asked(mechanism, name):
-    assert accounting.priced_by([mechanism], DELTA) == name
-    unsampled = (
-        accounting._gaussian_epsilon(accounting._mu_of([mechanism]), DELTA) if mechanism.sigma else inf
-    )
+    assert accounting.pricing_method([mechanism], DELTA) == name
+    unsampled = accounting._gaussian_epsilon(accounting._gaussian_mu([mechanism]), DELTA) if mechanism.sigma else inf
     assert (epsilon([mechanism], DELTA) == unsampled) == (name != "rdp")
 
 
@@ -227,7 +214,7 @@ def test_large_noise_is_priced_as_its_integral_and_never_below(sigma, q):
     """Against the series in numbers of 60 digits, at whole orders, where it is finite."""
     mpmath = pytest.importorskip("mpmath")
     mpmath.mp.dps = 60
-    found = dict(zip(accounting._ORDERS, accounting._rdp_of_one_step(sigma, q), strict=True))
+    found = dict(zip(accounting._ORDERS, accounting._compute_step_rdp(sigma, q), strict=True))
     for order in (2, 7, 32, 63):
         terms = (
             mpmath.binomial(order, k)
@@ -243,8 +230,8 @@ def test_large_noise_is_priced_as_its_integral_and_never_below(sigma, q):
 def test_large_noise_joins_what_opacus_says_of_less():
     """Opacus' series loses digits as noise grows; both agree where it still has some."""
     orders = accounting._ORDERS
-    ours = accounting._rdp_of_large_sigma(8.0, 0.3, orders)
-    theirs = accounting._opacus().compute_rdp(q=0.3, noise_multiplier=8.0, steps=1, orders=list(orders))
+    ours = accounting._integrate_step_rdp(8.0, 0.3, orders)
+    theirs = accounting._load_opacus().compute_rdp(q=0.3, noise_multiplier=8.0, steps=1, orders=list(orders))
     np.testing.assert_allclose(ours, theirs, rtol=1e-7)
 
 
@@ -265,7 +252,7 @@ def test_a_patient_with_many_rows_is_promised_what_is_true_and_little_more(sigma
     step = Mechanism(sigma, 1.0, q, n)
     found = accounting.group_epsilon([step], delta, k)
     assert exact * 0.9999 <= found <= exact * 1.002
-    assert found <= accounting._by_mixture([step], delta, k)  # as it was priced before
+    assert found <= accounting._mixture_epsilon([step], delta, k)  # as it was priced before
     halves = [Mechanism(sigma, 1.0, q, n // 2), Mechanism(sigma, 0.3, q, n - n // 2)]
     assert accounting.group_epsilon(halves, delta, k) == pytest.approx(found, rel=1e-9)
 
@@ -276,8 +263,8 @@ def test_more_rows_are_promised_less_and_none_more_than_a_single_row(sigma, q, n
     step = [Mechanism(sigma, 1.0, q, n)]
     found = [accounting.group_epsilon(step, delta, rows) or inf for rows in (1, k, 2 * k)]
     assert found == sorted(found) and found[0] == epsilon(step, delta)
-    before = accounting._by_mixture(step, delta, k)
-    assert found[1] <= max(before * (1 + 1e-9), found[0]) or before > accounting.MOST_EPSILON
+    before = accounting._mixture_epsilon(step, delta, k)
+    assert found[1] <= max(before * (1 + 1e-9), found[0]) or before > accounting.MAX_GROUP_EPSILON
 
 
 @pytest.mark.slow
@@ -292,17 +279,12 @@ def test_a_patient_with_many_rows_against_another_accountant():
         rows = np.arange(k + 1)
         share = binom.pmf(rows, k, q)
         judge = from_mixture_gaussian_mechanism(
-            sigma,
-            rows.astype(float).tolist(),
-            (share / share.sum()).tolist(),
-            value_discretization_interval=5e-3,
+            sigma, rows.astype(float).tolist(), (share / share.sum()).tolist(), value_discretization_interval=5e-3
         )
         n = int(rng.integers(5, 40))
         exact = judge.self_compose(n).get_epsilon_for_delta(1e-6)
         found = accounting.group_epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6, k)
-        assert found >= 0.99 * exact and found <= max(
-            1.01 * exact, epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6)
-        )
+        assert found >= 0.99 * exact and found <= max(1.01 * exact, epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6))
 
 
 def random_plans(count, seed=0):
@@ -310,10 +292,7 @@ def random_plans(count, seed=0):
     for _ in range(count):
         batches = int(rng.integers(1, 200))
         steps = batches * int(rng.integers(1, 40))
-        yield (
-            Mechanism(round(float(rng.uniform(0.7, 4)), 2), 1.0, 1 / batches, steps),
-            10 ** -rng.uniform(3, 7),
-        )
+        yield (Mechanism(round(float(rng.uniform(0.7, 4)), 2), 1.0, 1 / batches, steps), 10 ** -rng.uniform(3, 7))
 
 
 @pytest.mark.parametrize(("mechanism", "delta"), list(random_plans(10)))

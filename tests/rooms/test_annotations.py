@@ -211,10 +211,7 @@ def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
         {"type": "Point", "coordinates": [1, 1]},
         {"type": "MultiPoint", "coordinates": [[x, 7] for x in range(9)]},
         {"type": "LineString", "coordinates": SQUARE},
-        {
-            "type": "GeometryCollection",
-            "geometries": [POLYGON, {"type": "MultiLineString", "coordinates": [SQUARE]}],
-        },
+        {"type": "GeometryCollection", "geometries": [POLYGON, {"type": "MultiLineString", "coordinates": [SQUARE]}]},
         {"type": "MultiPolygon", "coordinates": []},
         None,
     ]
@@ -233,10 +230,7 @@ def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
     [
         ([], "holds no outline"),
         ({"type": "FeatureCollection", "features": []}, "holds no outline"),
-        (
-            [feature(SQUARE, objectType="tile")] * 2,
-            "nothing was taken from it; left out as no outlined areas: 2 tiles",
-        ),
+        ([feature(SQUARE, objectType="tile")] * 2, "nothing was taken from it; left out as no outlined areas: 2 tiles"),
         ([{"type": "Feature", "geometry": None, "properties": {"objectType": "root"}}], "holds no outline"),
     ],
 )

@@ -63,9 +63,7 @@ def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
 
 
 def test_a_name_is_imported_when_it_is_used():
-    code = (
-        "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
-    )
+    code = "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
 
@@ -79,6 +77,6 @@ def test_every_name_is_there_and_another_is_not(name):
 
 def test_features_may_be_what_numpy_makes():
     x, label = rows(0, n=20)
-    sites = {name: api.Examples.of(x.astype(np.float64), label) for name in ("A", "B")}
+    sites = {name: api.Examples.from_arrays(x.astype(np.float64), label) for name in ("A", "B")}
     learned = api.federate(sites, "fedavg", private=lambda: torch.nn.Linear(8, 2), rounds=1, sigma=None)
     assert all(np.isfinite(site.rounds[0]["loss"]["private"]) for site in learned.values())

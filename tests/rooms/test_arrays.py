@@ -9,9 +9,9 @@ from conftest import refused
 from torch import nn
 
 from wsi_fl.api import Examples, NoisySums, SharedHead, federate, loader, plan_of_round
-from wsi_fl.learning.local import DPSettings, Learner, supervised_step
-from wsi_fl.learning.tasks import Number, Survival
-from wsi_fl.models import build
+from wsi_fl.learning.local import DPSettings, Learner, take_supervised_step
+from wsi_fl.learning.tasks import NumberTask, SurvivalTask
+from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Images
@@ -23,7 +23,7 @@ BAGS = [RNG.normal(size=(m, D)).astype(np.float32) for m in RNG.integers(1, 5, N
 
 
 def learn(part, method="fedavg", *, sigma=1.0, private=lambda: nn.Linear(D, 2), **options):
-    sites = {"North": Examples.of(X, Y), "South": part}
+    sites = {"North": Examples.from_arrays(X, Y), "South": part}
     return federate(sites, method, private=private, rounds=1, sigma=sigma, delta=1e-3, **options)
 
 
@@ -48,40 +48,41 @@ def with_value(values, row, value):
     ],
 )
 def test_labels_that_are_no_positions_are_told_with_their_site_row_and_classes(labels, words, sigma):
-    refused(lambda: learn(Examples.of(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
+    refused(lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
 
 
 def test_labels_may_be_whole_numbers_of_any_type():
     for labels in (Y.tolist(), Y.astype(bool), Y.astype(float), Y.astype(np.uint8), Y.astype(str)):
         assert (
-            np.array_equal(Examples.of(X, labels).label, Y) and Examples.of(X, labels).label.dtype == np.int64
+            np.array_equal(Examples.from_arrays(X, labels).label, Y)
+            and Examples.from_arrays(X, labels).label.dtype == np.int64
         )
 
 
 def test_a_loader_takes_no_words_either():
-    refused(lambda: loader(Examples.of(X, np.where(Y > 0, "yes", "no"))), "row 0 has the label 'no'")
+    refused(lambda: loader(Examples.from_arrays(X, np.where(Y > 0, "yes", "no"))), "row 0 has the label 'no'")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "proxyfl", "oneshot"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite_are_told_with_their_number_and_the_first(method, value):
     x = with_value(X, ([3, 11], 2), value)
-    refused(lambda: learn(Examples.of(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
+    refused(lambda: learn(Examples.from_arrays(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
 
 
 def test_bags_and_tests_are_looked_at_like_rows():
     bags = [bag.copy() for bag in BAGS]
     bags[6][0, 0] = np.nan
     head = {"private": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), "sigma": None}
-    sites = {"A": Examples.of(bags, Y), "B": Examples.of(BAGS, Y)}
+    sites = {"A": Examples.from_arrays(bags, Y), "B": Examples.from_arrays(BAGS, Y)}
     refused(lambda: federate(sites, "oneshot", **head), "A: 1 of 20 rows", "row 6")
-    tests = {"South": Examples.of(X, with_value(Y, 1, 7))}
-    refused(lambda: learn(Examples.of(X, Y), tests=tests), "tests of South: row 1 has the label 7")
+    tests = {"South": Examples.from_arrays(X, with_value(Y, 1, 7))}
+    refused(lambda: learn(Examples.from_arrays(X, Y), tests=tests), "tests of South: row 1 has the label 7")
 
 
 def test_what_overflows_float32_is_not_finite():
     refused(
-        lambda: learn(Examples.of(with_value(X.astype(np.float64), (8, 0), 1e300), Y)),
+        lambda: learn(Examples.from_arrays(with_value(X.astype(np.float64), (8, 0), 1e300), Y)),
         "South: 1 of 20",
         "row 8",
     )
@@ -99,28 +100,28 @@ def test_what_overflows_float32_is_not_finite():
     ],
 )
 def test_arrays_of_another_shape_are_refused(x, words):
-    refused(lambda: Examples.of(x), words)
+    refused(lambda: Examples.from_arrays(x), words)
 
 
 def test_as_many_labels_and_patients_as_examples():
-    refused(lambda: Examples.of(X, Y[:-1]), "20 examples need as many labels, not [19]")
-    refused(lambda: Examples.of(X, Y[:, None]), "20 examples need as many labels, not [20, 1]")
-    refused(lambda: Examples.of(X, Y, ["P"]), "20 examples need as many patients, not [1]")
+    refused(lambda: Examples.from_arrays(X, Y[:-1]), "20 examples need as many labels, not [19]")
+    refused(lambda: Examples.from_arrays(X, Y[:, None]), "20 examples need as many labels, not [20, 1]")
+    refused(lambda: Examples.from_arrays(X, Y, ["P"]), "20 examples need as many patients, not [1]")
 
 
 NUMBERS, TIMES = RNG.random(N).astype(np.float32), np.stack([RNG.random(N) * 3, Y], 1).astype(np.float32)
-ENDS = Survival((1.0, 2.0))
+ENDS = SurvivalTask((1.0, 2.0))
 
 
 def ask(task, truth):
-    return replace(Examples.of(X), label=truth, task=task)
+    return replace(Examples.from_arrays(X), label=truth, task=task)
 
 
 @pytest.mark.parametrize(
     ("task", "truth", "n_outputs", "words"),
     [
-        (Number(0, 1), with_value(NUMBERS, 4, np.nan), 1, "A: row 4 has the label nan"),
-        (Number(0, 1), Y, 1, "finite numbers float32[n]"),
+        (NumberTask(0, 1), with_value(NUMBERS, 4, np.nan), 1, "A: row 4 has the label nan"),
+        (NumberTask(0, 1), Y, 1, "finite numbers float32[n]"),
         (ENDS, with_value(TIMES, (5, 0), -1), 2, "A: row 5 has the label [-1.0, 1.0]"),
         (ENDS, with_value(TIMES, (6, 1), 0.5), 2, "A: row 6"),
         (ENDS, TIMES, 3, "for a model of 2 outputs"),
@@ -133,14 +134,14 @@ def test_numbers_and_times_that_none_can_learn_are_refused_too(task, truth, n_ou
 
 
 @pytest.mark.parametrize("method", ["fedavg", "oneshot"])
-@pytest.mark.parametrize(("task", "truth", "k"), [(Number(0, 1), NUMBERS, 1), (ENDS, TIMES, 2)])
+@pytest.mark.parametrize(("task", "truth", "k"), [(NumberTask(0, 1), NUMBERS, 1), (ENDS, TIMES, 2)])
 def test_federate_asks_what_the_examples_are_asked(method, task, truth, k):
     part = ask(task, truth)
     sites = {"A": part, "B": part}
     learned = federate(sites, method, private=lambda: nn.Linear(D, k), tests=sites, rounds=1, delta=1e-3)
     assert learned["A"].rounds[-1]["own"].keys() >= {task.scores[0]}
-    both = {"A": part, "B": Examples.of(X, Y)}
-    refused(lambda: federate(both, method, private=lambda: nn.Linear(D, k), delta=1e-3), "asked the same")
+    both = {"A": part, "B": Examples.from_arrays(X, Y)}
+    refused(lambda: federate(both, method, private=lambda: nn.Linear(D, k), delta=1e-3), "the same task")
 
 
 @pytest.mark.parametrize(
@@ -156,17 +157,15 @@ def test_federate_asks_what_the_examples_are_asked(method, task, truth, k):
     ],
 )
 def test_models_that_do_not_fit_are_refused_before_the_first_round(model, words, tmp_path):
-    refused(lambda: learn(Examples.of(X, Y), private=model, folder=tmp_path), words)
+    refused(lambda: learn(Examples.from_arrays(X, Y), private=model, folder=tmp_path), words)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_no_site_and_no_row_are_told():
     refused(lambda: federate({}, private=lambda: nn.Linear(D, 2)), "no site")
-    refused(lambda: learn(Examples.of(X[:0], Y[:0])), "South: it has no examples")
-    images = Examples.of(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
-    refused(
-        lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images"
-    )
+    refused(lambda: learn(Examples.from_arrays(X[:0], Y[:0])), "South: it has no examples")
+    images = Examples.from_arrays(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
+    refused(lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images")
 
 
 SUMS = NoisySums.of(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1.0, delta=1e-3))
@@ -185,15 +184,13 @@ SUMS = NoisySums.of(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1
 )
 def test_a_label_that_is_no_column_is_no_part_of_a_letter(labels, kind, words):
     """A weight of 7 would let one row move the sums by 7 C."""
-    head = SharedHead(2, D, kind=kind, directions=4)
-    refused(lambda: SUMS.fill(head, torch.from_numpy(X), labels, CipherStream.fresh()), words)
+    head = SharedHead(2, D, kind=kind, projection=4)
+    refused(lambda: SUMS.fill(head, torch.from_numpy(X), labels, CipherStream.from_entropy()), words)
 
 
 def test_a_head_of_other_features_says_so():
-    head, y = SharedHead(2, D + 1, directions=4), torch.from_numpy(Y)
-    refused(
-        lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.fresh()), "sums 9 features", "have 8"
-    )
+    head, y = SharedHead(2, D + 1, projection=4), torch.from_numpy(Y)
+    refused(lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.from_entropy()), "sums 9 features", "have 8")
 
 
 def two_names():
@@ -219,27 +216,27 @@ def test_what_a_model_holds_under_two_names_comes_back_from_a_checkpoint(make, d
     def fresh():
         return Learner(make(), lr=0.1, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
 
-    batch, stream = (torch.from_numpy(X), torch.from_numpy(Y)), CipherStream.seeded(0)
+    batch, stream = (torch.from_numpy(X), torch.from_numpy(Y)), CipherStream.from_seed(0)
     learner, restored = fresh(), fresh()
-    supervised_step(learner, batch, stream)
-    save_tensors(tmp_path / "c.safetensors", learner.state(), {})
+    take_supervised_step(learner, batch, stream)
+    save_tensors(tmp_path / "c.safetensors", learner.state_tensors(), {})
     restored.load_state(load_tensors(tmp_path / "c.safetensors", "state")[0])
-    assert np.array_equal(learner.vector(), restored.vector())
+    assert np.array_equal(learner.parameter_vector(), restored.parameter_vector())
     for one in (learner, restored):
-        supervised_step(one, batch, CipherStream.seeded(1))
-    assert np.array_equal(learner.vector(), restored.vector())
+        take_supervised_step(one, batch, CipherStream.from_seed(1))
+    assert np.array_equal(learner.parameter_vector(), restored.parameter_vector())
 
 
 def test_a_layer_under_two_names_survives_a_round():
-    learned = learn(Examples.of(X, Y), "proxyfl", private=two_names)
+    learned = learn(Examples.from_arrays(X, Y), "proxyfl", private=two_names)
     assert learned["South"].guarantee == "guaranteed" and learned["South"].models["proxy"][0] is not None
 
 
 @pytest.mark.slow
 def test_an_architecture_of_timm_with_modules_under_two_names_is_saved(tmp_path):
-    model = build("timm:coat_lite_tiny", n_classes=2, shape=Images(3, 64), seed=0)
+    model = create_model("timm:coat_lite_tiny", n_classes=2, shape=Images(3, 64), seed=0)
     save_tensors(tmp_path / "c.safetensors", model.state_dict(), {})
-    other = build("timm:coat_lite_tiny", n_classes=2, shape=Images(3, 64), seed=1)
+    other = create_model("timm:coat_lite_tiny", n_classes=2, shape=Images(3, 64), seed=1)
     other.load_state_dict(load_tensors(tmp_path / "c.safetensors", "state")[0])
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(model.eval()(x), other.eval()(x))

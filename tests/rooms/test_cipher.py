@@ -24,7 +24,7 @@ SURE = 1e-4
 
 def test_the_bits_are_those_of_aes_256_in_counter_mode():
     """The counter begins at 0, so that the first block is AES of 16 zero bytes: a known answer under a key of zeros."""
-    first = CipherStream(bytes(32)).words(2).tobytes()
+    first = CipherStream(bytes(32)).random_words(2).tobytes()
     assert first.hex() == "dc95c078a2408989ad48a21492842087"
     refused(lambda: CipherStream(bytes(16)), "32 bytes, not 16")
 
@@ -32,45 +32,45 @@ def test_the_bits_are_those_of_aes_256_in_counter_mode():
 def test_fresh_streams_have_keys_of_the_operating_system(monkeypatch):
     asked = []
     monkeypatch.setattr(cipher.os, "urandom", lambda n: asked.append(n) or bytes([len(asked)] * n))
-    one, other = CipherStream.fresh(), CipherStream.fresh()
-    assert asked == [32, 32] and (one.words(4) != other.words(4)).all()
+    one, other = CipherStream.from_entropy(), CipherStream.from_entropy()
+    assert asked == [32, 32] and (one.random_words(4) != other.random_words(4)).all()
 
 
 def test_every_bit_of_a_key_counts():
-    start = CipherStream(bytes(32)).words(4)
+    start = CipherStream(bytes(32)).random_words(4)
     for bit in range(256):
         key = bytearray(32)
         key[bit // 8] ^= 1 << bit % 8
-        assert (CipherStream(bytes(key)).words(4) != start).all(), bit
+        assert (CipherStream(bytes(key)).random_words(4) != start).all(), bit
 
 
 def test_streams_of_one_seed_agree_and_those_of_others_have_nothing_in_common():
     seeds = [(1,), (2,), (1, "a"), (1, "b"), (11,), (1, 1), ("1",), ("1", "1"), ("11",)]
-    seen = {seed: tuple(CipherStream.seeded(*seed).words(3).tolist()) for seed in seeds}
+    seen = {seed: tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) for seed in seeds}
     assert len(set(seen.values())) == len(seeds)
-    assert all(tuple(CipherStream.seeded(*seed).words(3).tolist()) == words for seed, words in seen.items())
+    assert all(tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) == words for seed, words in seen.items())
 
 
 def test_no_number_is_given_out_twice_whatever_is_asked_for():
-    stream, seen = CipherStream.seeded(3), []
+    stream, seen = CipherStream.from_seed(3), []
     for n in (1, 7, 300, 2):
-        seen += [*stream.words(n).tolist(), *(stream.below(2**64) for _ in range(n))]
+        seen += [*stream.random_words(n).tolist(), *(stream.randbelow(2**64) for _ in range(n))]
         stream.normal(n)
     assert len(set(seen)) == len(seen) == 620
 
 
 @pytest.mark.parametrize(
-    ("draw", "times"), [(lambda s: s.normal(2**10).tolist(), 400), (lambda s: [s.below(2**40)], 4000)]
+    ("draw", "times"), [(lambda s: s.normal(2**10).tolist(), 400), (lambda s: [s.randbelow(2**40)], 4000)]
 )
 def test_threads_share_a_stream_and_each_number_is_given_out_once(draw, times):
-    together, alone = CipherStream.seeded(5), CipherStream.seeded(5)
+    together, alone = CipherStream.from_seed(5), CipherStream.from_seed(5)
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(lambda _: draw(together), range(times)))
     assert sorted(chain(*parts)) == sorted(chain(*(draw(alone) for _ in range(times))))
 
 
 def _draws(stream, answer):
-    for draw in (lambda: stream.words(1), lambda: stream.below(5), lambda: stream.normal(1)):
+    for draw in (lambda: stream.random_words(1), lambda: stream.randbelow(5), lambda: stream.normal(1)):
         try:
             answer.put(f"went on with {draw()}")
         except WsiFlError as error:
@@ -79,38 +79,38 @@ def _draws(stream, answer):
 
 def test_a_stream_refuses_to_go_on_in_a_fork():
     """Both processes would draw the same numbers, and two releases with one noise show their difference."""
-    context, stream = multiprocessing.get_context("fork"), CipherStream.fresh()
+    context, stream = multiprocessing.get_context("fork"), CipherStream.from_entropy()
     answer = context.SimpleQueue()
     child = context.Process(target=_draws, args=(stream, answer))
     child.start()
     child.join(30)
     assert child.exitcode == 0 and all("make a fresh one" in answer.get() for _ in range(3))
-    stream.words(1)
+    stream.random_words(1)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_stream_has_no_copies(copied):
     """Two streams of one state would give the same numbers twice."""
-    refused(lambda: copied(CipherStream.fresh()), "make a fresh one", error=WsiFlError)
+    refused(lambda: copied(CipherStream.from_entropy()), "make a fresh one", error=WsiFlError)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 129, 256, 257])
 def test_whole_numbers_below_a_bound_are_equally_likely(n):
-    stream = CipherStream.seeded(5)
-    counts = np.bincount([stream.below(n) for _ in range(60 * n + 5000)])
+    stream = CipherStream.from_seed(5)
+    counts = np.bincount([stream.randbelow(n) for _ in range(60 * n + 5000)])
     assert len(counts) == n
     assert n == 1 or chisquare(counts).pvalue > SURE
 
 
 def test_numbers_longer_than_a_block_are_drawn_too(monkeypatch):
     monkeypatch.setattr(cipher, "_BLOCK_BYTES", 8)
-    stream, n = CipherStream.seeded(6), 2**200 + 1
-    draws = [stream.below(n) for _ in range(50)]
+    stream, n = CipherStream.from_seed(6), 2**200 + 1
+    draws = [stream.randbelow(n) for _ in range(50)]
     assert max(draws) < n and len(set(draws)) == 50 and max(draws).bit_length() > 190
 
 
 def test_every_order_is_equally_likely():
-    stream = CipherStream.seeded(8)
+    stream = CipherStream.from_seed(8)
     orders = [tuple(stream.permutation(4).tolist()) for _ in range(4800)]
     counts = np.unique(np.array(orders), axis=0, return_counts=True)[1]
     assert len(counts) == 24 and chisquare(counts).pvalue > SURE
@@ -118,7 +118,7 @@ def test_every_order_is_equally_likely():
 
 
 def test_uniform_numbers_are_uniform_to_the_last_bit():
-    drawn = CipherStream.seeded(1).uniform(200_000)
+    drawn = CipherStream.from_seed(1).uniform(200_000)
     assert drawn.min() >= 0 and drawn.max() < 1
     assert kstest(drawn, "uniform").pvalue > SURE
     last = (drawn * 2**53).astype(np.uint64) & np.uint64(255)
@@ -126,7 +126,7 @@ def test_uniform_numbers_are_uniform_to_the_last_bit():
 
 
 def test_normal_numbers_have_the_distribution_that_scipy_says():
-    drawn = CipherStream.seeded(2).normal(2**21)
+    drawn = CipherStream.from_seed(2).normal(2**21)
     assert drawn.dtype == np.float64
     assert kstest(drawn, "norm").pvalue > SURE
     spread = 1 / sqrt(len(drawn))
@@ -136,7 +136,7 @@ def test_normal_numbers_have_the_distribution_that_scipy_says():
 
 def test_the_tail_goes_on_beyond_where_float32_numbers_end():
     """Beyond 5.77 lies one in 10⁸. Here the tail is looked at from 4 on, against its probability."""
-    stream, far, n = CipherStream.seeded(4), [], 2**24
+    stream, far, n = CipherStream.from_seed(4), [], 2**24
     for _ in range(8):
         drawn = np.abs(stream.normal(n // 8))
         far.append(drawn[drawn > 4])
@@ -149,12 +149,12 @@ def test_the_tail_goes_on_beyond_where_float32_numbers_end():
 def test_the_largest_number_lies_beyond_8():
     """It is that of the smallest u, at an angle of 0."""
     no_cipher = SimpleNamespace(update_into=lambda zeros, bits: bits.__setitem__(slice(None), zeros))
-    assert float(cipher._Normals(torch.device("cpu")).some(1, no_cipher).abs().max()) > 8.5
+    assert float(cipher._NormalBlocks(torch.device("cpu")).next_normals(1, no_cipher).abs().max()) > 8.5
 
 
 def test_normal_numbers_are_on_no_grid():
     """Bits far behind the point are as likely 0 as 1, and no two numbers agree."""
-    drawn = CipherStream.seeded(7).normal(2**19)
+    drawn = CipherStream.from_seed(7).normal(2**19)
     assert len(np.unique(drawn)) == len(drawn)
     middle = drawn[(np.abs(drawn) > 0.5) & (np.abs(drawn) < 1)]
     low = (np.abs(middle) * 2**53).astype(np.int64) & 63
@@ -164,7 +164,7 @@ def test_normal_numbers_are_on_no_grid():
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 2**15, 2**16, 2**17, 2**18])
 def test_draws_have_nothing_to_do_with_each_other(lag):
     """2¹⁶ apart lie the two numbers of a pair: cosine and sine of one angle, with one radius."""
-    drawn = CipherStream.seeded(11).normal(2**19)
+    drawn = CipherStream.from_seed(11).normal(2**19)
     for power in (1, 2, 3):
         one, other = drawn[lag:] ** power, drawn[:-lag] ** power
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / sqrt(len(one)), power
@@ -175,8 +175,8 @@ def test_noise_is_added_in_float64_to_every_number_of_every_tensor():
     start = [torch.full(shape, float(k)) for k, shape in enumerate(shapes)]
     start[-1] = start[-1].double()
     tensors = [one.clone() for one in start]
-    CipherStream.seeded(1).add_normal(tensors, 0.5)
-    wanted = CipherStream.seeded(1).normal(sum(one.numel() for one in tensors)) * 0.5
+    CipherStream.from_seed(1).add_normal(tensors, 0.5)
+    wanted = CipherStream.from_seed(1).normal(sum(one.numel() for one in tensors)) * 0.5
     for one, before in zip(tensors, start, strict=True):
         mine, wanted = wanted[: one.numel()], wanted[one.numel() :]
         exact = before.double().numpy().ravel() + mine

@@ -16,10 +16,10 @@ from typing_extensions import TypedDict
 from wsi_fl.federation import comm
 from wsi_fl.federation import message as wire
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.federation.documents import NotAgreed, Words
-from wsi_fl.federation.message import Outgoing, body_length, pack, received, tag_of
-from wsi_fl.federation.topology import exponential, receivers, senders
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.federation.documents import PrintableText, ProtocolError
+from wsi_fl.federation.message import Outgoing, body_length, compute_tag, pack_message, unpack_message
+from wsi_fl.federation.topology import exponential, list_receivers, list_senders
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.stages.training import launch
 from wsi_fl.types import WsiFlError
 
@@ -27,7 +27,7 @@ SCHEMA = "ab" * 32
 
 
 def release_of(folder, site, round_, values, weight=1.0):
-    ledger = PrivacyLedger(folder / f"{site}.jsonl", site=site, run="r", terms=Terms(1e-5, allow=("model",)))
+    ledger = PrivacyLedger(folder / f"{site}.jsonl", site=site, run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
     vector = np.asarray(values, np.float32)
     return ledger.release(round_, vector, schema=SCHEMA, weight=weight, mechanism=None, content="model")
 
@@ -63,10 +63,10 @@ def test_what_was_not_agreed_on_is_refused(tmp_path):
 
 
 def test_headers_that_lie_are_refused(tmp_path):
-    header, vector = pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
+    header, vector = pack_message(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
 
     def refusal(head=header, body=vector, sender=0, round_=1):
-        return received(head, body, sender, 1, round_, 1).refused
+        return unpack_message(head, body, sender, 1, round_, 1).refused
 
     assert refusal() == ""
     for position in (0, 4):  # magic, version
@@ -83,29 +83,25 @@ def test_headers_that_lie_are_refused(tmp_path):
 
 
 def test_every_hop_of_a_round_has_a_tag_of_its_own_and_beyond_them_nothing_is_sent(tmp_path):
-    assert sorted({wire.BUFFERS, wire.FAREWELL, wire.WELCOME, wire.SCORING}) == list(
-        range(wire.GRAPH_HOPS, wire.HOPS)
-    )
-    tags = [
-        tag_of(round_, hop) + part for round_ in range(500) for hop in range(wire.HOPS) for part in (0, 1)
-    ]
+    assert sorted({wire.BUFFERS, wire.FAREWELL, wire.WELCOME, wire.SCORING}) == list(range(wire.GRAPH_HOPS, wire.HOPS))
+    tags = [compute_tag(round_, hop) + part for round_ in range(500) for hop in range(wire.HOPS) for part in (0, 1)]
     assert len(set(tags)) == len(tags) and max(tags) < comm._GATHER_TAG
     with pytest.raises(AssertionError):
-        pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, wire.HOPS)
+        pack_message(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, wire.HOPS)
 
 
 class Told(TypedDict):
     site: int
-    text: NotRequired[Words]
+    text: NotRequired[PrintableText]
 
 
 def test_documents_are_gathered_in_order_and_handed_to_one_site_and_who_said_nothing_is_left_out():
     local, told = LocalComm(3), [{"site": 1}, {"site": 0, "text": ""}, {"site": 2, "text": "é"}]
     assert local.gather(told, Told) == told
     said = {(0, 1): {"site": 1}, (0, 2): {"site": 2}}
-    assert local.hand(said, Told, [(0, 1), (2, 1)]) == {(0, 1): {"site": 1}}
-    with pytest.raises(NotAgreed, match=r"^site 0 .*valid integer"):
-        local.hand({(0, 1): {"site": "1"}}, Told, [(0, 1)])
+    assert local.exchange_documents(said, Told, [(0, 1), (2, 1)]) == {(0, 1): {"site": 1}}
+    with pytest.raises(ProtocolError, match=r"^site 0 .*valid integer"):
+        local.exchange_documents({(0, 1): {"site": "1"}}, Told, [(0, 1)])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +119,7 @@ def test_documents_are_gathered_in_order_and_handed_to_one_site_and_who_said_not
     ],
 )
 def test_a_document_that_is_not_what_was_agreed_on_is_refused_whoever_tells_it(document, words):
-    with pytest.raises(NotAgreed, match=f"^site 2 .*{re.escape(words)}"):
+    with pytest.raises(ProtocolError, match=f"^site 2 .*{re.escape(words)}"):
         LocalComm(3, running=(0, 2)).gather([{"site": 0}, document], Told)
 
 
@@ -175,8 +171,8 @@ def plan_of(folder, round_, sites):
     for site in sites:
         values = np.random.default_rng([site, round_]).normal(size=70_001)
         release = release_of(folder, f"{site}", round_, values, weight=1 + site / 10)
-        outgoing += [Outgoing(site, to, float(matrix[to, site]), release) for to in receivers(matrix, site)]
-        expected += [(sender, site) for sender in senders(matrix, site)]
+        outgoing += [Outgoing(site, to, float(matrix[to, site]), release) for to in list_receivers(matrix, site)]
+        expected += [(sender, site) for sender in list_senders(matrix, site)]
     return outgoing, expected
 
 
@@ -197,17 +193,10 @@ def run_ranks(folder, text, n, part=wire._PART_BYTES):
 
 
 def test_what_is_too_long_for_a_call_of_mpi_travels_in_parts(monkeypatch):
-    values = (
-        np.arange(70_001, dtype=np.float32),
-        np.arange(9),
-        b"",
-        b"x",
-        bytearray(300),
-        np.zeros(0, np.float32),
-    )
+    values = (np.arange(70_001, dtype=np.float32), np.arange(9), b"", b"x", bytearray(300), np.zeros(0, np.float32))
     monkeypatch.setattr(wire, "_PART_BYTES", 100)
     for one in values:
-        parts = wire.parts_of(one)
+        parts = wire.split_buffer(one)
         assert b"".join(parts) == bytes(one) and max(part.nbytes for part in parts) <= 100
         assert len(parts) == max(1, -(-memoryview(one).nbytes // 100)), one
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.slides.patching.copies import Scan, copies_of, describe_copies, describe_shared, drop_leaks
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, find_copies
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.stores.bags import mark_of
-from wsi_fl.system.files import marks_of
+from wsi_fl.stores.bags import hash_features
+from wsi_fl.system.files import duplicate_marks
 from wsi_fl.types import SlideRecord
 
 
@@ -28,13 +28,11 @@ def scan(slide, patient, mark, split="train", site="A"):
 def test_patients_who_share_a_scan_are_in_one_split(seed):
     records = [record(f"s{k}", f"p{k}", positive=k % 2 == 0) for k in range(12)]
     marks = marked(s0="x", s5="x y", s9="y", s11="z")  # p0, p5 and p9 hang together
-    split = {
-        one.patient: one.split for one in assign_splits(records, test_fraction=0.4, seed=seed, marks=marks)
-    }
+    split = {one.patient: one.split for one in assign_splits(records, test_fraction=0.4, seed=seed, marks=marks)}
     assert split["p0"] == split["p5"] == split["p9"] and set(split.values()) == {"train", "test"}
-    assert assign_splits(
-        records, test_fraction=0.4, seed=seed, marks=marked(s0="x", s1="y")
-    ) == assign_splits(records, test_fraction=0.4, seed=seed)
+    assert assign_splits(records, test_fraction=0.4, seed=seed, marks=marked(s0="x", s1="y")) == assign_splits(
+        records, test_fraction=0.4, seed=seed
+    )
 
 
 def test_nobody_at_all_is_divided_without_a_crash():
@@ -42,12 +40,7 @@ def test_nobody_at_all_is_divided_without_a_crash():
 
 
 def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
-    records = [
-        record("a", "p", "test"),
-        record("b", "q", "train"),
-        record("c", "r", "val"),
-        record("d", "s", "test"),
-    ]
+    records = [record("a", "p", "test"), record("b", "q", "train"), record("c", "r", "val"), record("d", "s", "test")]
     rest, aside = drop_leaks(records, marked(a="x", b="x", c="x", d="y"))
     assert [one.slide for one in rest] == ["b", "d"]
     assert {one.slide: one.reason for one in aside} == dict.fromkeys(
@@ -56,29 +49,17 @@ def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
 
 
 def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
-    scans = [
-        scan("a", "p", "x"),
-        scan("b", "q", "y"),
-        scan("c", "r", "x y"),
-        scan("d", "s", ""),
-        scan("e", "t", ""),
-    ]
-    assert [[one.slide for one in group] for group in copies_of(scans)] == [["a", "b", "c"]]
+    scans = [scan("a", "p", "x"), scan("b", "q", "y"), scan("c", "r", "x y"), scan("d", "s", ""), scan("e", "t", "")]
+    assert [[one.slide for one in group] for group in find_copies(scans)] == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize(
     ("scans", "words"),
     [
-        (
-            [scan("a", "p", "x"), scan("b", "q", "x")],
-            ("a (patient p) and b (patient q)", "counts 2", "in train"),
-        ),
+        ([scan("a", "p", "x"), scan("b", "q", "x")], ("a (patient p) and b (patient q)", "counts 2", "in train")),
         ([scan("a", "p", "x"), scan("b", "q", "x", "test")], ("in test and in train", "too good")),
         ([scan("a", "p", "x"), scan("b", "p", "x")], ("are one scan, which counts 2 times",)),
-        (
-            [scan("a", "p", "x"), scan("b", "q", "x", site="B")],
-            ("a (site A, patient p)", "b (site B", "at one site"),
-        ),
+        ([scan("a", "p", "x"), scan("b", "q", "x", site="B")], ("a (site A, patient p)", "b (site B", "at one site")),
         ([scan(f"s{k}", f"p{k}", "x") for k in range(9)], ("and 3 more are one scan", "counts 9")),
     ],
 )
@@ -93,24 +74,17 @@ def test_files_are_alike_by_content_however_they_are_called_or_linked(tmp_path):
     whole = rng.bytes(3_000_000)
     later = bytearray(whole)
     later[2_000_000:2_100_000] = rng.bytes(100_000)
-    for name, data in (
-        ("a", whole),
-        ("b", whole),
-        ("c", bytes(later)),
-        ("d", whole[:-1]),
-        ("e", b""),
-        ("f", b""),
-    ):
+    for name, data in (("a", whole), ("b", whole), ("c", bytes(later)), ("d", whole[:-1]), ("e", b""), ("f", b"")):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     paths = [tmp_path / name for name in ("a", "b", "c", "d", "e", "f", "link", "gone")]
-    marks = marks_of([*paths, tmp_path])
+    marks = duplicate_marks([*paths, tmp_path])
     assert marks[paths[0]] == marks[paths[1]] == marks[tmp_path / "link"] != marks[paths[2]]
     assert {path.name for path in marks} == {"a", "b", "c", "link"}
 
 
 def test_features_are_alike_in_any_order_and_half_precision():
     x = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
-    same = mark_of(x)
-    assert mark_of(x[::-1]) == mark_of(x.astype(np.float16).astype(np.float32)) == same
-    assert len({same, mark_of(x[:6]), mark_of(x + 1), mark_of(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4
+    same = hash_features(x)
+    assert hash_features(x[::-1]) == hash_features(x.astype(np.float16).astype(np.float32)) == same
+    assert len({same, hash_features(x[:6]), hash_features(x + 1), hash_features(x[[0, 0, 1, 2, 3, 4, 5]])}) == 4

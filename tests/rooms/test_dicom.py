@@ -9,7 +9,7 @@ from dicom_files import DEFLATED, write_dicom
 from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
-from wsi_fl.slides.reading.formats.dicom import header_of, is_dicom
+from wsi_fl.slides.reading.formats.dicom import is_dicom, read_header
 from wsi_fl.slides.reading.reader import Slide
 
 MPP = 0.5
@@ -102,15 +102,7 @@ def rgb_by_name(tile):
     stream = jpeg(tile)
     stream = b"\xff\xd8" + stream[4 + int.from_bytes(stream[4:6], "big") :]
     at = stream.index(b"\xff\xc0") + 10
-    return (
-        stream[:at]
-        + b"R"
-        + stream[at + 1 : at + 3]
-        + b"G"
-        + stream[at + 4 : at + 6]
-        + b"B"
-        + stream[at + 7 :]
-    )
+    return stream[:at] + b"R" + stream[at + 1 : at + 3] + b"G" + stream[at + 4 : at + 6] + b"B" + stream[at + 7 :]
 
 
 def jpeg_2000(tile, mct=False):
@@ -119,9 +111,9 @@ def jpeg_2000(tile, mct=False):
 
 
 LIES = {
-    "RGB of YCbCr": ("RGB", JPEG, jpeg, "it holds YCbCr"),
-    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "it holds RGB"),
-    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "it holds RGB"),
+    "RGB of YCbCr": ("RGB", JPEG, jpeg, "first frame holds YCbCr"),
+    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "first frame holds RGB"),
+    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "first frame holds RGB"),
     "transformed of not": ("YBR_ICT", JPEG_2000, jpeg_2000, "that it did not transform"),
     "reversibly of not": ("YBR_RCT", JPEG_2000, jpeg_2000, "that it did not transform"),
 }
@@ -131,7 +123,7 @@ LIES = {
 def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
     colours, syntax, pack, what = LIES[how]
     write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
-    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header says {colours}", what)
+    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header states {colours}", what)
 
 
 TRUTHS = {
@@ -162,9 +154,9 @@ def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
 @pytest.mark.parametrize("n", [132, 200, 400])
 def test_a_cut_header_says_nothing_and_is_no_error(tmp_path, n):
     whole = write_dicom(tmp_path / "a.dcm", PICTURE)
-    assert header_of(whole).series == "1.2.3.2" and is_dicom(whole)
+    assert read_header(whole).series == "1.2.3.2" and is_dicom(whole)
     whole.write_bytes(whole.read_bytes()[:n])
-    assert header_of(whole) is None
+    assert read_header(whole) is None
     refused(lambda: Slide(tmp_path), "without DICOM slide files")
     refused(lambda: Slide(whole), "a.dcm")
 

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from wsi_fl.models import directions
 from wsi_fl.models.directions import (
-    enough_directions,
-    public_directions,
-    random_directions,
-    read_directions,
-    write_directions,
+    choose_n_components,
+    fit_projection,
+    random_projection,
+    read_projection,
+    write_projection,
 )
-from wsi_fl.stages.prepare.directions import Letters
+from wsi_fl.stages.prepare.directions import ExpectedStatistics
 from wsi_fl.types import WsiFlError
 
-ORIGIN = directions.Origin(
-    encoder="tiny sha256:0", sources=[directions.Source(name="a.svs", rows=300, sha256="0" * 64)]
+ORIGIN = directions.ProjectionOrigin(
+    encoder="tiny sha256:0", sources=[directions.ProjectionSource(name="a.svs", rows=300, sha256="0" * 64)]
 )
 
 
@@ -35,54 +35,54 @@ def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_
     from sklearn.decomposition import PCA
 
     x = rows()
-    found = public_directions(x, ORIGIN, 6)
-    known = PCA(6).fit(directions.normalised(x))
+    found = fit_projection(x, ORIGIN, 6)
+    known = PCA(6).fit(directions.normalize_rows(x))
     spans = found.components / np.linalg.norm(found.components, axis=0)
     np.testing.assert_allclose(np.abs((spans * known.components_.T).sum(0)), 1, atol=1e-3)
-    lengths = np.linalg.norm((directions.normalised(x) - found.mean) @ found.components, axis=1)
+    lengths = np.linalg.norm((directions.normalize_rows(x) - found.mean) @ found.components, axis=1)
     assert np.median(lengths) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_file_comes_back_and_says_where_it_is_from(tmp_path):
-    found = public_directions(rows(), ORIGIN, 6)
-    write_directions(tmp_path / "d.safetensors", found)
-    again = read_directions(tmp_path / "d.safetensors", "d.safetensors")
+    found = fit_projection(rows(), ORIGIN, 6)
+    write_projection(tmp_path / "d.safetensors", found)
+    again = read_projection(tmp_path / "d.safetensors", "d.safetensors")
     assert again.digest == found.digest and again.origin == ORIGIN
-    assert public_directions(rows(seed=1), ORIGIN, 6).digest != found.digest
+    assert fit_projection(rows(seed=1), ORIGIN, 6).digest != found.digest
 
 
 @given(st.integers(0, 2000), st.integers(0, 255))
 def test_a_changed_byte_is_noticed(tmp_path_factory, place, byte):
     path = tmp_path_factory.mktemp("d") / "d.safetensors"
-    found = public_directions(rows(), ORIGIN, 6)
-    write_directions(path, found)
+    found = fit_projection(rows(), ORIGIN, 6)
+    write_projection(path, found)
     whole = bytearray(path.read_bytes())
     whole[place % len(whole)] = byte
     path.write_bytes(whole)
     with contextlib.suppress(WsiFlError):
-        assert read_directions(path, "d").digest == found.digest
+        assert read_projection(path, "d").digest == found.digest
 
 
 def test_few_rows_or_one_picture_are_no_public_tissue():
-    refused(lambda: public_directions(rows(10), ORIGIN), "10 public rows", "several slides")
-    refused(lambda: public_directions(np.ones((300, 50), np.float32), ORIGIN), "other slides")
+    refused(lambda: fit_projection(rows(10), ORIGIN), "10 public rows", "several slides")
+    refused(lambda: fit_projection(np.ones((300, 50), np.float32), ORIGIN), "other slides")
 
 
 def test_random_ones_are_the_same_everywhere():
-    assert random_directions(1280).digest == random_directions(1280).digest
-    assert random_directions(1280, 64).digest != random_directions(1280).digest
+    assert random_projection(1280).digest == random_projection(1280).digest
+    assert random_projection(1280, 64).digest != random_projection(1280).digest
 
 
 def test_more_rows_and_less_noise_ask_for_more_directions():
     x = rows(400, 60)
-    found = [enough_directions(x, n, 3.73**2) for n in (50, 400, 800, 10**6)]
+    found = [choose_n_components(x, n, 3.73**2) for n in (50, 400, 800, 10**6)]
     assert found == sorted(found) and found[0] == 16 < found[2] < found[3] == 96
-    assert enough_directions(x, 800, 16 * 3.73**2) < enough_directions(x, 800, 3.73**2)
-    assert enough_directions(rows(100, 60), 10**6, 1.0) == 50  # of so few public rows
-    v = public_directions(x).covariance.trace() / 32
-    assert enough_directions(x, 800, 3.73**2) == int(9 * (v * 400**2 / 3.73**2) ** (1 / 3))
+    assert choose_n_components(x, 800, 16 * 3.73**2) < choose_n_components(x, 800, 3.73**2)
+    assert choose_n_components(rows(100, 60), 10**6, 1.0) == 50  # of so few public rows
+    v = fit_projection(x).covariance.trace() / 32
+    assert choose_n_components(x, 800, 3.73**2) == int(9 * (v * 400**2 / 3.73**2) ** (1 / 3))
 
 
 def test_shared_noise_is_that_of_all_letters_but_one_share():
-    own, shared = (Letters(800, 16, 1.0, one).variance() for one in (False, True))
+    own, shared = (ExpectedStatistics(800, 16, 1.0, one).noise_variance() for one in (False, True))
     assert own == pytest.approx(16 * 3.73**2, rel=0.01) and own / shared == pytest.approx(15)

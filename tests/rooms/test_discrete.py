@@ -14,7 +14,7 @@ from scipy.stats import chisquare, kstest, norm
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.discrete import discrete_gaussian, noise_multiplier, sensitivity_of, share_sigma
+from wsi_fl.privacy.discrete import discrete_gaussian, noise_multiplier, quantization_sensitivity, share_sigma
 from wsi_fl.types import WsiFlError
 
 SURE = 1e-4
@@ -41,7 +41,7 @@ def compare(draws, expected):
 @pytest.mark.parametrize("sigma", [0.3, Fraction(7, 3), 20.5])
 def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
     n, most = 12_000, int(12 * sigma) + 3
-    draws, x = discrete_gaussian(sigma, n, CipherStream.seeded(1)), np.arange(-most, most + 1)
+    draws, x = discrete_gaussian(sigma, n, CipherStream.from_seed(1)), np.arange(-most, most + 1)
     p = pmf(sigma, most)
     assert draws.dtype == np.int64 and draws.shape == (n,) and abs(draws).max() <= most
     assert compare(draws, p) > SURE
@@ -57,7 +57,7 @@ def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
 @pytest.mark.parametrize("sigma", [2.0**20, 2.0**28 + 0.123])
 def test_large_noise_is_normal_and_has_no_grid(sigma):
     n = 10_000
-    draws = discrete_gaussian(sigma, n, CipherStream.seeded(3))
+    draws = discrete_gaussian(sigma, n, CipherStream.from_seed(3))
     assert abs(draws.mean()) < 4 * sigma / sqrt(n)
     assert draws.std() == pytest.approx(sigma, rel=4 / sqrt(2 * n))
     assert kstest(draws / sigma, "norm").pvalue > SURE
@@ -66,7 +66,7 @@ def test_large_noise_is_normal_and_has_no_grid(sigma):
 
 def test_noise_comes_from_a_fresh_stream_unless_a_test_says_otherwise():
     assert (discrete_gaussian(2.0**20, 50) != discrete_gaussian(2.0**20, 50)).any()
-    a, b, c = (discrete_gaussian(2.0**20, 50, CipherStream.seeded(k)) for k in (7, 7, 8))
+    a, b, c = (discrete_gaussian(2.0**20, 50, CipherStream.from_seed(k)) for k in (7, 7, 8))
     assert (a == b).all() and (a != c).any()
 
 
@@ -76,21 +76,19 @@ def test_a_sigma_that_makes_no_sense_is_refused(sigma):
 
 
 def test_sums_become_the_nearest_whole_numbers():
-    found = discrete.quantised(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
+    found = discrete.quantize(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
     assert found.dtype == np.int64 and found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
-    assert discrete.quantised(np.array([3.0]), 0.25).tolist() == [1]
+    assert discrete.quantize(np.array([3.0]), 0.25).tolist() == [1]
 
 
 def test_what_makes_no_whole_numbers_is_refused():
     for scale in (3.0, 0.0, -2.0, float("inf"), float("nan")):
-        refused(lambda scale=scale: discrete.quantised(np.zeros(2), scale), "power of two")
-        refused(lambda scale=scale: sensitivity_of(1.0, scale, 2), "power of two")
+        refused(lambda scale=scale: discrete.quantize(np.zeros(2), scale), "power of two")
+        refused(lambda scale=scale: quantization_sensitivity(1.0, scale, 2), "power of two")
     for bad in (float("nan"), float("inf"), -(2.0**42), 1e300):
-        refused(
-            lambda bad=bad: discrete.quantised(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError
-        )
+        refused(lambda bad=bad: discrete.quantize(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError)
     for clip, n in ((0.0, 1), (float("inf"), 1), (1.0, 0)):
-        refused(lambda clip=clip, n=n: sensitivity_of(clip, 1.0, n), "bound above 0")
+        refused(lambda clip=clip, n=n: quantization_sensitivity(clip, 1.0, n), "bound above 0")
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,17 +106,17 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
         total = (np.floor(total * scale) + 0.5 + rng.choice([-(2.0**-20), 0, 2.0**-20], n)) / scale
     row = np.abs(rng.normal(size=n)) + 0.1 if where == "near halves" else rng.normal(size=n)
     row *= clip / np.linalg.norm(row)
-    moved = discrete.quantised(total + row, scale) - discrete.quantised(total, scale)
+    moved = discrete.quantize(total + row, scale) - discrete.quantize(total, scale)
     # the sum's own round-off belongs to the clip
-    assert np.linalg.norm(moved) <= sensitivity_of(clip * (1 + 1e-9) + 1e-9, scale, n)
+    assert np.linalg.norm(moved) <= quantization_sensitivity(clip * (1 + 1e-9) + 1e-9, scale, n)
 
 
 @pytest.mark.parametrize("n", [1, 4, 100])
 def test_the_sensitivity_is_reached(n):
     """So that no smaller number would do."""
     total, row = np.full(n, 0.5 / 8), np.full(n, 1 / 8)
-    moved = np.linalg.norm(discrete.quantised(total + row, 8.0) - discrete.quantised(total, 8.0))
-    assert moved == pytest.approx(sensitivity_of(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
+    moved = np.linalg.norm(discrete.quantize(total + row, 8.0) - discrete.quantize(total, 8.0))
+    assert moved == pytest.approx(quantization_sensitivity(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
 
 
 @pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (7, 3), (5, 4), (1, 0)])
@@ -132,7 +130,7 @@ def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, c
 def test_shares_add_up():
     sigma, n_sites, colluding = 2.0**20, 5, 2
     share = share_sigma(sigma, n_sites, colluding)
-    draws = [discrete_gaussian(share, 3000, CipherStream.seeded(20 + k)) for k in range(n_sites)]
+    draws = [discrete_gaussian(share, 3000, CipherStream.from_seed(20 + k)) for k in range(n_sites)]
     assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(6000))
     assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(6000))
 
@@ -146,7 +144,7 @@ def test_somebody_has_to_be_honest():
 
 @pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (9, 8)])
 def test_the_noise_multiplier_is_what_was_wanted_and_never_more_than_there_is(n_sites, colluding):
-    moved, n = sensitivity_of(0.7, 2.0**24, 10_000), 10_000
+    moved, n = quantization_sensitivity(0.7, 2.0**24, 10_000), 10_000
     share = share_sigma(1.4 * moved, n_sites, colluding)
     z = noise_multiplier(share, n_sites, colluding, moved, n)
     assert z == pytest.approx(1.4, rel=1e-12) and z < nextafter(nextafter(1.4, 2), 2)
@@ -167,9 +165,9 @@ def test_shares_too_coarse_for_one_gaussian_are_refused():
     assert noise_multiplier(5.0, 4, 1, 1.0, 10**4) == pytest.approx(5 * sqrt(3))
     assert noise_multiplier(4.0, 4, 3, 1.0, 1) == pytest.approx(4.0)  # a single share is a discrete Gaussian
     assert (
-        discrete._gap(2.0**20, 100) == 0
-        and 0 < discrete._gap(4.9, 100) < 1e-100
-        and discrete._gap(1.0, 1) == 0
+        discrete._distribution_gap(2.0**20, 100) == 0
+        and 0 < discrete._distribution_gap(4.9, 100) < 1e-100
+        and discrete._distribution_gap(1.0, 1) == 0
     )
 
 
@@ -181,7 +179,7 @@ def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n
     m, reach = len(total) // 2, int(5 * sigma * sqrt(n_shares))
     centre = slice(m - reach, m + reach + 1)
     apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
-    assert apart <= discrete._gap(sigma, n_shares) / 2 + 1e-12
+    assert apart <= discrete._distribution_gap(sigma, n_shares) / 2 + 1e-12
     assert apart >= exp(-2 * (pi * sigma) ** 2 * (n_shares - 1) / n_shares)
 
 

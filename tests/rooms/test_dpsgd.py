@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models import build
+from wsi_fl.models import create_model
 from wsi_fl.privacy import gradients
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
@@ -24,7 +24,7 @@ EACH = pytest.mark.parametrize("engine", ENGINES)
 
 
 def net(kind="mlp"):
-    return build(kind, n_classes=3, shape=Images(1, 16), seed=0)
+    return create_model(kind, n_classes=3, shape=Images(1, 16), seed=0)
 
 
 def batch(b, seed=0):
@@ -39,7 +39,7 @@ def vector(model):
 def step(model, x, y, *, sigma, clip, divisor, noise=None, engine=None):
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, sgd, sigma=sigma, clip=clip, batch_size=divisor, engine=engine)
-    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.fresh())
+    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy())
 
 
 @EACH
@@ -88,7 +88,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_named_as_the_problem(engine):
 def test_noise_differs_between_runs_unless_seeded():
     def trained(seed):
         model = net()
-        noise = None if seed is None else CipherStream.seeded(seed)
+        noise = None if seed is None else CipherStream.from_seed(seed)
         step(model, *batch(2), sigma=1.0, clip=1.0, divisor=2, noise=noise)
         return vector(model)
 
@@ -98,7 +98,7 @@ def test_noise_differs_between_runs_unless_seeded():
 
 def test_each_row_enters_each_batch_independently_at_its_rate():
     n, rate, draws = 50, 0.3, 4000
-    sampler = CipherStream.seeded(0)
+    sampler = CipherStream.from_seed(0)
     chosen = np.zeros((draws, n))
     for k in range(draws):
         rows = poisson_rows(n, rate, sampler)
@@ -214,8 +214,8 @@ def test_the_check_falls_back_on_what_is_right(monkeypatch):
 
 
 def test_the_check_finds_norms_that_are_wrong(monkeypatch):
-    squares = gradients.squared_norms
-    monkeypatch.setattr(gradients, "squared_norms", lambda z: squares(z) * 1.01)
+    squares = gradients.square_norms
+    monkeypatch.setattr(gradients, "square_norms", lambda z: squares(z) * 1.01)
     assert check_per_example_gradients(net(), (1, 16, 16), 3) == "singly"
 
 
@@ -236,9 +236,7 @@ class Halved(nn.Module):
         self.linear, self.chance = nn.Linear(4, 3), chance
 
     def forward(self, x):
-        return (
-            functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
-        )
+        return functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
 
 
 @pytest.fixture
@@ -265,9 +263,7 @@ def test_what_another_thread_draws_is_not_blamed_on_a_model(another_thread_draws
 
 def test_random_numbers_of_a_model_are_refused_beside_other_threads_too(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
-    refused(
-        lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError
-    )
+    refused(lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
@@ -280,8 +276,8 @@ def test_a_lone_row_is_computed_alike_in_the_first_step_and_later(kind):
         DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), sigma=0.0, clip=0.3, batch_size=4)
         for model in (before, after)
     ]
-    trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.fresh())
+    trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
     after.load_state_dict(before.state_dict())
     for trainer in trainers:
-        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.fresh())
+        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy())
     assert torch.equal(vector(before), vector(after))

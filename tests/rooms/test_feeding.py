@@ -10,7 +10,7 @@ import torch
 from conftest import refused
 from torch._subclasses import FakeTensorMode
 
-from wsi_fl.models.encoder import Encoder, EncoderError, Network, encode_each, preset_model
+from wsi_fl.models.encoder import Encoder, EncoderError, Network, build_preset_model, encode_items
 from wsi_fl.models.presets import PRESETS, Transform
 
 PX = 32
@@ -46,7 +46,7 @@ class Marking:
 def test_features_of_each_slide_are_its_own_in_order(encoder):
     tiny = encoder(batch_size=4)
     slides = [(k, [patches(n, k)]) for k, n in enumerate((3, 0, 9, 1, 4))]
-    found = list(encode_each(iter(slides), tiny))
+    found = list(encode_items(iter(slides), tiny))
     assert [one.item for one in found] == [0, 1, 2, 3, 4]
     for one, (_, (own,)) in zip(found, slides, strict=True):
         assert one.features.shape == (len(own), tiny.n_features)
@@ -60,7 +60,7 @@ def test_a_slide_that_cannot_be_read_leaves_the_others(encoder):
         raise ValueError("cut short")
 
     slides = [("a", [patches(2, 0)]), ("b", broken()), ("c", [patches(3, 2)])]
-    a, b, c = encode_each(iter(slides), encoder(batch_size=4))
+    a, b, c = encode_items(iter(slides), encoder(batch_size=4))
     assert str(b.error) == "cut short" and a.error is c.error is None
     assert len(a.features) == 2 and len(c.features) == 3
 
@@ -79,7 +79,7 @@ def test_the_next_slides_are_read_while_one_is_encoded_and_no_more_than_a_few():
         drawn.append(0)
         yield np.zeros((4, 8, 8, 3), np.uint8)
 
-    list(encode_each(((k, slide()) for k in range(30)), Watching()))
+    list(encode_items(((k, slide()) for k in range(30)), Watching()))
     assert 2 <= max(most) <= 5
 
 
@@ -105,15 +105,13 @@ def test_a_batch_too_large_is_halved_until_it_fits(encoder):
         np.testing.assert_allclose(tiny(patches(8, seed)), plain(patches(8, seed)), atol=1e-5)
         assert tried[:3] == [8, 4, 4] and tiny.batch_size == 4
         assert len(told) == 1 and "no memory for 8 patches of 32 px" in told[0] and "with 4" in told[0]
-    (one,) = encode_each([(0, [patches(8, 2)])], tiny)
+    (one,) = encode_items([(0, [patches(8, 2)])], tiny)
     assert tried[-2:] == [4, 4] and len(one.features) == 8
     tried = out_of_memory_above(small, 1)
     np.testing.assert_allclose(small(patches(8, 0)), plain(patches(8, 0)), atol=1e-5)
     assert small.batch_size == 1 and tried[:4] == [8, 4, 2, 1]
     out_of_memory_above(small, 0)
-    refused(
-        lambda: small(patches(2, 0)), "no memory for a patch of 32 px; lower input_px", error=EncoderError
-    )
+    refused(lambda: small(patches(2, 0)), "no memory for a patch of 32 px; lower input_px", error=EncoderError)
 
 
 def moved(network):
@@ -129,7 +127,7 @@ def moved(network):
 def test_all_that_a_network_needs_moves_to_the_gpu(name):
     preset = PRESETS.get(name)
     transform = preset.transform if preset else Transform((0.5,) * 3, (0.5,) * 3, 64, "bicubic")
-    model = preset_model(preset) if preset else timm.create_model("test_efficientnet", num_classes=0)
+    model = build_preset_model(preset) if preset else timm.create_model("test_efficientnet", num_classes=0)
     with FakeTensorMode():
         network = moved(Network(model.eval(), transform, preset.pooling if preset else None))
         pixels = torch.empty(2, 256, 256, 3, dtype=torch.uint8, device="cuda")

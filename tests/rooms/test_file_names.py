@@ -9,21 +9,13 @@ from building import refused
 from test_layouts import HEADER, generic, read_generic
 from test_tables import archive
 
-from wsi_fl.slides.layouts import Sources, describe, detect, read_site
-from wsi_fl.slides.layouts.common import rows_of, slide_named
+from wsi_fl.slides.layouts import Sources, detect_layout, list_sites, read_site
+from wsi_fl.slides.layouts.common import match_slide_name, read_rows
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study
 from wsi_fl.system.names import describe_mismatch, drop_companions, glob_paths, is_missing
 
-COMPANIONS = (
-    "._a.tif",
-    ".DS_Store",
-    "Thumbs.db",
-    "desktop.ini",
-    "~$slides.csv",
-    "b.tif~",
-    ".~lock.slides.csv#",
-)
+COMPANIONS = ("._a.tif", ".DS_Store", "Thumbs.db", "desktop.ini", "~$slides.csv", "b.tif~", ".~lock.slides.csv#")
 
 
 @pytest.mark.parametrize(
@@ -76,11 +68,7 @@ def test_what_only_looks_like_nothing_is_a_name(name):
         ("s1", "S1", "upper and lower case"),
         ("1", "001", "leading zeros"),
         ("p7_03", "p07_3", "leading zeros"),
-        (
-            "TCGA-AA-0000-01Z-00-DX1",
-            "TCGA-AA-0000-01Z-00-DX1.9F0AB1C2-0000-1111-2222-333344445555",
-            "the UUID",
-        ),
+        ("TCGA-AA-0000-01Z-00-DX1", "TCGA-AA-0000-01Z-00-DX1.9F0AB1C2-0000-1111-2222-333344445555", "the UUID"),
         ("x", "x.ome.tif", "suffixes"),
         ("a_1", "a-1", "spaces, dots, dashes and underscores"),
     ],
@@ -108,8 +96,8 @@ def test_companions_of_files_count_nowhere(tmp_path):
     camelyon.mkdir()
     for name in ("patient_000_node_0.tif", "._patient_000_node_0.tif", "._patient_000_node_1.tif"):
         (camelyon / name).touch()
-    assert detect(camelyon) == "camelyon17"
-    assert [site.n_slides for site in describe(camelyon, "camelyon17")] == [1]
+    assert detect_layout(camelyon) == "camelyon17"
+    assert [site.n_slides for site in list_sites(camelyon, "camelyon17")] == [1]
 
 
 def test_companions_are_no_site_no_pipeline_and_no_class(tmp_path):
@@ -157,11 +145,7 @@ def test_a_split_table_fits_nothing_and_says_so_with_names_of_both(tmp_path):
     table = tmp_path / "split.csv"
     sources = Sources("A", "sites/A.toml", (f"{root}/slides/*",), labels=root / "slides.csv", split=table)
     table.write_text("patient,split\nP1,train\nP2,test\n")
-    refused(
-        lambda: read_site("generic", sources),
-        "split.csv names none",
-        "P1 and p1 differ in upper and lower case",
-    )
+    refused(lambda: read_site("generic", sources), "split.csv names none", "P1 and p1 differ in upper and lower case")
     table.write_text("slide,split\nD:\\scans\\a.tif,train\nD:\\scans\\b.tif,test\n")
     assert [one.split for one in read_site("generic", sources)[0]] == ["train", "test"]
 
@@ -169,9 +153,9 @@ def test_a_split_table_fits_nothing_and_says_so_with_names_of_both(tmp_path):
 def test_a_slide_of_a_table_is_its_files_name_without_folder_and_suffix():
     known = {"a", "b.c", "d\\e"}
     named = {"D:\\x\\a.svs": "a", "/y/b.c": "b.c", "b.c.h5": "b.c", "d\\e": "d\\e", "z.tif": "z.tif"}
-    assert {text: slide_named(text, known) for text in named} == named
+    assert {text: match_slide_name(text, known) for text in named} == named
 
 
 def test_two_columns_of_one_name_that_disagree_are_refused(tmp_path):
     (tmp_path / "t.csv").write_text("\ufeffslide,label,label\r\na,x,x\r\nb,x,y\r\n", encoding="utf-8")
-    refused(lambda: rows_of(tmp_path / "t.csv", ["slide"]), "line 3", "column 'label' is there twice")
+    refused(lambda: read_rows(tmp_path / "t.csv", ["slide"]), "line 3", "column 'label' is there twice")

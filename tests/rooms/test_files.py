@@ -13,9 +13,9 @@ from building import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.runs.site import hold_alone
+from wsi_fl.runs.site import hold_site_lock
 from wsi_fl.system import files
-from wsi_fl.system.files import alone, append_line, atomic, read_lines, remove_leftovers, write_text
+from wsi_fl.system.files import append_line, atomic_path, file_lock, read_lines, remove_leftovers, write_text
 from wsi_fl.types import WsiFlError
 
 JSON = st.recursive(
@@ -33,7 +33,7 @@ def names_in(folder):
 
 def test_content_appears_only_when_the_block_ends(tmp_path):
     path = tmp_path / "new" / "report.html"
-    with atomic(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text("whole")
         assert temporary.parent == path.parent and temporary.suffix == ".html" and not path.exists()
     assert path.read_text() == "whole" and names_in(path.parent) == {"report.html"}
@@ -44,7 +44,7 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
     """And one that wrote nothing fails."""
     path = tmp_path / "a.txt"
     write_text(path, "old")
-    with pytest.raises(error or FileNotFoundError), atomic(path) as temporary:
+    with pytest.raises(error or FileNotFoundError), atomic_path(path) as temporary:
         if error:
             temporary.write_text("half")
             raise error
@@ -54,8 +54,8 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from wsi_fl.system.files import atomic
-with atomic(Path(sys.argv[1])) as temporary:
+from wsi_fl.system.files import atomic_path
+with atomic_path(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -82,7 +82,7 @@ def test_leftovers_of_the_folders_within_go_too_and_nothing_else(tmp_path):
     for name in [*ours, *others]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    with hold_alone(tmp_path):  # as a run does that goes on
+    with hold_site_lock(tmp_path):  # as a run does that goes on
         left = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
     assert [name for name in left if "lock" not in name] == others
 
@@ -94,7 +94,7 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, code):
     def full(*_):
         raise OSError(code, os.strerror(code))
 
-    with pytest.raises(WsiFlError, match=words), atomic(path) as temporary:
+    with pytest.raises(WsiFlError, match=words), atomic_path(path) as temporary:
         temporary.write_text("half")
         full()
     assert names_in(tmp_path) == set()
@@ -103,8 +103,8 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, code):
 
 
 def test_room_is_refused_before_it_is_needed(tmp_path):
-    with pytest.raises(WsiFlError, match="disk is full"), atomic(tmp_path / "a.h5") as temporary:
-        files.reserve(temporary, 1 << 60)
+    with pytest.raises(WsiFlError, match="disk is full"), atomic_path(tmp_path / "a.h5") as temporary:
+        files.reserve_space(temporary, 1 << 60)
     assert names_in(tmp_path) == set()
 
 
@@ -124,9 +124,7 @@ def test_damaged_json_is_one_line(tmp_path, content):
 
 
 @given(documents=st.lists(DOCUMENTS, max_size=4), last=DOCUMENTS, after=DOCUMENTS, data=st.data())
-def test_documents_come_back_and_lines_survive_a_crash_at_any_byte(
-    tmp_path_factory, documents, last, after, data
-):
+def test_documents_come_back_and_lines_survive_a_crash_at_any_byte(tmp_path_factory, documents, last, after, data):
     """All finished lines come back, whatever of the last one is lost, and the next line starts afresh."""
     path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
     files.write_json(path.with_suffix(".json"), last)
@@ -155,7 +153,7 @@ def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):
     path, held, done = tmp_path / ".lock", threading.Event(), threading.Event()
 
     def hold():
-        with alone(path):
+        with file_lock(path):
             held.set()
             done.wait(10)
 
@@ -165,9 +163,9 @@ def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):
         other = threading.Thread(target=hold)
         other.start()
         assert held.wait(10)
-        with pytest.raises(WsiFlError, match="busy"), alone(path, "busy", patience_s=0.05):
+        with pytest.raises(WsiFlError, match="busy"), file_lock(path, "busy", patience_s=0.05):
             pass
         threading.Timer(0.05, done.set).start()
-        with alone(path, **waiting):
+        with file_lock(path, **waiting):
             other.join(10)
         assert not other.is_alive()

@@ -15,7 +15,7 @@ from PIL import Image
 from zarr_files import ome_zarr
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.reading.formats import pictures, source
+from wsi_fl.slides.reading.formats import source
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError
@@ -28,7 +28,7 @@ DICOM = SHARED / "data" / "slides_odd" / "openslide-python_boxes_0.dcm"
 @pytest.fixture(scope="module")
 def picture():
     """uint8[1100, 1300, 3]"""
-    slide = phantom.paint_slide(phantom.plan_slides(1, 1, 768, 0)[0])
+    slide = phantom.simulate_slide(phantom.plan_slides(1, 1, 768, 0)[0])
     return np.ascontiguousarray(slide.repeat(2, 0).repeat(2, 1)[:1100, :1300])
 
 
@@ -85,9 +85,7 @@ def ome_planes(**channel):
 
     def write(folder, picture):
         path, levels = ome_path(folder), [np.moveaxis(level, 2, 0).copy() for level in halves(picture)]
-        said = {"axes": "CYX", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP} | (
-            {"Channel": channel} if channel else {}
-        )
+        said = {"axes": "CYX", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP} | ({"Channel": channel} if channel else {})
         how = {"photometric": "minisblack", "tile": (256, 256), "compression": "deflate"}
         with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
             tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
@@ -176,9 +174,7 @@ def test_a_cut_file_is_one_line_and_no_wrong_pixel(form, picture, tmp_path):
         ("czi", "pylibCZIrw.czi", "czi"),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_its_extra(
-    monkeypatch, picture, tmp_path, form, module, extra
-):
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, picture, tmp_path, form, module, extra):
     path = WRITERS[form](tmp_path, picture)
     without(monkeypatch, module)
     refused(lambda: Slide(path), path.name, f"pip install 'wsi-fl[{extra}]'", error=UsageError)
@@ -247,10 +243,8 @@ def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_name
 
 
 @pytest.mark.parametrize("write", [png, strips])
-def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(
-    monkeypatch, picture, tmp_path, write
-):
-    monkeypatch.setattr(pictures, "_MOST_PX", 1 << 20)
+def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path, write):
+    monkeypatch.setattr("wsi_fl.slides.reading.formats.pictures._MAX_PX", 1 << 20)
     path = write(tmp_path, picture)
     refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 
@@ -319,10 +313,7 @@ NO_COLOURS = {
     "bilevel tiff": (saved(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
     "ome-tiff of 2 channels": (channels_ome(2), "MINISBLACK"),
     "ome-tiff of 4 channels": (channels_ome(4), "axes CYX"),
-    "ome-tiff of named stains": (
-        channels_ome(3, Name=["DAPI", "FITC", "TRITC"]),
-        "channels DAPI, FITC, TRITC",
-    ),
+    "ome-tiff of named stains": (channels_ome(3, Name=["DAPI", "FITC", "TRITC"]), "channels DAPI, FITC, TRITC"),
     "ome-tiff of other colours": (
         channels_ome(3, Color=[65535, 16711935, -16776961]),  # blue, green, red
         "axes CYX",

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from scipy.stats import kstest
 from torch.nn import functional
 
-from wsi_fl.learning.examples import Examples, batches
-from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step
-from wsi_fl.models import build
-from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.models.mil import deepset
+from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_supervised_step
+from wsi_fl.models import create_model
+from wsi_fl.models.encoder import Encoder, encode_batches
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.types import Images
@@ -27,9 +27,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 MODELS = {
-    "resnet18": (lambda: build("resnet18", n_classes=3, shape=Images(3, 64), seed=0), (6, 3, 64, 64)),
-    "lenet5": (lambda: build("lenet5", n_classes=3, shape=Images(1, 28), seed=0), (6, 1, 28, 28)),
-    "deepset": (lambda: deepset(3, 32), (6, 9, 33)),
+    "resnet18": (lambda: create_model("resnet18", n_classes=3, shape=Images(3, 64), seed=0), (6, 3, 64, 64)),
+    "lenet5": (lambda: create_model("lenet5", n_classes=3, shape=Images(1, 28), seed=0), (6, 1, 28, 28)),
+    "deepset": (lambda: build_deepset(3, 32), (6, 9, 33)),
 }
 EVERY = pytest.mark.parametrize(("name", "engine"), itertools.product(MODELS, sorted(ENGINES)))
 
@@ -60,9 +60,7 @@ def test_clipped_sums_are_those_of_double_precision(name, engine):
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # which sends a few ReLUs the other way
         sums, _ = ENGINES[engine](model.to(CUDA).train(), x.to(CUDA), loss_of, weigh)
     torch.testing.assert_close(told[0].double(), norms_of(each), rtol=2e-3, atol=0)
-    wanted, found = (
-        torch.cat([one.flatten().cpu().double() for one in ones]) for ones in (clipped(each, 0.5), sums)
-    )
+    wanted, found = (torch.cat([one.flatten().cpu().double() for one in ones]) for ones in (clipped(each, 0.5), sums))
     assert (found - wanted).norm() <= 5e-3 * wanted.norm()
 
 
@@ -86,7 +84,7 @@ def test_norms_are_those_of_what_is_summed(name, engine):
 def test_noise_is_normal_and_the_same_whether_it_was_drawn_ahead():
     found = []
     for ahead in (False, True):
-        there, noise = torch.zeros(300_001, device=CUDA), CipherStream.seeded(3, "noise")
+        there, noise = torch.zeros(300_001, device=CUDA), CipherStream.from_seed(3, "noise")
         if ahead:
             noise.draw_ahead(len(there), CUDA)
         noise.add_normal([there], 2.0)
@@ -99,16 +97,16 @@ def test_noise_is_normal_and_the_same_whether_it_was_drawn_ahead():
 @pytest.mark.parametrize("dp", [False, True])
 def test_training_goes_the_same_way(dp):
     x = np.random.default_rng(0).integers(0, 256, (64, 28, 28, 1)).astype(np.uint8)
-    examples = Examples.of(x, np.arange(64) % 2)
+    examples = Examples.from_arrays(x, np.arange(64) % 2)
     found = []
     for device in (CPU, CUDA):
         settings = DPSettings(sigma=0.0, clip=0.5, batch_size=16) if dp else None
-        model = build("lenet5", n_classes=2, shape=Images(1, 28), seed=0)
+        model = create_model("lenet5", n_classes=2, shape=Images(1, 28), seed=0)
         learner = Learner(model, lr=1e-3, weight_decay=0.0, device=device, dp=settings)
         rows = np.array_split(np.arange(64), 4)
-        for batch in batches(examples, iter(rows), augment=None, device=device):
-            supervised_step(learner, batch, CipherStream.seeded(0, "noise"))
-        found.append(probabilities(learner.logits, examples, device))
+        for batch in load_batches(examples, iter(rows), augment=None, device=device):
+            take_supervised_step(learner, batch, CipherStream.from_seed(0, "noise"))
+        found.append(predict_examples(learner.predict_logits, examples, device))
     np.testing.assert_allclose(found[1], found[0], atol=5e-3)
 
 
@@ -118,7 +116,7 @@ def encoded(folder, name, **how):
     path = folder / "weights.safetensors"
     save_file(timm.create_model(name, num_classes=0).state_dict(), path)
     patches = np.random.default_rng(0).integers(0, 256, (40, 160, 160, 3)).astype(np.uint8)
-    return encode([patches], Encoder(name, path, batch_size=16, **how))
+    return encode_batches([patches], Encoder(name, path, batch_size=16, **how))
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
@@ -141,13 +139,13 @@ def little_memory():
 @pytest.mark.parametrize("dp", [False, True])
 def test_memory_that_runs_out_makes_parts_smaller(little_memory, dp):
     settings = DPSettings(sigma=1.0, clip=0.5, batch_size=64) if dp else None
-    model = build("resnet18", n_classes=2, shape=Images(3, 512), seed=0)
+    model = create_model("resnet18", n_classes=2, shape=Images(3, 512), seed=0)
     learner = Learner(model, lr=1e-3, weight_decay=0.0, device=CUDA, dp=settings)
     x = np.random.default_rng(0).integers(0, 256, (64, 512, 512, 3)).astype(np.uint8)
-    examples = Examples.of(x, np.arange(64) % 2)
-    for batch in batches(examples, iter([np.arange(64)]), augment=None, device=CUDA):
-        assert np.isfinite(supervised_step(learner, batch, CipherStream.fresh()))
-    assert (learner.trainer if dp else learner)._portion._most < 64
+    examples = Examples.from_arrays(x, np.arange(64) % 2)
+    for batch in load_batches(examples, iter([np.arange(64)]), augment=None, device=CUDA):
+        assert np.isfinite(take_supervised_step(learner, batch, CipherStream.from_entropy()))
+    assert (learner.trainer if dp else learner)._batch_finder._max_rows < 64
 
 
 @pytest.mark.story

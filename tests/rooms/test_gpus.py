@@ -47,10 +47,7 @@ def test_ranks_and_training_and_one_gpu_start_nothing(started, monkeypatch):
         ("2,3", "3,2"),  # Slurm without control groups says numbers of the machine
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1b2c", "GPU-1b2c"),  # and names since 25.11
         ("MIG-377e0049-554c-540b-93c6-d0976f8426cb", "MIG-377e0049-554c-540b-93c6-d0976f8426cb"),
-        (
-            "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2",
-            "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2",
-        ),
+        ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2"),
         ("", "GPU-8932f937"),
         ("0, 1", "0"),
     ],
@@ -61,9 +58,7 @@ def test_gpus_go_by_number_and_by_name_among_those_that_a_job_was_given(started,
     assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"), [("2,3", "0,1"), ("2,3", "2,1"), ("GPU-1b2c", "0"), ("NoDevFiles", "0")]
-)
+@pytest.mark.parametrize(("given", "wanted"), [("2,3", "0,1"), ("2,3", "2,1"), ("GPU-1b2c", "0"), ("NoDevFiles", "0")])
 def test_gpus_that_a_job_was_not_given_are_not_taken_from_others(started, monkeypatch, given, wanted):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     refused(lambda: take_gpus(wanted), f"--gpus {wanted}: this process was given the GPUs {given}")
@@ -75,9 +70,7 @@ def test_what_is_no_list_of_gpus_is_refused(started, gpus):
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "here", "words"), [("0,1,2", 2, "this machine has 2"), ("0", 0, "has none")]
-)
+@pytest.mark.parametrize(("gpus", "here", "words"), [("0,1,2", 2, "this machine has 2"), ("0", 0, "has none")])
 def test_gpus_that_are_not_there_are_refused(started, monkeypatch, gpus, here, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: of these", words)

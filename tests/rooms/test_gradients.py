@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.local import DPSettings, Learner, supervised_step
-from wsi_fl.models import build
-from wsi_fl.models.mil import deepset
+from wsi_fl.learning.local import DPSettings, Learner, take_supervised_step
+from wsi_fl.models import create_model
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import gradients
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
-from wsi_fl.privacy.gradients import ENGINES, GHOSTS, _gradients_of, _obstacle
+from wsi_fl.privacy.gradients import ENGINES, GHOST_RULES, _find_obstacle, _layer_gradients
 from wsi_fl.types import Images, WsiFlError
 
 N_CLASSES = 3
@@ -25,7 +25,7 @@ EACH = pytest.mark.parametrize("engine", ENGINES)
 
 
 def made(name, size_px=16, channels=1):
-    return build(name, n_classes=N_CLASSES, shape=Images(channels, size_px), seed=0)
+    return create_model(name, n_classes=N_CLASSES, shape=Images(channels, size_px), seed=0)
 
 
 def loss_for(y):
@@ -69,7 +69,7 @@ TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3
 @pytest.mark.parametrize("name", TIMM)
 def test_the_engine_that_a_timm_model_gets_sums_the_clipped_gradients_of_a_loop(name):
     model = vary(made(f"timm:{name}", 32, 3)).train()
-    compare("hooks" if _obstacle(model) else "ghost", model, *images(2, 3, 32))
+    compare("hooks" if _find_obstacle(model) else "ghost", model, *images(2, 3, 32))
 
 
 @EACH
@@ -77,29 +77,26 @@ def test_the_engine_that_a_timm_model_gets_sums_the_clipped_gradients_of_a_loop(
 def test_every_engine_sums_the_clipped_gradients_of_bags(engine, n_instances):
     torch.manual_seed(0)
     bags = torch.cat([torch.randn(4, n_instances, 16), torch.ones(4, n_instances, 1)], 2)
-    compare(engine, deepset(N_CLASSES, 16, hidden=32), bags, torch.arange(4) % 3)
+    compare(engine, build_deepset(N_CLASSES, 16, hidden=32), bags, torch.arange(4) % 3)
 
 
 def check_layer(module, a):
     """gradients_of by either way against autograd. Returns whether the rule prefers the ghost norm."""
     g = torch.randn(module(a).shape)
-    rows = [
-        torch.autograd.grad(module(x[None]), trainable(module), out[None])
-        for x, out in zip(a, g, strict=True)
-    ]
+    rows = [torch.autograd.grad(module(x[None]), trainable(module), out[None]) for x, out in zip(a, g, strict=True)]
     each = [torch.stack(column) for column in zip(*rows, strict=True)]
     squares = sum(e.flatten(1).square().sum(1) for e in each)
     c = torch.rand(len(a))
     with torch.no_grad():
-        preferred = GHOSTS[type(module)](module, a, g) is not None
+        preferred = GHOST_RULES[type(module)](module, a, g) is not None
         for pays in (True, False):
-            with patch.object(gradients, "_pays", lambda *_, pays=pays: pays):
-                way = _gradients_of(module, [(a, g)])
+            with patch.object(gradients, "_is_ghost_smaller", lambda *_, pays=pays: pays):
+                way = _layer_gradients(module, [(a, g)])
             scale = float(squares.max())
             # where positions cancel, a norm may come out too long by round-off of what cancels, never too short
             cancels = 2e-6 * float((a.flatten(1).norm(dim=1) * g.flatten(1).norm(dim=1)).square().max())
             torch.testing.assert_close(way.squares, squares.double(), rtol=1e-3, atol=1e-5 * scale + cancels)
-            sums = way.weighted(c, slice(None))
+            sums = way.weighted_sum(c, slice(None))
             for parameter, e in zip(trainable(module), each, strict=True):
                 wanted = torch.einsum("n,n...->...", c, e)
                 torch.testing.assert_close(sums[parameter], wanted, rtol=1e-3, atol=1e-4 * scale**0.5)
@@ -158,7 +155,7 @@ def test_small_images_of_many_channels_take_the_ghost_norm_and_large_ones_the_ma
 
 
 def test_inner_products_are_taken_a_few_examples_at_a_time(monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.gradients._GRAM_CPU", 2 * 36**2)
+    monkeypatch.setattr("wsi_fl.privacy.gradients._GRAM_ENTRIES_CPU", 2 * 36**2)
     assert check_layer(nn.Conv2d(32, 32, 3, padding=1), torch.randn(5, 32, 4, 4))
     assert check_layer(nn.Conv2d(64, 64, 3, padding=1, groups=2), torch.randn(5, 64, 4, 4))
 
@@ -207,9 +204,7 @@ def half_frozen():
 
 
 NETS = {
-    "twice": lambda: Net(
-        twice, conv=nn.Conv2d(4, 4, 3, padding=1), norm=nn.GroupNorm(2, 4), fc=nn.Linear(4, 4)
-    ),
+    "twice": lambda: Net(twice, conv=nn.Conv2d(4, 4, 3, padding=1), norm=nn.GroupNorm(2, 4), fc=nn.Linear(4, 4)),
     "in place": lambda: Net(in_place, conv=nn.Conv2d(1, 4, 3), fc=nn.Linear(4 * 16, N_CLASSES)),
     "branches": lambda: Net(branches, one=nn.Linear(36, N_CLASSES), other=nn.Linear(36, N_CLASSES)),
     "mixed": lambda: Net(
@@ -221,9 +216,7 @@ NETS = {
     ),
     "half frozen": half_frozen,
     "channels last": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(96, N_CLASSES)),
-    "channels last, 1 × 1": lambda: nn.Sequential(
-        nn.Conv2d(4, 6, 1), nn.Flatten(), nn.Linear(216, N_CLASSES)
-    ),
+    "channels last, 1 × 1": lambda: nn.Sequential(nn.Conv2d(4, 6, 1), nn.Flatten(), nn.Linear(216, N_CLASSES)),
 }
 
 
@@ -285,7 +278,7 @@ def test_models_that_ghost_does_not_suit_get_hooks():
         (flat(nn.PReLU()), "1 (PReLU)", "hooks"),
     ):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        assert words in _obstacle(model)
+        assert words in _find_obstacle(model)
         assert DPTrainer(model, sgd, sigma=0.0, clip=1.0, batch_size=3).engine == way
     assert check_per_example_gradients(tied, (1, 6, 6), N_CLASSES) == "hooks"
 
@@ -312,7 +305,7 @@ def test_norms_of_timm_and_without_bias_have_rules(name, engine):
     torch.manual_seed(0)
     norm = norms_of_timm()[name]
     model = vary(nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Flatten(), nn.Linear(64, N_CLASSES)))
-    assert _obstacle(model) is None
+    assert _find_obstacle(model) is None
     compare(engine, model, *images(4, 1, 6))
     compare(engine, frozen_first(model), *images(4, 1, 6))
 
@@ -326,8 +319,8 @@ def frozen_first(model):
 
 def test_a_network_of_timm_with_group_norms_goes_by_ghost():
     with torch.device("meta"):
-        model = build("timm:resnet50_gn", n_classes=2, shape=Images(3, 32), seed=0)
-    assert _obstacle(model) is None
+        model = create_model("timm:resnet50_gn", n_classes=2, shape=Images(3, 32), seed=0)
+    assert _find_obstacle(model) is None
 
 
 @EACH
@@ -347,14 +340,10 @@ def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
 
 @pytest.mark.parametrize(
     ("layers", "told", "engine"),
-    [
-        ([nn.Dropout(0.5)], None, "ghost"),
-        ([nn.Dropout(0.5)], "hooks", "hooks"),
-        ([nn.PReLU()], None, "hooks"),
-    ],
+    [([nn.Dropout(0.5)], None, "ghost"), ([nn.Dropout(0.5)], "hooks", "hooks"), ([nn.PReLU()], None, "hooks")],
 )
 def test_a_learner_takes_ghost_wherever_it_can_unless_told_otherwise(layers, told, engine):
     dp = DPSettings(1.0, 1.0, 4, engine=told)
     learner = Learner(flat(*layers), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
     assert learner.trainer.engine == engine
-    supervised_step(learner, images(4, 1, 6), CipherStream.fresh())
+    take_supervised_step(learner, images(4, 1, 6), CipherStream.from_entropy())

@@ -24,8 +24,8 @@ def encoded(picture=PICTURE, **options) -> bytes:
 def test_pixels_are_libjpegs(subsampling):
     stream = encoded(subsampling=subsampling)
     assert np.array_equal(jpeg.decode(stream), np.asarray(Image.open(io.BytesIO(stream))))
-    assert jpeg.size(stream) == (96, 128)
-    jpeg.check(stream)
+    assert jpeg.read_size(stream) == (96, 128)
+    jpeg.check_stream(stream)
 
 
 def test_a_given_array_is_filled_and_must_fit():
@@ -38,7 +38,7 @@ def test_a_given_array_is_filled_and_must_fit():
             jpeg.decode(stream, np.empty(shape, np.uint8))
 
 
-@pytest.mark.parametrize("read", [jpeg.decode, jpeg.check])
+@pytest.mark.parametrize("read", [jpeg.decode, jpeg.check_stream])
 def test_a_stream_cut_short_or_overwritten_raises_in_one_line(read):
     stream = encoded()
     for share in (0, 0.01, 0.5, 0.9, 0.999):
@@ -56,7 +56,7 @@ def test_tables_kept_apart_are_put_back(rgb):
     tables, stream = tables_apart(whole)
     with pytest.raises(WsiFlError):
         jpeg.decode(stream)
-    joined = jpeg.complete(stream, tables, rgb=rgb)
+    joined = jpeg.complete_stream(stream, tables, rgb=rgb)
     assert np.array_equal(jpeg.decode(joined), np.asarray(Image.open(io.BytesIO(whole))))
 
 
@@ -69,4 +69,4 @@ def test_the_tag_wins_over_the_markers_in_the_stream():
     lying = rgb[:2] + jfif + rgb[2:place] + rgb[place + length :]
     expected = jpeg.decode(rgb).astype(int)
     assert np.abs(jpeg.decode(lying) - expected).max() > 100
-    assert np.array_equal(jpeg.decode(jpeg.complete(lying, rgb=True)), expected)
+    assert np.array_equal(jpeg.decode(jpeg.complete_stream(lying, rgb=True)), expected)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from tying import B, Case, D, data, mlp
 
-from wsi_fl.models.mil import deepset
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import independence
 from wsi_fl.types import UsageError
 
@@ -133,11 +133,7 @@ def test_weights_of_the_model_are_no_targets(make, weights_of, unit):
 
     with pytest.raises(UsageError, match="depends on the model's weights"):
         worst_move(
-            build,
-            lambda y: lambda out: functional.mse_loss(out, weights_of(models[-1])[y]),
-            "vectors",
-            unit,
-            0.3,
+            build, lambda y: lambda out: functional.mse_loss(out, weights_of(models[-1])[y]), "vectors", unit, 0.3
         )
 
 
@@ -146,9 +142,7 @@ ALONE = {
     "an array of the labels": lambda y: lambda out: squared(out, torch.from_numpy(y.numpy()).float()),
     "a tuple": lambda y: partial(lambda out, batch: functional.cross_entropy(out, batch[1]), batch=(None, y)),
     "labels on their device": lambda y: lambda out: functional.cross_entropy(out, y.to(out.device)),
-    "ones": lambda y: (
-        lambda out: functional.binary_cross_entropy_with_logits(out[:, 0], torch.ones(len(out)))
-    ),
+    "ones": lambda y: lambda out: functional.binary_cross_entropy_with_logits(out[:, 0], torch.ones(len(out))),
     "times and events": lambda y: partial(
         lambda out, pair: functional.softplus(out[:, 0] * pair[1] + pair[0]).mean(),
         pair=torch.stack([torch.arange(len(y)), y]),
@@ -258,18 +252,13 @@ def permuted():
     ops = pytest.importorskip("torchvision.ops")
     convolution = nn.Conv1d(D, D, 3, padding=2, dilation=2)
     return nn.Sequential(
-        nn.Flatten(1),
-        nn.Linear(D * D, D),
-        ops.Permute([1, 0]),
-        convolution,
-        ops.Permute([1, 0]),
-        nn.Linear(D, 2),
+        nn.Flatten(1), nn.Linear(D * D, D), ops.Permute([1, 0]), convolution, ops.Permute([1, 0]), nn.Linear(D, 2)
     )
 
 
 @pytest.mark.parametrize("make", [far_apart, permuted])
 def test_layers_that_move_the_axis_of_rows_are_somebody_elses(make):
-    assert independence.standing_of(make()) == "custom"
+    assert independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "images", "row", 0.3)
 
@@ -281,8 +270,8 @@ class Pool(nn.Module):
 
 
 def test_a_module_that_a_model_only_calls_is_somebody_elses():
-    model = deepset(2, D, hidden=8, pool=Pool().__call__)
-    assert independence.standing_of(model) == "custom"
-    model = deepset(2, D, hidden=8)
+    model = build_deepset(2, D, hidden=8, pool=Pool().__call__)
+    assert independence.model_origin(model) == "custom"
+    model = build_deepset(2, D, hidden=8)
     model.helpers = [Pool()]
-    assert independence.standing_of(model) == "custom"
+    assert independence.model_origin(model) == "custom"

@@ -7,22 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.federation.comm import mpi_of
+from wsi_fl.federation.comm import load_mpi
 from wsi_fl.stages import doctor
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.job import take_threads
-from wsi_fl.system.machine import launched_ranks, launcher_reason, share_of_threads, threads_wanted
+from wsi_fl.system.machine import count_ranks, launcher_reason, read_thread_setting, threads_per_rank
 from wsi_fl.types import UsageError, WsiFlError
 
 BOX = "-" * 75
 ELSEWHERE = "node17.invalid"
 MANAGERS = {
-    "Slurm": {
-        "SLURM_JOBID": "9",
-        "SLURM_JOB_ID": "9",
-        "SLURM_NODELIST": ELSEWHERE,
-        "SLURM_TASKS_PER_NODE": "2(x2)",
-    },
+    "Slurm": {"SLURM_JOBID": "9", "SLURM_JOB_ID": "9", "SLURM_NODELIST": ELSEWHERE, "SLURM_TASKS_PER_NODE": "2(x2)"},
     "PBS": {"PBS_JOBID": "9.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "HOSTS"},
     "Cobalt": {"COBALT_JOBID": "9"},
     "LSF": {"LSB_JOBID": "9", "LSB_HOSTS": ELSEWHERE, "LSB_DJOB_HOSTFILE": "HOSTS"},
@@ -63,23 +58,17 @@ def test_ranks_of_this_machine_hear_nothing_of_a_managers_other_machines(within,
 @pytest.mark.parametrize("manager", ["Slurm", "PBS", "Cobalt"])  # those that Open MPI follows to the last
 def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
     within(manager)
-    assert "two ranks talk to each other" in doctor._mpi()
+    assert "two ranks communicate" in doctor._check_mpi()
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (
-            f"sh: 1: srun: not found\nssh: no host node17\n{BOX}\nA daemon failed\n{BOX}\n",
-            "ssh: no host node17",
-        ),
-        (
-            f"{BOX}\nToo few\nslots: 2.\n{BOX}\n[vm:1] ERROR in file x.c\n",
-            "Too few slots: 2.",
-        ),
+        (f"sh: 1: srun: not found\nssh: no host node17\n{BOX}\nA daemon failed\n{BOX}\n", "ssh: no host node17"),
+        (f"{BOX}\nToo few\nslots: 2.\n{BOX}\n[vm:1] ERROR in file x.c\n", "Too few slots: 2."),
         (f"Traceback\n  File\nImportError: no libmpi\n{BOX}\nexited on 1\n{BOX}", "ImportError: no libmpi"),
-        ("", "it said nothing"),
-        (f"{BOX}\n", "it said nothing"),
+        ("", "it printed nothing"),
+        (f"{BOX}\n", "it printed nothing"),
         (f"{BOX}\n{'slot ' * 100}\n{BOX}\n", ("slot " * 40)),
     ],
 )
@@ -90,11 +79,8 @@ def test_what_a_launcher_says_last_is_its_reason_and_no_frame(said, reason):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (
-            "echo 'no such slot' >&2; exit 213",
-            "^no site's process began: no such slot .*exit code 213.*doctor",
-        ),
-        ("exit 1", "^no site's process began: it said nothing "),
+        ("echo 'no such slot' >&2; exit 213", "^no site's process began: no such slot .*exit code 213.*doctor"),
+        ("exit 1", "^no site's process began: it printed nothing "),
         ("""echo '{"site": "A", "pid": 1}'; exit 7""", "^a site's process died .*; continue with `again`$"),
     ],
 )
@@ -130,17 +116,17 @@ class _NoLibrary:
 def test_ranks_without_their_mpi_say_so_in_a_line(monkeypatch, module, error, said):
     monkeypatch.setitem(sys.modules, "mpi4py", module)
     with pytest.raises(error, match=said):
-        mpi_of(4)
+        load_mpi(4)
 
 
 @pytest.mark.usefixtures("alone")
 def test_the_terminal_of_srun_is_no_rank(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert launched_ranks() == 4
+    assert count_ranks() == 4
     monkeypatch.setenv("SLURM_PTY_PORT", "40123")
-    assert launched_ranks() is None
+    assert count_ranks() is None
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # one's own mpiexec in that terminal
-    assert launched_ranks() == 2
+    assert count_ranks() == 2
 
 
 @pytest.mark.usefixtures("alone")
@@ -164,7 +150,7 @@ def test_a_rank_takes_its_share_of_the_cores_whatever_mkl_made_of_open_mpi(monke
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     launch.share_threads()
-    take_threads(share_of_threads())  # as encoders do
+    take_threads(threads_per_rank())  # as encoders do
     assert threads == [taken, taken]
 
 
@@ -175,4 +161,4 @@ def test_a_process_alone_takes_as_many_threads_as_pytorch_would(monkeypatch):
     monkeypatch.setattr("torch.set_num_threads", threads.append)
     take_threads(8)
     take_threads(2)
-    assert threads == [3, 2] and threads_wanted() is None
+    assert threads == [3, 2] and read_thread_setting() is None

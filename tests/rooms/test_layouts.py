@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from building import refused
 
-from wsi_fl.slides.layouts import Sources, describe, detect, read_site
+from wsi_fl.slides.layouts import Sources, detect_layout, list_sites, read_site
 from wsi_fl.types import UsageError
 
 
@@ -50,7 +50,7 @@ def sources_of(found) -> Sources:
 
 
 def first_of(archive: Path) -> Sources:
-    return sources_of(describe(archive, "camelyon17")[0])
+    return sources_of(list_sites(archive, "camelyon17")[0])
 
 
 @pytest.mark.parametrize("style", ["images", "training/center_", "centre_"])
@@ -59,8 +59,8 @@ def test_camelyon17_is_five_centres_however_its_folders_are_called(tmp_path, sty
     archive = camelyon17(tmp_path / folder, style)
     if style != "images":  # their test patients are in folders of no training centre
         touch(archive / "testing" / "patient_100_node_1.tif")
-    assert detect(archive) == "camelyon17"
-    found = describe(archive, "camelyon17")
+    assert detect_layout(archive) == "camelyon17"
+    found = list_sites(archive, "camelyon17")
     assert [(site.name, site.n_slides) for site in found] == [("C1", 6), ("C2", 2), ("C5", 1)]
     seen: list[str] = []
     for site in found:
@@ -178,8 +178,8 @@ def test_camelyon16_is_two_hospitals(tmp_path):
     touch(*(tmp_path / "training" / name.split("_")[0] / f"{name}.tif" for name in names))
     touch(tmp_path / "training" / "tumor" / "tumor_001_mask.tif", tmp_path / "testing" / "test_001.tif")
     touch(*(tmp_path / "training" / "lesion_annotations" / f"{n}.xml" for n in ("tumor_001", "tumor_071")))
-    assert detect(tmp_path) == "camelyon16"
-    found = describe(tmp_path, "camelyon16")
+    assert detect_layout(tmp_path) == "camelyon16"
+    found = list_sites(tmp_path, "camelyon16")
     assert [(site.name, site.n_slides) for site in found] == [("RUMC", 4), ("UMCU", 3)]
     records, aside = read_site("camelyon16", sources_of(found[0]))
     assert [(r.slide, r.patient, r.supervision) for r in records] == [
@@ -217,8 +217,8 @@ def test_generic_archive_with_all_columns(tmp_path):
         "e,p4,north,tumor,,,\n"
         "f,p5,north,,,,\n",
     )
-    assert detect(archive) == "generic"
-    assert [(s.name, s.n_slides) for s in describe(archive, "generic")] == [("north", 5), ("south", 1)]
+    assert detect_layout(archive) == "generic"
+    assert [(s.name, s.n_slides) for s in list_sites(archive, "generic")] == [("north", 5), ("south", 1)]
     records, aside = read_generic(archive, mpp_override=0.5)
     assert [(r.slide, r.patient, r.supervision, r.positive, r.split, r.mpp_override) for r in records] == [
         ("a", "p1", "annotated", True, "train", 0.25),
@@ -263,8 +263,8 @@ def test_slide_named_without_suffix_must_be_the_only_one_of_its_name(tmp_path):
 
 def test_archive_of_no_known_layout_says_what_was_looked_for(tmp_path):
     touch(tmp_path / "images" / "slide-1.tif")
-    refused(lambda: detect(tmp_path), str(tmp_path), "slides.csv", "patient_PPP_node_N.tif", "normal_NNN.tif")
-    refused(lambda: detect(tmp_path / "none"), "none: no such folder")
+    refused(lambda: detect_layout(tmp_path), str(tmp_path), "slides.csv", "patient_PPP_node_N.tif", "normal_NNN.tif")
+    refused(lambda: detect_layout(tmp_path / "none"), "none: no such folder")
     for layout in ("camelyon17", "camelyon16"):
-        refused(partial(describe, tmp_path, layout), f"no slide of a {layout} archive")
-    refused(lambda: describe(tmp_path, "generic"), "slides.csv: no such file")
+        refused(partial(list_sites, tmp_path, layout), f"no slide of a {layout} archive")
+    refused(lambda: list_sites(tmp_path, "generic"), "slides.csv: no such file")

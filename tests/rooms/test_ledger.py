@@ -8,8 +8,8 @@ import pytest
 from conftest import refused
 
 from wsi_fl.privacy.accounting import _ORDERS, Mechanism, epsilon
-from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
-from wsi_fl.privacy.ledger_file import Release, digest
+from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, PrivacyTerms
+from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.types import WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
@@ -32,7 +32,7 @@ def limit(rounds, more=1e-9):
 @pytest.fixture
 def open_ledger(tmp_path):
     def open_(run="one", includes=(), **terms):
-        terms = Terms(delta=DELTA, **terms)
+        terms = PrivacyTerms(delta=DELTA, **terms)
         return PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run=run, terms=terms, includes=includes)
 
     return open_
@@ -81,7 +81,7 @@ def test_what_is_not_finite_stays(open_ledger):
     ledger, spoilt = open_ledger(), np.array([0, np.nan], np.float32)
     words = ("not finite in round 3", "lower train.lr")
     refused(lambda: release(ledger, 3, vector=spoilt), *words, error=WsiFlError)
-    assert ledger.mechanisms() == []
+    assert ledger.list_mechanisms() == []
 
 
 def test_the_account_survives_reopening_and_only_grows(open_ledger):
@@ -146,42 +146,42 @@ def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(
     record(open_ledger("first"), 1, 2)
     simulated = open_ledger("second", max_epsilon=limit(3))
     for round_ in (1, 2, 3):
-        assert simulated.affords(round_, ROUND)
+        assert simulated.fits_budget(round_, ROUND)
         record(simulated, round_)
-    assert not simulated.affords(4, ROUND)
-    assert not open_ledger("third", max_epsilon=limit(3), lifetime=True).affords(1, ROUND)
+    assert not simulated.fits_budget(4, ROUND)
+    assert not open_ledger("third", max_epsilon=limit(3), lifetime=True).fits_budget(1, ROUND)
 
 
 def test_the_budget_refuses_exactly_the_step_that_crosses_it_and_redoing_the_last_is_no_crossing(open_ledger):
-    assert open_ledger(max_epsilon=limit(1, 0)).affords(1, ROUND)
+    assert open_ledger(max_epsilon=limit(1, 0)).fits_budget(1, ROUND)
     short = open_ledger(max_epsilon=limit(1, -1e-9))
-    assert not short.affords(1, ROUND)
+    assert not short.fits_budget(1, ROUND)
     with pytest.raises(BudgetSpent, match="site C1: round 1 would raise epsilon to"):
         record(short, 1)
     ledger = open_ledger(max_epsilon=limit(2))
     record(ledger, 1, 2)
-    assert ledger.affords(2, ROUND) and not ledger.affords(3, ROUND)
+    assert ledger.fits_budget(2, ROUND) and not ledger.fits_budget(3, ROUND)
 
 
 def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
     terms = {"max_epsilon": limit(1), "lifetime": True}
     a, b = open_ledger("a", **terms), open_ledger("b", **terms)
-    assert a.affords(1, ROUND) and b.affords(1, ROUND)
+    assert a.fits_budget(1, ROUND) and b.fits_budget(1, ROUND)
     release(a, 1)
     with pytest.raises(BudgetSpent):
         release(b, 1)
-    assert not b.affords(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
+    assert not b.fits_budget(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
 
 
 def test_only_known_bytes_are_sent_again_at_no_cost_but_on_record(open_ledger):
     release(open_ledger(), 4)
-    assert open_ledger().last_sent() == 0
-    again = open_ledger().reissue(4, VECTOR, schema=SCHEMA, weight=0.5)
+    assert open_ledger().last_final_round() == 0
+    again = open_ledger().release_again(4, VECTOR, schema=SCHEMA, weight=0.5)
     assert again.vector.tolist() == VECTOR.tolist() and again.weight == 0.5
-    assert open_ledger().last_sent() == 4 and open_ledger().epsilon() == spent(1)
+    assert open_ledger().last_final_round() == 4 and open_ledger().epsilon() == spent(1)
     for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
         with pytest.raises(WsiFlError, match=UNKNOWN):
-            open_ledger(run).reissue(round_, vector, schema=SCHEMA)
+            open_ledger(run).release_again(round_, vector, schema=SCHEMA)
 
 
 def test_summary_counts_steps(open_ledger):
@@ -201,7 +201,7 @@ def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps)
     for round_ in (1, 2):
         release(open_ledger(), round_, done)
     ledger, other = open_ledger(), accountants.rdp.RdpAccountant(list(_ORDERS))
-    assert ledger.mechanisms() == [done, done]
+    assert ledger.list_mechanisms() == [done, done]
     step = accountants.PoissonSampledDpEvent(done.sample_rate, accountants.GaussianDpEvent(done.sigma))
     other.compose(step, 2 * steps)
     assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
@@ -211,29 +211,29 @@ def test_what_a_run_includes_counts_for_it_alone(open_ledger):
     release(open_ledger("oneshot"), 0, SUMS)
     both = epsilon([SUMS, ROUND], DELTA)
     mine = open_ledger(includes=["oneshot"], max_epsilon=both)
-    assert (mine.last_round(), mine.last_sent(), mine.n_rounds()) == (0, 0, 0)
-    assert mine.mechanisms() == [SUMS] and mine.epsilon() == epsilon([SUMS], DELTA)
-    assert mine.affords(1, ROUND)
+    assert (mine.last_round(), mine.last_final_round(), mine.count_rounds()) == (0, 0, 0)
+    assert mine.list_mechanisms() == [SUMS] and mine.epsilon() == epsilon([SUMS], DELTA)
+    assert mine.fits_budget(1, ROUND)
     release(mine, 1)
     assert mine.epsilon() == pytest.approx(both)
     assert (mine.summary()["steps"], mine.summary()["epsilon"]) == (11, mine.epsilon())
-    assert not mine.affords(2, ROUND)
+    assert not mine.fits_budget(2, ROUND)
     with pytest.raises(BudgetSpent):
         record(mine, 2)
-    assert (mine.last_round(), mine.n_rounds()) == (1, 1)
+    assert (mine.last_round(), mine.count_rounds()) == (1, 1)
     assert open_ledger("one").epsilon() == spent(1) and open_ledger("two").epsilon() is None
 
 
 def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger):
     sums = open_ledger("oneshot", allow=("model",))
     release(sums, 3, SUMS)
-    sums.sending(3, digest(VECTOR))
+    sums.record_transmission(3, digest_values(VECTOR))
     mine = open_ledger(includes=["oneshot"], max_epsilon=0.01)
-    assert mine.last_sent() == 0
-    assert not mine.affords(3, ROUND)  # the sums's round 3 is not this run's
+    assert mine.last_final_round() == 0
+    assert not mine.fits_budget(3, ROUND)  # the sums's round 3 is not this run's
     with pytest.raises(WsiFlError, match=UNKNOWN):
-        mine.relay(3, VECTOR, own=digest(VECTOR), schema=SCHEMA, weight=1.0)
+        mine.relay_mixture(3, VECTOR, own_sha256=digest_values(VECTOR), schema=SCHEMA, weight=1.0)
     with pytest.raises(WsiFlError, match=UNKNOWN):
-        mine.reissue(3, VECTOR, schema=SCHEMA)
+        mine.release_again(3, VECTOR, schema=SCHEMA)
     release(sums, 4, None)
     assert open_ledger(includes=["oneshot"]).epsilon() is None  # something of it left without privacy

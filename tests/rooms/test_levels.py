@@ -10,13 +10,13 @@ from dicom_files import write_dicom
 from PIL import Image
 
 from wsi_fl.slides.reading import painting
-from wsi_fl.slides.reading.formats.levels import is_padded, own_levels
+from wsi_fl.slides.reading.formats.levels import is_padded, select_levels
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP, TILE = 0.5, 64
-NOTE = "its level {} is damaged or lacks tiles; what it cannot give is made from finer levels"
+NOTE = "its level {} is damaged or lacks tiles; the affected areas are made from finer levels"
 
 
 def tissue(size=512):
@@ -80,7 +80,7 @@ def patches(path, mpp=MPP, reader="auto", size=TILE):
     aside: dict[int, str] = {}
     notes: set[str] = set()
     record, how = SlideRecord(path, path.stem, "p", "s", "negative", False), {"threads": 2, "reader": reader}
-    found = read_patches(record, corners, GridSpec(size, mpp, size), aside=aside, notes=notes, **how)
+    found = read_patches(record, corners, GridSpec(size, mpp, size), excluded=aside, notes=notes, **how)
     pixels = np.concatenate([batch for _, batch in found])
     return np.delete(corners, list(aside), 0), pixels, aside, notes
 
@@ -118,8 +118,8 @@ def test_one_damaged_tile_of_a_coarse_level_is_made_from_the_next(tmp_path):
     assert not aside and notes == {NOTE.format(1)}
     assert_reduced(corners, pixels, 4)
     with Slide(path) as slide:
-        assert slide.native_stream((256, 256), TILE, 4 * MPP) is None
-        assert slide.native_stream((256, 0), TILE, 4 * MPP) is not None
+        assert slide.read_native_stream((256, 256), TILE, 4 * MPP) is None
+        assert slide.read_native_stream((256, 0), TILE, 4 * MPP) is not None
 
 
 def test_where_all_levels_are_damaged_the_finest_says_where(tmp_path):
@@ -137,7 +137,7 @@ def test_a_patch_far_coarser_than_its_only_whole_level_is_made_in_parts(tmp_path
         zeroed(path, level)
     with Slide(path) as slide:
         at_once = slide.read((0, 0), 32, 16 * MPP)
-        monkeypatch.setattr("wsi_fl.slides.reading.reader._MOST_AT_ONCE_PX", 5000)
+        monkeypatch.setattr("wsi_fl.slides.reading.reader._MAX_AREA_PX", 5000)
         np.testing.assert_array_equal(slide.read((0, 0), 32, 16 * MPP), at_once)
     assert np.abs(at_once.astype(int) - LEVELS[2]).max() <= 1
 
@@ -202,9 +202,7 @@ def test_tiles_that_an_ome_tiff_lacks_are_left_out_by_place(tmp_path, axes):
     levels = [np.moveaxis(level, 2, 0).copy() if planes else level for level in LEVELS]
     how = {"photometric": "minisblack" if planes else "rgb", "tile": (TILE, TILE), "compression": "deflate"}
     with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
-        tif.write(
-            levels[0], subifds=2, metadata={"axes": axes, "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}, **how
-        )
+        tif.write(levels[0], subifds=2, metadata={"axes": axes, "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}, **how)
         for level in levels[1:]:
             tif.write(level, subfiletype=1, **how)
     left_out(path, 2 if planes else 0, LACKING)  # of the blue channel
@@ -280,8 +278,8 @@ def test_levels_of_one_slide_have_one_ratio():
         ((64, 64), (64, 64), (32, 32)): [0, 2],
         ((4096, 3072), (2048, 2048)): [0],
     }.items():
-        assert own_levels(sizes) == own, sizes
-    assert own_levels([(64, 64), (32, 32), (32, 32)], {1}) == [0, 2]
+        assert select_levels(sizes) == own, sizes
+    assert select_levels([(64, 64), (32, 32), (32, 32)], {1}) == [0, 2]
 
 
 def padded(picture, tile=TILE):
@@ -340,18 +338,10 @@ def test_levels_that_are_filled_up_to_whole_tiles_do_not_move_the_tissue(tmp_pat
 
 def test_a_level_is_filled_up_where_no_picture_but_its_tiles_have_its_size():
     tile = (256, 256)
-    for whole, level in (
-        ((2304, 2304), (1280, 1280)),
-        ((2100, 2100), (512, 512)),
-        ((2560, 1200), (768, 512)),
-    ):
+    for whole, level in (((2304, 2304), (1280, 1280)), ((2100, 2100), (512, 512)), ((2560, 1200), (768, 512))):
         assert is_padded(whole, level, tile), (whole, level)
     assert is_padded((104_448, 55_296), (13_312, 7168), (1024, 1024))
-    for whole, level in (
-        ((4096, 3072), (2048, 1536)),
-        ((2100, 2100), (1050, 1050)),
-        ((2304, 1536), (768, 512)),
-    ):
+    for whole, level in (((4096, 3072), (2048, 1536)), ((2100, 2100), (1050, 1050)), ((2304, 1536), (768, 512))):
         assert not is_padded(whole, level, tile), (whole, level)
 
 
@@ -363,18 +353,16 @@ def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():
         if bad(area):
             raise painting.WsiFlError("bad")
 
-    corner = painting.paint(
+    corner = painting.paint_areas(
         (256, 256),
         [(slice(0, 256), slice(0, 256))],
         partial(painter, bad=lambda a: a[0].start < 8 and a[1].start < 8),
         64,
     )
-    assert [(a[0].start, a[1].start) for a in corner.areas] == [(0, 0)] and not corner.hopeless
+    assert [(a[0].start, a[1].start) for a in corner.areas] == [(0, 0)] and not corner.is_hopeless
     asked.clear()
-    lost = painting.paint(
-        (256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64
-    )
-    assert lost.hopeless and len(asked) <= 800
+    lost = painting.paint_areas((256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64)
+    assert lost.is_hopeless and len(asked) <= 800
     covered = np.zeros((256, 256), int)
     for area in lost.areas:
         covered[area] += 1

@@ -8,12 +8,12 @@ from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
 
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.validation import Lots, best_answer, held_out
+from wsi_fl.learning.validation import HoldoutDraw, draw_held_out, select_model
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.trained import answers_with, settings_of
+from wsi_fl.stages.answers.trained import choose_ensemble, load_run_settings
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume_run, train
 
 SEEDED = "privacy.insecure_seed=1"
 
@@ -50,34 +50,34 @@ def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
     everyone = np.array([f"p{k // 4}" for k in range(1600)])
 
     def drawn(seed=3, **given):
-        return set(everyone[held_out(everyone, fraction, seed, **given)])
+        return set(everyone[draw_held_out(everyone, fraction, seed, **given)])
 
-    held = held_out(everyone, fraction, 3)
+    held = draw_held_out(everyone, fraction, 3)
     spread = 4 * np.sqrt(400 * fraction * (1 - fraction))
     assert len(drawn()) == pytest.approx(400 * fraction, abs=spread)
     assert not set(everyone[held]) & set(everyone[~held]) and drawn() == drawn()
     assert len({tuple(sorted(drawn(seed))) for seed in range(9)}) > 1
-    assert drawn(lots=Lots(b"a")) == drawn(lots=Lots(b"a")) != drawn(lots=Lots(b"b"))
-    assert len(drawn(lots=Lots(b"a"))) == pytest.approx(400 * fraction, abs=spread)
+    assert drawn(lots=HoldoutDraw(b"a")) == drawn(lots=HoldoutDraw(b"a")) != drawn(lots=HoldoutDraw(b"b"))
+    assert len(drawn(lots=HoldoutDraw(b"a"))) == pytest.approx(400 * fraction, abs=spread)
 
 
 def test_no_other_patient_decides_who_is_held_out():
     names = np.array([f"p{k}" for k in range(24)])
-    for lots in (Lots(), Lots(b"secret")):
-        held = set(names[held_out(names, 0.34, 0, lots)])
+    for lots in (HoldoutDraw(), HoldoutDraw(b"secret")):
+        held = set(names[draw_held_out(names, 0.34, 0, lots)])
         assert held
         for gone in names:
             rest = names[names != gone]
-            assert set(rest[held_out(rest, 0.34, 0, lots)]) == held - {gone}
+            assert set(rest[draw_held_out(rest, 0.34, 0, lots)]) == held - {gone}
 
 
 def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    with edited(study.store("S0")) as file:
+    with edited(study.store_path("S0")) as file:
         file["patient"][:5] = b""
     words = ("site S0: 5 training rows have no patient", "name the patients", "train.val_fraction")
     refused(lambda: run(study, SPLIT[0], "privacy.sigma=1.0"), *words)
-    assert not study.ledger("S0").exists()
+    assert not study.ledger_path("S0").exists()
     run(study, "privacy.sigma=1.0", "train.rounds=1")
     run(study, SPLIT[0], "privacy.enabled=false", "train.rounds=1")
 
@@ -91,11 +91,11 @@ def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model()
     labels = np.repeat([0, 1], [18, 2])
     always = certain(np.zeros(20, int))
     knows = 0.1 + 0.8 * certain([*[0] * 12, *[1] * 6, 1, 1])  # less sure, so that their mean is no tie
-    assert best_answer({"private": always, "proxy": knows}, labels) == "proxy"
-    assert best_answer({"private": knows, "proxy": always}, labels) == "private"
-    assert best_answer({"private": knows, "proxy": knows}, labels) == "private"
-    assert best_answer({"private": always}, labels) == "private"
-    assert best_answer({"private": always, "proxy": knows}, np.zeros(20, int)) == "private"
+    assert select_model({"private": always, "proxy": knows}, labels) == "proxy"
+    assert select_model({"private": knows, "proxy": always}, labels) == "private"
+    assert select_model({"private": knows, "proxy": knows}, labels) == "private"
+    assert select_model({"private": always}, labels) == "private"
+    assert select_model({"private": always, "proxy": knows}, np.zeros(20, int)) == "private"
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def validated(tmp_path_factory):
 
 def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
     study, path, document = validated
-    pipeline = settings_of(study, RunFolder(path), ())
+    pipeline = load_run_settings(study, RunFolder(path), ())
     for row in document["sites"]:
         choice, models = choice_of(path, row["site"]), row["models"]
         reached, stack = choice["macro_accuracy"], choice["ensemble"]
@@ -116,7 +116,7 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
         joined = {one: reached[one] for one in ("private", "proxy", "mean")}
         assert stack["own"] == "local" and reached[stack["shared"]] == max(joined.values())
         assert choice["model"] == ("ensemble" if stack["weight"] else "local")
-        assert row["model"] == choice["model"] == answers_with(RunFolder(path), pipeline, row["site"])
+        assert row["model"] == choice["model"] == choose_ensemble(RunFolder(path), pipeline, row["site"])
         last = metrics(path, row["site"])[-1]
         assert last["model"] == row["model"]
         assert last["merged"]["accuracy"] == row["accuracy"] == models[row["model"]]["accuracy"]
@@ -183,10 +183,8 @@ def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
     whole = run(study, *settings)
     with interrupted_after(5):
         run(study, *settings)
-    broken = sorted(study.runs.glob("0*"))[-1]
-    resume(study, broken.name, backend="local")
+    broken = sorted(study.runs_path.glob("0*"))[-1]
+    resume_run(study, broken.name, backend="local")
     for site in study.site_names():
         assert choice_of(whole, site) == choice_of(broken, site)
-        assert [one["model"] for one in metrics(whole, site)] == [
-            one["model"] for one in metrics(broken, site)
-        ]
+        assert [one["model"] for one in metrics(whole, site)] == [one["model"] for one in metrics(broken, site)]

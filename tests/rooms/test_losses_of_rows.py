@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from tying import B, Case, D, cross_entropy, data, mlp
 
-from wsi_fl.models.mil import deepset
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import independence
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import UsageError
@@ -135,20 +135,14 @@ def of_another_name(y):
 def of_page(y):
     """A function of an example in a page, whose names belong to no file."""
     names = {"labels": y.float().numpy(), "torch": torch, "functional": functional}
-    exec(
-        "def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))",
-        names,
-    )
+    exec("def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))", names)
     return names["loss"]
 
 
 def penalised(make):
     """A penalty of the model's weights, which is no function of rows."""
     model = make()
-    return (
-        model,
-        lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum(),
-    )
+    return (model, lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum())
 
 
 def consistent(make):
@@ -168,9 +162,7 @@ def of_places(n, turned):
 
 
 TIED = {
-    "softmax over rows, of one logit each": lambda y: (
-        lambda out: functional.cross_entropy(out[:, 0], y.float())
-    ),
+    "softmax over rows, of one logit each": lambda y: lambda out: functional.cross_entropy(out[:, 0], y.float()),
     "weights by frequency of an array": by_frequency,
     "an array that is a default": of_default,
     "an array that is an argument": of_partial,
@@ -186,17 +178,13 @@ TIED = {
     "a list": of_list,
     "a table": of_ranks,
     "the first label": lambda y: lambda out: functional.cross_entropy(out, y[0].expand(len(out))),
-    "the first label as a number": lambda y: (
-        lambda out: weighted(out, y, torch.tensor(1.0 + 10 * y[0].item()))
-    ),
+    "the first label as a number": lambda y: lambda out: weighted(out, y, torch.tensor(1.0 + 10 * y[0].item())),
     "the first label as a slice": lambda y: lambda out: weighted(out, y, 1.0 + y[:1]),
     "labels turned round": lambda y: lambda out: functional.cross_entropy(out, y[[*range(len(y))][::-1]]),
     "labels of neighbours": lambda y: lambda out: functional.cross_entropy(out, y[torch.arange(len(y)) - 1]),
     "places of others in a list": of_places(1, lambda n: [(k + 1) % n for k in range(n)]),
     "mixed labels": lambda y: (
-        lambda out: (
-            functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
-        )
+        lambda out: functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
     ),
 }
 
@@ -230,9 +218,7 @@ def of_sequences(y):
 
 def held(turned):
     """Cross-entropy with labels that a loss holds as something else than a tensor."""
-    return lambda y: partial(
-        lambda out, labels: functional.cross_entropy(out, as_tensor(labels)), labels=turned(y)
-    )
+    return lambda y: partial(lambda out, labels: functional.cross_entropy(out, as_tensor(labels)), labels=turned(y))
 
 
 def as_tensor(labels):
@@ -321,25 +307,25 @@ def compiled(phi: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("pool", [Pool(), Pool().__call__, remembered, compiled, partial(Pool())])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_function_of_whatever_kind_that_a_model_holds_is_somebody_elses(pool, clip):
-    make = partial(deepset, 2, D, hidden=8, pool=pool)
-    assert independence.standing_of(make()) == "custom"
+    make = partial(build_deepset, 2, D, hidden=8, pool=pool)
+    assert independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, cross_entropy, "bags", "row", clip)
 
 
 @pytest.mark.parametrize("attribute", ["hook", "hooks", "table"])
 def test_functions_in_lists_and_tables_of_a_model_are_somebody_elses(attribute):
-    model = deepset(2, D, hidden=8)
-    assert independence.standing_of(model) == "built-in"
+    model = build_deepset(2, D, hidden=8)
+    assert independence.model_origin(model) == "built-in"
     setattr(model, attribute, {"hook": Pool(), "hooks": [centre], "table": {"a": (centre,)}}[attribute])
-    assert independence.standing_of(model) == "custom"
+    assert independence.model_origin(model) == "custom"
 
 
 def test_a_class_of_pytorch_that_was_given_another_forward_is_somebody_elses(monkeypatch):
     model = mlp(nn.Tanh())
-    assert independence.standing_of(model) == "built-in"
+    assert independence.model_origin(model) == "built-in"
     monkeypatch.setattr(nn.Tanh, "forward", lambda self, z: centre(z))
-    assert independence.standing_of(model) == "custom"
+    assert independence.model_origin(model) == "custom"
 
 
 def test_a_model_without_weights_yet_is_refused_and_taken_once_it_has_them():
@@ -359,11 +345,7 @@ def test_a_table_of_shapes_that_was_filled_before_is_taken():
     (x, y), model = data("vectors"), Net(run, last=nn.Linear(D, 2))
     model.cache = {}
     trainer, _ = trainer_of(model)
-    refused(
-        lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)),
-        "changes its cache",
-        "on zeros",
-    )
+    refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "changes its cache", "on zeros")
     model.cache.clear()
     model(torch.zeros(1, D))
     assert step(trainer, x, lambda out: functional.cross_entropy(out, y)) > 0

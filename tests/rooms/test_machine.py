@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from wsi_fl.system import cgroups, files, machine
-from wsi_fl.system.bulk import BulkFile, aligned_empty
-from wsi_fl.system.files import alone
+from wsi_fl.system.bulk import BulkFile, empty_aligned
+from wsi_fl.system.files import file_lock
 from wsi_fl.types import WsiFlError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from wsi_fl.system.files import alone
+from wsi_fl.system.files import file_lock
 
-with alone(Path(sys.argv[1])):
+with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -35,8 +35,8 @@ def where(request, monkeypatch):
 
 
 def test_cores_memory_and_files_are_numbers_to_count_on(where):
-    assert machine.n_cores() == len(machine.cores()) >= 1
-    assert machine.free_bytes() > 1 << 20 and machine.most_open_files() >= 8
+    assert machine.n_cores() == len(machine.list_cores()) >= 1
+    assert machine.free_bytes() > 1 << 20 and machine.max_open_files() >= 8
     assert machine.peak_bytes() > 1 << 20
 
 
@@ -46,10 +46,10 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(WsiFlError, match="busy"), alone(path, "busy"):
+        with pytest.raises(WsiFlError, match="busy"), file_lock(path, "busy"):
             pass
         holder.kill()
-    with alone(path, "busy", patience_s=2), pytest.raises(WsiFlError, match="again"), alone(path, "again"):
+    with file_lock(path, "busy", patience_s=2), pytest.raises(WsiFlError, match="again"), file_lock(path, "again"):
         pass
     assert path.read_bytes() == b"kept"
 
@@ -57,7 +57,7 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
 def test_arrays_are_written_where_they_belong(tmp_path, where):
     path = tmp_path / "pixels"
     path.write_bytes(b"")
-    first, second = aligned_empty((4096,)), aligned_empty((100,))
+    first, second = empty_aligned((4096,)), empty_aligned((100,))
     first[:], second[:] = 1, 2
     with BulkFile(path, 8292) as file:
         file.write(second, 8192)
@@ -115,12 +115,7 @@ GROUPS = {
         2,
         0,
     ),
-    "no limit": (
-        "0::/user.slice\n",
-        {"user.slice/cpu.max": "max 100000", "user.slice/memory.max": "max"},
-        None,
-        None,
-    ),
+    "no limit": ("0::/user.slice\n", {"user.slice/cpu.max": "max 100000", "user.slice/memory.max": "max"}, None, None),
     "no groups": ("", {}, None, None),
 }
 
@@ -135,12 +130,12 @@ def test_what_a_container_or_a_job_may_take_counts_and_not_the_machine(tmp_path,
         path.write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(machine, "_free_of_system", lambda: 100 * GIB)
+    monkeypatch.setattr(machine, "_system_free_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(cgroups, "_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "groups")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     assert machine.n_cores() == (64 if cores is None else cores)
-    assert machine.share_of_threads() == max(1, (64 if cores is None else cores) // 2)
+    assert machine.threads_per_rank() == max(1, (64 if cores is None else cores) // 2)
     assert machine.free_bytes() == (100 * GIB if room is None else room)
 
 
@@ -151,8 +146,5 @@ def test_a_disk_without_locks_is_told_in_one_line(tmp_path, monkeypatch, number,
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files.fcntl, "flock", none)
-    with (
-        pytest.raises(WsiFlError, match=r"locks no files \([^\n]*another disk$"),
-        alone(tmp_path / "x", busy),
-    ):
+    with pytest.raises(WsiFlError, match=r"locks no files \([^\n]*another disk$"), file_lock(tmp_path / "x", busy):
         pass

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from wsi_fl.privacy.discrete import discrete_gaussian, quantised, share_sigma
-from wsi_fl.privacy.masks import KeyPair, masked, opened
+from wsi_fl.privacy.discrete import discrete_gaussian, quantize, share_sigma
+from wsi_fl.privacy.masks import KeyPair, mask_values, sum_messages
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7, round 3, gradients"
@@ -32,7 +32,7 @@ def pairs(n):
 def messages_of(values):
     """What each site sends."""
     private, publics = pairs(len(values))
-    return [masked(v, k, KeyPair(private[k]), publics, CONTEXT) for k, v in enumerate(values)]
+    return [mask_values(v, k, KeyPair(private[k]), publics, CONTEXT) for k, v in enumerate(values)]
 
 
 def looks_random(message):
@@ -57,7 +57,7 @@ def test_the_sum_is_exact(n_sites, n, seed, end):
     messages = messages_of(list(values))
     assert all(m.dtype == np.uint64 and m.shape == (n,) for m in messages)
     sent = [m.copy() for m in messages]
-    found = opened(messages[::-1])
+    found = sum_messages(messages[::-1])
     assert found.dtype == np.int64 and found.tolist() == [sum(map(int, column)) for column in values.T]
     assert np.array_equal(values, given_) and np.array_equal(messages, sent)
 
@@ -75,7 +75,7 @@ def test_all_messages_but_one_tell_nothing_of_any_value(n_sites):
     """So a sum that lost a site cannot be read either, by whoever adds up what arrived."""
     values = [secret(k) for k in range(n_sites)]
     messages = messages_of(values)
-    assert not looks_random(opened(messages).view(np.uint64))
+    assert not looks_random(sum_messages(messages).view(np.uint64))
     for missing in range(n_sites):
         rest = [m for k, m in enumerate(messages) if k != missing]
         assert looks_random(sum(rest[1:], rest[0]))
@@ -87,9 +87,9 @@ def test_all_messages_but_one_tell_nothing_of_any_value(n_sites):
 def test_sites_that_collude_learn_the_sum_of_the_others_and_nothing_of_each():
     private, publics = pairs(4)
     values, nothing = [secret(k) for k in range(4)], np.zeros(N, np.int64)
-    messages = [masked(v, k, KeyPair(private[k]), publics, CONTEXT) for k, v in enumerate(values)]
-    own = [masked(nothing, k, KeyPair(private[k]), publics, CONTEXT) for k in (2, 3)]
-    assert np.array_equal(opened([*messages[:2], *own]), values[0] + values[1])
+    messages = [mask_values(v, k, KeyPair(private[k]), publics, CONTEXT) for k, v in enumerate(values)]
+    own = [mask_values(nothing, k, KeyPair(private[k]), publics, CONTEXT) for k in (2, 3)]
+    assert np.array_equal(sum_messages([*messages[:2], *own]), values[0] + values[1])
     assert all(looks_random(one + own[0] + own[1]) for one in messages[:2])
 
 
@@ -111,22 +111,22 @@ def test_another_context_or_other_public_keys_or_another_order_of_them_give_garb
     if change == "order":
         place, theirs = 0, [publics[1], publics[0], publics[2]]
     elif change == "key":
-        theirs[2] = KeyPair.fresh().public
+        theirs[2] = KeyPair.generate().public
     elif change == "more sites":
-        theirs.append(KeyPair.fresh().public)
+        theirs.append(KeyPair.generate().public)
     zeros = np.zeros(N, np.int64)
-    messages = [masked(zeros, k, KeyPair(private[k]), publics, CONTEXT) for k in (0, 2)]
-    messages.insert(1, masked(zeros, place, KeyPair(private[1]), theirs, context))
-    assert looks_random(opened(messages).view(np.uint64))
+    messages = [mask_values(zeros, k, KeyPair(private[k]), publics, CONTEXT) for k in (0, 2)]
+    messages.insert(1, mask_values(zeros, place, KeyPair(private[1]), theirs, context))
+    assert looks_random(sum_messages(messages).view(np.uint64))
 
 
 def test_keys_mask_one_message_only():
-    keys, peer = KeyPair.fresh(), KeyPair.fresh()
+    keys, peer = KeyPair.generate(), KeyPair.generate()
     publics, values = [keys.public, peer.public], np.zeros(3, np.int64)
-    masked(values, 0, keys, publics, CONTEXT)
+    mask_values(values, 0, keys, publics, CONTEXT)
     for context in (CONTEXT, b"the next round"):
-        refused(lambda c=context: masked(values, 0, keys, publics, c), "fresh", error=WsiFlError)
-    assert KeyPair.fresh().public != KeyPair.fresh().public and len(keys.public) == 32
+        refused(lambda c=context: mask_values(values, 0, keys, publics, c), "fresh", error=WsiFlError)
+    assert KeyPair.generate().public != KeyPair.generate().public and len(keys.public) == 32
 
 
 def mask_of(private, public, parts, n):
@@ -147,7 +147,7 @@ def test_masks_are_those_of_the_standards():
         parts = [b"wsi-fl pairwise mask, version 1", CONTEXT, *places, publics[low], publics[high]]
         mask = mask_of(private[1], publics[other], parts, n)
         expected = expected - mask if other == 0 else expected + mask
-    assert np.array_equal(masked(values, 1, KeyPair(private[1]), publics, CONTEXT), expected)
+    assert np.array_equal(mask_values(values, 1, KeyPair(private[1]), publics, CONTEXT), expected)
 
 
 ORDER_8 = bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800")
@@ -160,22 +160,22 @@ ORDER_8 = bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd8662051
         (lambda own: b"short", "not 32 bytes"),
         (lambda own: own[:-1] + bytes([own[-1] | 128]), "canonical"),
         (lambda own: (2**255 - 19).to_bytes(32, "little"), "canonical"),
-        (lambda own: ORDER_8, "anybody"),
-        (lambda own: bytes(32), "anybody"),
+        (lambda own: ORDER_8, "can be computed by others"),
+        (lambda own: bytes(32), "can be computed by others"),
     ],
 )
 def test_public_keys_that_are_no_good_are_refused(peer, words):
-    keys = KeyPair.fresh()
+    keys = KeyPair.generate()
     publics = [keys.public, peer(keys.public)]
-    refused(lambda: masked(np.zeros(2, np.int64), 0, keys, publics, CONTEXT), words, error=WsiFlError)
+    refused(lambda: mask_values(np.zeros(2, np.int64), 0, keys, publics, CONTEXT), words, error=WsiFlError)
 
 
 def test_what_does_not_fit_together_is_refused():
-    keys, zeros = KeyPair.fresh(), np.zeros(2, np.int64)
-    publics = [keys.public, KeyPair.fresh().public]
+    keys, zeros = KeyPair.generate(), np.zeros(2, np.int64)
+    publics = [keys.public, KeyPair.generate().public]
 
     def no(words, values=zeros, own=0, publics=publics, context=CONTEXT, error=WsiFlError):
-        refused(lambda: masked(values, own, keys, publics, context), words, error=error)
+        refused(lambda: mask_values(values, own, keys, publics, context), words, error=error)
 
     for own in (1, 2, -2):
         no("not this site's own", own=own)
@@ -185,16 +185,16 @@ def test_what_does_not_fit_together_is_refused():
         no("must be int64[n]", values)
     for value in (2**62, -(2**62), -(2**63)):
         no("too large", np.array([0, value]))
-    masked(zeros, 0, keys, publics, CONTEXT)  # nothing above has used the keys
+    mask_values(zeros, 0, keys, publics, CONTEXT)  # nothing above has used the keys
 
 
 def test_messages_that_do_not_fit_together_are_refused():
     first = np.zeros(3, np.uint64)
     for second in (np.zeros(2, np.uint64), np.zeros(3, np.int64), np.zeros(3), np.zeros((3, 1), np.uint64)):
-        refused(lambda m=second: opened([first, m]), "message 1", "uint64[3]", error=WsiFlError)
+        refused(lambda m=second: sum_messages([first, m]), "message 1", "uint64[3]", error=WsiFlError)
     for both in (np.zeros(3, np.int64), np.zeros((3, 1), np.uint64)):
-        refused(lambda m=both: opened([m, m]), "message 0", error=WsiFlError)
-    refused(lambda: opened([first]), "two sites at least", error=WsiFlError)
+        refused(lambda m=both: sum_messages([m, m]), "message 0", error=WsiFlError)
+    refused(lambda: sum_messages([first]), "two sites at least", error=WsiFlError)
 
 
 def test_noise_once_over_sites_that_add_up():
@@ -202,8 +202,8 @@ def test_noise_once_over_sites_that_add_up():
     rng, scale, sigma = np.random.default_rng(5), 2.0**24, 0.5 * 2.0**24
     sums = rng.normal(size=(3, 4000)) * 10
     share = share_sigma(sigma, 3, 1)
-    noisy = [quantised(s, scale) + discrete_gaussian(share, 4000) for s in sums]
-    noise = opened(messages_of(noisy)) / scale - sums.sum(0)
+    noisy = [quantize(s, scale) + discrete_gaussian(share, 4000) for s in sums]
+    noise = sum_messages(messages_of(noisy)) / scale - sums.sum(0)
     assert noise.std() == pytest.approx(0.5 * np.sqrt(3 / 2), rel=6 / np.sqrt(8000))
     assert abs(noise.mean()) < 6 * 0.62 / np.sqrt(4000)
 
@@ -211,4 +211,4 @@ def test_noise_once_over_sites_that_add_up():
 @pytest.mark.parametrize("end", [-1, 1])
 def test_the_largest_values_do_not_run_over(end):
     values = [np.array([end * (2**63 // 3 - 1)])] * 3
-    assert opened(messages_of(values)).tolist() == [3 * end * (2**63 // 3 - 1)]
+    assert sum_messages(messages_of(values)).tolist() == [3 * end * (2**63 // 3 - 1)]

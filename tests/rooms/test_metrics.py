@@ -11,17 +11,17 @@ from scipy.stats import beta, binomtest, rankdata
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
 from wsi_fl.learning.metrics import (
-    _recentred_at_half,
-    calibration,
+    _center_scores,
+    aggregate_slides,
     choose_classes,
-    confusion,
+    compute_calibration,
+    confusion_matrix,
+    find_operating_point,
     mean_and_sd,
-    operating_point,
-    slide_level,
 )
-from wsi_fl.learning.predictions import _decided
-from wsi_fl.learning.tasks import CLASSES, intervals, scored
-from wsi_fl.slides.pictures.heatmap import Heat
+from wsi_fl.learning.predictions import _decide_classes
+from wsi_fl.learning.tasks import CLASSES, score_intervals, score_predictions
+from wsi_fl.slides.pictures.heatmap import PatchPredictions
 
 
 @st.composite
@@ -43,14 +43,14 @@ def test_confusion_and_calibration_against_counting(case, n_bins):
     p, y = case
     guess, k = named(p), range(p.shape[1])
     counted = [[sum(a == t and b == g for a, b in zip(y, guess, strict=True)) for g in k] for t in k]
-    assert np.array_equal(confusion(p, y), counted)
+    assert np.array_equal(confusion_matrix(p, y), counted)
     ece = 0.0
     for b in range(n_bins):
         mine = [i for i in range(len(y)) if min(int(p[i].max() * n_bins), n_bins - 1) == b]
         if mine:
             right = np.mean([guess[i] == y[i] for i in mine])
             ece += len(mine) / len(y) * abs(right - np.mean([p[i].max() for i in mine]))
-    found = calibration(p, y, n_bins)
+    found = compute_calibration(p, y, n_bins)
     assert found["ece"] == pytest.approx(ece) and sum(b["n"] for b in found["bins"]) == len(y)
     assert found["brier"] == pytest.approx(brier_score_loss(y, p if len(k) > 2 else p[:, 1], labels=[*k]))
 
@@ -60,8 +60,8 @@ UNKNOWN = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
 
 def test_what_cannot_be_computed_is_none():
     nothing = np.empty((0, 2)), np.empty(0, np.int64)
-    assert scored(*nothing) == {"n": 0, **UNKNOWN} and calibration(*nothing)["ece"] is None
-    one_class = scored(np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64))
+    assert score_predictions(*nothing) == {"n": 0, **UNKNOWN} and compute_calibration(*nothing)["ece"] is None
+    one_class = score_predictions(np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64))
     assert one_class["auroc"] is None and one_class["accuracy"] == 1
     assert mean_and_sd([]) == mean_and_sd([0.5, None]) == {"mean": None, "sd": None}
     assert mean_and_sd([0.2, 0.4]) == {"mean": pytest.approx(0.3), "sd": pytest.approx(0.1)}
@@ -79,7 +79,7 @@ def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
     width = {}
     for by_patient in (True, False):
         p, y, cluster = noisy_case(by_patient=by_patient)
-        found, points = intervals(p, y, cluster, repeats=300), scored(p, y)
+        found, points = score_intervals(p, y, cluster, repeats=300), score_predictions(p, y)
         assert all(found[name][0] <= points[name] <= found[name][1] for name in UNKNOWN)
         width[by_patient] = np.ptp(found["accuracy"])
         assert points["accuracy"] == pytest.approx(0.7)
@@ -89,9 +89,9 @@ def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
 
 def test_intervals_repeat_with_their_seed_and_need_two_patients():
     p, y, cluster = noisy_case(by_patient=False)
-    assert intervals(p, y, cluster, repeats=40) == intervals(p, y, cluster, repeats=40)
-    assert intervals(p, y, np.full(len(y), "p"), repeats=40) == UNKNOWN
-    one_class = intervals(p, np.zeros_like(y), cluster, repeats=40)
+    assert score_intervals(p, y, cluster, repeats=40) == score_intervals(p, y, cluster, repeats=40)
+    assert score_intervals(p, y, np.full(len(y), "p"), repeats=40) == UNKNOWN
+    one_class = score_intervals(p, np.zeros_like(y), cluster, repeats=40)
     assert one_class["auroc"] is None and one_class["accuracy"] is not None
 
 
@@ -140,11 +140,11 @@ def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once
         return np.mean([clopper(*one) for one in shares], axis=0).tolist()
 
     slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows], y), cluster, exact, repeats=30)
-    with patch("wsi_fl.learning.metrics._AT_ONCE", at_once * len(y)):
-        found = intervals(p, y, cluster, repeats=30)
+    with patch("wsi_fl.learning.metrics._MAX_WEIGHTS", at_once * len(y)):
+        found = score_intervals(p, y, cluster, repeats=30)
     for name, ends in slow.items():
         assert found[name] == (ends and pytest.approx(ends, abs=1e-12))
-    assert {name: value for name, value in scored(p, y).items() if name != "n"} == slowly_scored(p, y)
+    assert {name: value for name, value in score_predictions(p, y).items() if name != "n"} == slowly_scored(p, y)
 
 
 def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tenth():
@@ -153,23 +153,21 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
     y[5] = 1
     positive = np.linspace(0, 0.5, 40)
     positive[5] = 0.9
-    predicted, truth, row = slide_level(np.stack([1 - positive, positive], 1), y, slide)
-    found = scored(predicted, truth)
+    predicted, truth, row = aggregate_slides(np.stack([1 - positive, positive], 1), y, slide)
+    found = score_predictions(predicted, truth)
     assert slide[row].tolist() == sorted(set(slide))
     # a: mean of 0.9 and the next best, above one half; b: its two best, just below
     assert found == {"n": 2, "accuracy": 1.0, "macro_accuracy": 1.0, "auroc": 1.0}
     three = np.full((40, 3), 1 / 3)
-    assert slide_level(three, y, slide) is None
-    assert slide_level(np.full((2, 2), 0.5), y[:2], np.array(["a", "b"])) is None
+    assert aggregate_slides(three, y, slide) is None
+    assert aggregate_slides(np.full((2, 2), 0.5), y[:2], np.array(["a", "b"])) is None
 
 
-@pytest.mark.parametrize(
-    "right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))]
-)
+@pytest.mark.parametrize("right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))])
 def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_share(right, ends):
     labels = np.arange(6) % 2
     p = np.eye(2)[labels if right else 1 - labels]
-    found = intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
+    found = score_intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
     assert found["accuracy"] == pytest.approx(list(ends))
 
 
@@ -178,25 +176,25 @@ def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_sh
 def test_draws_without_a_class_do_not_count_as_right_about_it(n_rare, n_classes):
     labels = np.concatenate([np.arange(18) % (n_classes - 1), np.full(n_rare, n_classes - 1)])
     p = np.eye(n_classes)[np.where(labels == n_classes - 1, 0, labels)]  # the last class is always missed
-    found = intervals(p, labels, np.arange(len(labels)).astype(str), repeats=200)["macro_accuracy"]
+    found = score_intervals(p, labels, np.arange(len(labels)).astype(str), repeats=200)["macro_accuracy"]
     high = binomtest(0, n_rare).proportion_ci(method="exact").high
     assert found[1] == pytest.approx((n_classes - 1 + high) / n_classes) and found[1] < 1
-    assert found[0] <= scored(p, labels)["macro_accuracy"] == pytest.approx(1 - 1 / n_classes)
+    assert found[0] <= score_predictions(p, labels)["macro_accuracy"] == pytest.approx(1 - 1 / n_classes)
 
 
 def test_where_most_draws_lack_a_class_nothing_is_said_of_the_mean_over_classes():
     labels, rng = np.repeat([0, 1, 2, 3], [30, 1, 1, 1]), np.random.default_rng(0)
-    found = intervals(rng.dirichlet(np.ones(4), 33), labels, np.arange(33).astype(str), repeats=200)
+    found = score_intervals(rng.dirichlet(np.ones(4), 33), labels, np.arange(33).astype(str), repeats=200)
     assert found["macro_accuracy"] is None and found["auroc"] is None and found["accuracy"] is not None
 
 
 def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
     labels = np.repeat([0, 1], [20, 2])
-    found = intervals(np.eye(2)[labels], labels, np.arange(22).astype(str), repeats=50)
+    found = score_intervals(np.eye(2)[labels], labels, np.arange(22).astype(str), repeats=50)
     ends = [binomtest(n, n).proportion_ci(method="exact").low for n in (20, 2)]
     assert found["macro_accuracy"] == pytest.approx([np.mean(ends), 1.0])
     assert found["auroc"] == pytest.approx([ends[1], 1.0])
-    same = intervals(np.full((22, 2), 0.5), labels, np.arange(22).astype(str), repeats=50)
+    same = score_intervals(np.full((22, 2), 0.5), labels, np.arange(22).astype(str), repeats=50)
     assert same["auroc"] == [0.5, 0.5]  # of scores that are all the same
 
 
@@ -212,13 +210,13 @@ def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
 )
 def test_a_point_that_was_chosen_to_part_slides_parts_them(score):
     score, truth = np.array(score), np.array([0, 0, 0, 1, 1, 1])
-    point = operating_point(score, truth)
+    point = find_operating_point(score, truth)
     assert ((score >= point) == truth).all()
-    moved = _recentred_at_half(score, point)
+    moved = _center_scores(score, point)
     assert (np.stack([1 - moved, moved], 1).argmax(1) == truth).all() and (moved <= 1).all()
     said = np.repeat(np.stack([1 - score, score], 1), 2, axis=0)
-    found = slide_level(said, truth.repeat(2), np.repeat([*"abcdef"], 2), point)
-    assert scored(found[0], found[1])["accuracy"] == 1.0
+    found = aggregate_slides(said, truth.repeat(2), np.repeat([*"abcdef"], 2), point)
+    assert score_predictions(found[0], found[1])["accuracy"] == 1.0
 
 
 @settings(deadline=None, max_examples=25)
@@ -228,7 +226,7 @@ def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
     rng, truth = np.random.default_rng(seed), np.arange(16) % 2
     score = 1 / (1 + np.exp(-middle - width * rng.normal(truth, 1)))
     best = max(balanced_accuracy_score(truth, score >= one) for one in score)
-    point = operating_point(score, truth)
+    point = find_operating_point(score, truth)
     if point is not None:  # None where all say the same
         assert 0 < point <= 1
         assert balanced_accuracy_score(truth, score >= point) >= best - 1e-9 or best == 0.5
@@ -240,14 +238,14 @@ def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
     p, y = np.array([[1 - half, half]] * 3), np.full(3, truth)
     case = half >= 0.5
     assert choose_classes(p).tolist() == [case] * 3
-    assert confusion(p, y)[truth][int(case)] == 3 and scored(p, y)["accuracy"] == float(case == truth)
-    assert CLASSES.each(p, y).tolist() == [float(case == truth)] * 3
-    assert calibration(p, y)["bins"][0]["accuracy"] == float(case == truth)
-    assert Heat(np.zeros((3, 4), np.int64), ("a", "b"), p).above.tolist() == [case] * 3
+    assert confusion_matrix(p, y)[truth][int(case)] == 3 and score_predictions(p, y)["accuracy"] == float(case == truth)
+    assert CLASSES.example_scores(p, y).tolist() == [float(case == truth)] * 3
+    assert compute_calibration(p, y)["bins"][0]["accuracy"] == float(case == truth)
+    assert PatchPredictions(np.zeros((3, 4), np.int64), ("a", "b"), p).is_above.tolist() == [case] * 3
     for rule in ("mean", "relative", "weighted"):
-        assert _decided([p, p], rule, [1.0, 1.0])[0].tolist() == [case] * 3
+        assert _decide_classes([p, p], rule, [1.0, 1.0])[0].tolist() == [case] * 3
     sites = [np.array([[0.75, 0.25]]), np.array([[0.25, 0.75]])]  # a vote for each
-    assert _decided(sites, "relative")[0].tolist() == [1]
+    assert _decide_classes(sites, "relative")[0].tolist() == [1]
 
 
 def test_of_more_classes_the_first_of_equals_is_named():

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.federation import topology as graphs
-from wsi_fl.federation.mixing import PushSum, mix
-from wsi_fl.federation.topology import exponential, over, receivers, senders
+from wsi_fl.federation.mixing import PushSum, mix_states
+from wsi_fl.federation.topology import exponential, list_hops, list_receivers, list_senders
 
 
 def exchange(states, matrix):
@@ -17,7 +17,7 @@ def exchange(states, matrix):
         return PushSum(states[j].x * np.float32(matrix[i, j]), states[j].w * matrix[i, j])
 
     return [
-        mix(state, float(matrix[i, i]), [sent(j, i) for j in senders(matrix, i)])
+        mix_states(state, float(matrix[i, i]), [sent(j, i) for j in list_senders(matrix, i)])
         for i, state in enumerate(states)
     ]
 
@@ -42,7 +42,7 @@ def test_with_training_between_rounds_it_is_the_dense_product_of_the_biased_nume
     for _ in range(8):
         delta = rng.normal(size=(n, 4))
         x, w = matrix @ (x + delta), matrix @ w
-        trained = [s.trained((s.z + d).astype(np.float32)) for s, d in zip(states, delta, strict=True)]
+        trained = [s.add_training((s.z + d).astype(np.float32)) for s, d in zip(states, delta, strict=True)]
         states = exchange(trained, matrix)
         for k, state in enumerate(states):
             assert state.w == pytest.approx(w[k])
@@ -52,7 +52,7 @@ def test_with_training_between_rounds_it_is_the_dense_product_of_the_biased_nume
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([graphs.named(name, 5) for name in ("ring", "star", "exponential", "random")]),
+    st.sampled_from([graphs.find_topology(name, 5) for name in ("ring", "star", "exponential", "random")]),
     st.integers(1, 17),
     st.integers(0, 30),
     st.sampled_from([0.0, 0.25, 0.5]),
@@ -63,7 +63,7 @@ def test_mixing_over_any_graph_and_attendance_is_the_dense_product(topology, n, 
     rng = np.random.default_rng(n + round_)
     x, w = rng.normal(size=(n, 3)).astype(np.float32), rng.uniform(0.2, 2, n)
     states, total = [PushSum(row, weight) for row, weight in zip(x, w, strict=True)], w.sum()
-    for matrix in over(topology, n, sorted(present), round_, self_weight):
+    for matrix in list_hops(topology, n, sorted(present), round_, self_weight):
         states, x, w = exchange(states, matrix), matrix @ x, matrix @ w
     np.testing.assert_allclose([s.x for s in states], x, atol=1e-5)
     np.testing.assert_allclose([s.w for s in states], w, rtol=1e-12)
@@ -76,7 +76,7 @@ def test_a_permutation_hands_models_on_bit_for_bit(n, round_):
     states = [PushSum(np.float32([k, 0.1 * k]), 1.0) for k in range(n)]
     mixed = exchange(states, matrix)
     for k in range(n):
-        assert mixed[receivers(matrix, k)[0]].x.tobytes() == states[k].x.tobytes()
+        assert mixed[list_receivers(matrix, k)[0]].x.tobytes() == states[k].x.tobytes()
     assert {s.w for s in mixed} == {1.0}
 
 
@@ -102,7 +102,7 @@ def mixed(states, topology, present, rounds, self_weight=0.4):
     """The states after some rounds among those present; each round keeps all mass."""
     x, w = mass(states)
     for round_ in rounds:
-        for hop in over(topology, len(states), present, round_, self_weight):
+        for hop in list_hops(topology, len(states), present, round_, self_weight):
             states = exchange(states, hop)
         assert mass(states)[1] == pytest.approx(w, rel=1e-12)
         np.testing.assert_allclose(mass(states)[0], x, atol=1e-4)
@@ -130,7 +130,7 @@ def cases(test):
 @cases
 def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(graph, n, n_away, seed):
     start, states, leaving, staying = some_sites(n, seed, n_away)
-    states = exchange(mixed(states, graph, range(n), range(3)), graphs.handover(n, leaving, staying))
+    states = exchange(mixed(states, graph, range(n), range(3)), graphs.build_handover(n, leaving, staying))
     assert [states[k].w for k in leaving] == [0] * len(leaving)
     states = mixed(states, graph, staying, range(3, 120))
     assert sum(states[k].w for k in staying) == pytest.approx(n, rel=1e-12)
@@ -140,9 +140,9 @@ def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(gr
 @cases
 def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(graph, n, n_away, seed):
     start, states, away, staying = some_sites(n, seed, n_away)
-    states = exchange(mixed(states, graph, range(n), range(2)), graphs.handover(n, away, staying))
+    states = exchange(mixed(states, graph, range(n), range(2)), graphs.build_handover(n, away, staying))
     before = mixed(states, graph, staying, range(2, 6))
-    states = exchange(before, graphs.welcome(n, away, staying))
+    states = exchange(before, graphs.build_welcome(n, away, staying))
     for k in range(n):
         host = next(j % n for j in range(k, k - n, -1) if j % n in staying)
         np.testing.assert_allclose(states[k].z, before[host].z, rtol=1e-5, atol=1e-6)
@@ -161,7 +161,7 @@ def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_r
     states = [s if k in staying else PushSum(np.zeros_like(s.x), 0.0) for k, s in enumerate(states)]
     states = mixed(states, graph, staying, range(2, 120))
     assert_all_hold(states, staying, x / w)
-    states = exchange(states, graphs.welcome(n, crashed, staying))
+    states = exchange(states, graphs.build_welcome(n, crashed, staying))
     assert mass(states)[1] == pytest.approx(w, rel=1e-12)
     states = mixed(states, graph, range(n), range(120, 240))
     assert_all_hold(states, range(n), x / w)

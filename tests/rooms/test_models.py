@@ -5,7 +5,7 @@ import torch
 import torchvision
 from opacus.validators import ModuleValidator
 
-from wsi_fl.models import BUILDERS, build, schema
+from wsi_fl.models import IMAGE_BUILDERS, create_model, schema_digest
 from wsi_fl.types import Images, UsageError
 
 SIZES = {"mlp": 28, "lenet5": 28, "cnn1": 32, "cnn2": 32}
@@ -13,10 +13,10 @@ SIZES = {"mlp": 28, "lenet5": 28, "cnn1": 32, "cnn2": 32}
 
 def make(name, size_px=None, seed=0, n_classes=2, in_channels=3):
     size_px = size_px or SIZES.get(name, 64)
-    return build(name, n_classes=n_classes, shape=Images(in_channels, size_px), seed=seed), size_px
+    return create_model(name, n_classes=n_classes, shape=Images(in_channels, size_px), seed=seed), size_px
 
 
-@pytest.mark.parametrize("name", [*BUILDERS, "timm:efficientnet_lite0", "timm:resnet10t"])
+@pytest.mark.parametrize("name", [*IMAGE_BUILDERS, "timm:efficientnet_lite0", "timm:resnet10t"])
 def test_every_model_maps_images_to_logits_and_passes_the_privacy_validator(name):
     model, size_px = make(name)
     assert model(torch.randn(3, 3, size_px, size_px)).shape == (3, 2)
@@ -44,9 +44,9 @@ def test_initialisation_depends_on_the_seed_alone_and_leaves_the_global_generato
 
 
 def test_schema_tells_architectures_apart_and_ignores_values():
-    assert schema(make("cnn1", seed=0)[0]) == schema(make("cnn1", seed=1)[0])
-    assert schema(make("cnn1")[0]) != schema(make("cnn2")[0])
-    assert schema(make("cnn1", size_px=32)[0]) != schema(make("cnn1", size_px=28)[0])
+    assert schema_digest(make("cnn1", seed=0)[0]) == schema_digest(make("cnn1", seed=1)[0])
+    assert schema_digest(make("cnn1")[0]) != schema_digest(make("cnn2")[0])
+    assert schema_digest(make("cnn1", size_px=32)[0]) != schema_digest(make("cnn1", size_px=28)[0])
 
 
 @pytest.mark.parametrize("name", ["lenet5", "cnn1", "gn_cnn", "vgg11"])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.making import provision_federation
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip 
 def called(tmp_path_factory):
     """The port of a server with its kit on 127.0.0.1, who got through to it, and the kit of a hospital."""
     folder = tmp_path_factory.mktemp("called")
-    provision(folder, federation="one", server="localhost:1", sites=["C1"])
+    provision_federation(folder, federation="one", server="localhost:1", sites=["C1"])
     startup, through = folder / "server" / "startup", []
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
     context.load_cert_chain(startup / "server.crt", startup / "server.key")
@@ -53,13 +53,13 @@ def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
-    from wsi_fl.hospitals.flare.processes import find_the_way
+    from wsi_fl.hospitals.flare.processes import patch_connections
 
     monkeypatch.setattr(net_utils, "get_ssl_context", net_utils.get_ssl_context)
     monkeypatch.setattr(AioHttpDriver, "connect", AioHttpDriver.connect)
     monkeypatch.setattr(aio_http_driver, "aiohttp", aio_http_driver.aiohttp)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
-        find_the_way()
+        patch_connections()
     port, through, kit = called
     for host, welcome in (("localhost", True), ("127.0.0.1", not checked)):
         through.clear()
@@ -75,12 +75,12 @@ def test_all_that_connects_checks_names(module, monkeypatch):
 
     checked = []
     monkeypatch.setattr(
-        processes, "find_the_way", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
+        processes, "patch_connections", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
     )
     monkeypatch.setenv("WSI_FL_STARTED_BY", "1")
     monkeypatch.setattr(jobs, "require_server", lambda _: None)
-    monkeypatch.setattr(processes, "_end_with", lambda _: None)
+    monkeypatch.setattr(processes, "_end_with_parent", lambda _: None)
     kit = SimpleNamespace(role="coordinator", path="kit", document={"server": "localhost:1"})
     with pytest.raises(SystemExit):
-        processes.main(module) if module != "jobs" else jobs.connected(kit)
+        processes.main(module) if module != "jobs" else jobs.list_connected(kit)
     assert checked

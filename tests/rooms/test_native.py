@@ -49,7 +49,7 @@ def write_slide(path, levels=(IMAGE,), *, tile_px=64, apart=False, rgb=False, su
                     starts.append(file.tell())
                     lengths.append(file.write(stream))
             mpp = MPP * levels[0].shape[1] / level.shape[1]
-            tags = writer._tags(level.shape[0], level.shape[1], mpp, tile_px, reduced=number > 0)
+            tags = writer._build_tags(level.shape[0], level.shape[1], mpp, tile_px, reduced=number > 0)
             tags = [tag for tag in tags if tag[0] not in {262, 530, 532}]
             tags.append((262, (3, "H"), [2 if rgb else 6]))
             if not rgb:
@@ -167,14 +167,12 @@ def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, monkeypatch, how,
     aside: dict[int, str] = {}
     with Slide(broken) as slide:
         assert slide.reader == "native"
-    pixels = read_all(broken, corners, spec, threads=3, aside=aside)
+    pixels = read_all(broken, corners, spec, threads=3, excluded=aside)
     near = np.abs(corners + 25 - (np.array([number % 12, number // 12]) * 64 + 32)) < 25 + 32
     assert set(aside) == set(np.flatnonzero(near.all(1)).tolist())
     for k, reason in aside.items():
         place = f"({corners[k][0]}, {corners[k][1]})"
-        assert reason.startswith(
-            f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column"
-        )
+        assert reason.startswith(f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column")
         assert "\n" not in reason and (how != "disk" or "Input/output error" in reason)
     assert_openslides(whole, np.delete(corners, list(aside), 0), pixels)
     with pytest.raises(WsiFlError, match=r"broken\.tif: cannot be read at"):
@@ -193,7 +191,7 @@ def test_tiles_that_decode_differently_are_left_to_openslide(tmp_path, monkeypat
 
     monkeypatch.setattr(jpeg, "decode", wrong)
     with Slide(path) as slide, Slide(path, reader="openslide") as judge:
-        assert slide.reader == "openslide" and slide.native_stream((0, 0), 64, MPP) is None
+        assert slide.reader == "openslide" and slide.read_native_stream((0, 0), 64, MPP) is None
         assert np.array_equal(slide.read((9, 9), 70, MPP), judge.read((9, 9), 70, MPP))
     with pytest.raises(WsiFlError, match=r"^s\.tif: reader = native cannot read level 0: [^\n]+$"):
         Slide(path, reader="native")
@@ -204,11 +202,11 @@ def test_a_native_stream_is_the_slides_own_bytes_and_decodes_to_the_patch(tmp_pa
     path = write_slide(tmp_path / "s.tif", halves(IMAGE, 2), **kind)
     with Slide(path) as slide:
         for xy, mpp in (((0, 0), MPP), ((128, 64), MPP), ((128, 128), 2 * MPP)):
-            stream = slide.native_stream(xy, 64, mpp)
+            stream = slide.read_native_stream(xy, 64, mpp)
             assert np.array_equal(jpeg.decode(stream), slide.read(xy, 64, mpp))
         offset, n = place_of(path, 0)
         own = path.read_bytes()[offset : offset + n]
-        stream = slide.native_stream((0, 0), 64, MPP)
+        stream = slide.read_native_stream((0, 0), 64, MPP)
         assert stream == own if not kind else stream.endswith(own[own.index(b"\xff\xda") :])
 
 
@@ -216,11 +214,11 @@ def test_there_is_no_native_stream_where_a_patch_is_not_one_whole_tile(tmp_path)
     path = write_slide(tmp_path / "s.tif")
     with Slide(path) as slide:
         for xy in ((1, 0), (-64, 0), (704, 0), (0, 576), (768, 0)):
-            assert slide.native_stream(xy, 64, MPP) is None, xy
+            assert slide.read_native_stream(xy, 64, MPP) is None, xy
         for size, mpp in ((32, MPP), (128, MPP), (64, 2 * MPP)):
-            assert slide.native_stream((0, 0), size, mpp) is None, (size, mpp)
+            assert slide.read_native_stream((0, 0), size, mpp) is None, (size, mpp)
     with Slide(path, reader="openslide") as slide:
-        assert slide.native_stream((0, 0), 64, MPP) is None
+        assert slide.read_native_stream((0, 0), 64, MPP) is None
 
 
 @pytest.mark.parametrize(("threads", "stride"), [(1, 100), (4, 50)])
@@ -231,9 +229,7 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
     with Slide(path):
         checking = len(decoded)
     assert len(read_all(path, corners, GridSpec(100, MPP, stride), threads=threads)) == len(corners)
-    width, height = (
-        -(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True)
-    )
+    width, height = (-(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True))
     assert len(decoded) == 2 * checking + width * height
 
 
@@ -243,13 +239,13 @@ def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, m
     corners = grid(stride, -30)[:400]
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
     monkeypatch.setattr(sweep, "_REACH_BYTES", reach * 100**2 * 3)
-    made, original = [], sweep._Sweep._decode
+    made, original = [], sweep._Sweep._decode_tiles
 
     def decode(self, level, cuts, number):
         original(self, level, cuts, number)
         made.append(max(k for k, strip in self._strips.items() if strip.pixels is not None) - number)
 
-    monkeypatch.setattr(sweep._Sweep, "_decode", decode)
+    monkeypatch.setattr("wsi_fl.slides.reading.sweep._Sweep._decode_tiles", decode)
     pixels = read_all(path, corners, GridSpec(100, MPP, stride), threads=1)
     assert max(made) <= max(1, reach) + 2  # the thread may be two strips ahead
     assert_openslides(path, corners, pixels)
@@ -263,8 +259,8 @@ def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsampl
     corners = np.array([(x, y) for y in (-20, *range(0, 610, 120)) for x in (-20, *range(0, 730, 120))])
     with Slide(path) as slide:
         mpp = MPP * slide.level_downsamples[1]
-        _, _, tiled = slide.native_positions(corners, 60, mpp)
-        assert slide._native.level(1) is not None and tiled.any() and tiled.all() == (downsample == 2)
+        _, _, tiled = slide.find_native_positions(corners, 60, mpp)
+        assert slide._native.find_level(1) is not None and tiled.any() and tiled.all() == (downsample == 2)
     assert_openslides(path, corners, read_all(path, corners, GridSpec(60, mpp, 60)), mpp)
 
 
@@ -279,7 +275,7 @@ def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, m
     monkeypatch.setattr(sweep, "_BATCH", 1)  # whole strips without tiles
     corners = grid(100)
     with Slide(path) as slide:
-        _, _, tiled = slide.native_positions(corners, 100, MPP)
+        _, _, tiled = slide.find_native_positions(corners, 100, MPP)
         assert 1 <= (~tiled).sum() <= 4
     assert_openslides(path, corners, read_all(path, corners, GridSpec(100, MPP, 100)))
 

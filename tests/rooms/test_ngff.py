@@ -69,10 +69,7 @@ def as_0_6(output, *, sequence):
         multiscale = said["multiscales"][0]
         pixels = [{"name": axis["name"], "type": "array"} for axis in multiscale["axes"]]
         said["version"], axes = "0.6", multiscale.pop("axes")
-        multiscale["coordinateSystems"] = [
-            {"name": "array", "axes": pixels},
-            {"name": "physical", "axes": axes},
-        ]
+        multiscale["coordinateSystems"] = [{"name": "array", "axes": pixels}, {"name": "physical", "axes": axes}]
         for dataset in multiscale["datasets"]:
             transform = dataset["coordinateTransformations"][0]
             if sequence:
@@ -125,9 +122,7 @@ SILENT = {
 @pytest.mark.parametrize("how", SILENT)
 def test_a_zarr_may_say_nothing_where_it_could_say_something(picture, tmp_path, how):
     path = ome_zarr("0.5", **SILENT[how])(tmp_path, picture)
-    with Slide(
-        rewrite(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))
-    ) as slide:
+    with Slide(rewrite(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))) as slide:
         assert slide.mpp == MPP
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from wsi_fl.models import build
+from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import Images
@@ -63,7 +63,7 @@ def found_all(told):
 def test_the_noise_of_a_linear_generator_is_taken_off_a_release_and_that_of_a_cipher_stays_on(small):
     told = attack(released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES), small)
     assert told["rank"] == small.n_bits == 521 and found_all(told)
-    assert found_nothing(attack(released(CipherStream.fresh().normal(sum(SIZES)), SIZES), small), 521)
+    assert found_nothing(attack(released(CipherStream.from_entropy().normal(sum(SIZES)), SIZES), small), 521)
 
 
 def test_the_noise_written_down_in_the_attack_was_pytorchs():
@@ -95,12 +95,12 @@ def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
 @pytest.mark.slow
 def test_nothing_follows_from_a_step_of_ours():
     """The step and its noise are wsi-fl's own, on a batch of nobody."""
-    model = build("mlp", n_classes=2, shape=Images(3, 64), seed=0)
+    model = create_model("mlp", n_classes=2, shape=Images(3, 64), seed=0)
     vector = torch.nn.utils.parameters_to_vector
     before = vector(model.parameters()).detach().numpy().copy()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, eps=ADAM_EPS, fused=True)
     trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=BATCH_SIZE)
-    trainer.step(torch.empty(0, 3, 64, 64), lambda logits: logits.sum(), CipherStream.fresh())
+    trainer.step(torch.empty(0, 3, 64, 64), lambda logits: logits.sum(), CipherStream.from_entropy())
     after = vector(model.parameters()).detach().numpy()
     true = np.random.default_rng(0).standard_normal(len(after))
     release = Release(before, after, FULL, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)

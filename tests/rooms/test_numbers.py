@@ -10,13 +10,13 @@ from conftest import refused
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.tasks import mutual
-from wsi_fl.models import build
-from wsi_fl.models.mil import deepset
+from wsi_fl.learning.tasks import mutual_loss
+from wsi_fl.models import create_model
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import dpsgd
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.gradients import ENGINES, _gradients_of
+from wsi_fl.privacy.gradients import ENGINES, _layer_gradients
 from wsi_fl.types import Images
 
 WAYS = (*ENGINES, "patient")
@@ -43,7 +43,7 @@ def gradient(model, x, loss_of, *, way="ghost", sigma=0.0, clip=1.0, divisor=1, 
     given, unit = Given(model), "patient" if way == "patient" else "row"
     engine = None if way == "patient" else way
     trainer = DPTrainer(model, given, sigma=sigma, clip=clip, batch_size=divisor, engine=engine, unit=unit)
-    trainer.step(x, loss_of, CipherStream.seeded(seed), torch.arange(len(x)))
+    trainer.step(x, loss_of, CipherStream.from_seed(seed), torch.arange(len(x)))
     return given.gradient
 
 
@@ -108,20 +108,20 @@ def test_positions_that_cancel_have_no_norm_below_their_sum():
     layer = nn.Linear(64, 64)
     for spread in (1.0, 1e-2, 1e-3, 1e-4, 1e-5):
         a, g = torch.randn(9, 1, 64) + spread * torch.randn(9, 8, 64), torch.randn(9, 8, 64)
-        ghost = _gradients_of(layer, [(a, g - g.mean(1, keepdim=True))])
+        ghost = _layer_gradients(layer, [(a, g - g.mean(1, keepdim=True))])
         for k in range(9):
-            found = ghost.weighted(torch.ones(9), torch.tensor([k]))
+            found = ghost.weighted_sum(torch.ones(9), torch.tensor([k]))
             summed = sum(float(total.double().square().sum()) for total in found.values())
             assert summed <= float(ghost.squares[k]) * (1 + 1e-6)
 
 
 MODELS = {
-    "mlp": (partial(build, "mlp", n_classes=N_CLASSES, shape=Images(1, 16), seed=0), (1, 16, 16)),
+    "mlp": (partial(create_model, "mlp", n_classes=N_CLASSES, shape=Images(1, 16), seed=0), (1, 16, 16)),
     "gn_cnn_small": (
-        partial(build, "gn_cnn_small", n_classes=N_CLASSES, shape=Images(3, 16), seed=0),
+        partial(create_model, "gn_cnn_small", n_classes=N_CLASSES, shape=Images(3, 16), seed=0),
         (3, 16, 16),
     ),
-    "deepset": (partial(deepset, N_CLASSES, 16, hidden=32), (5, 17)),
+    "deepset": (partial(build_deepset, N_CLASSES, 16, hidden=32), (5, 17)),
     "linear": (partial(nn.Linear, 12, N_CLASSES), (12,)),
 }
 EVERY = pytest.mark.parametrize(("name", "way"), itertools.product(MODELS, WAYS))
@@ -153,7 +153,7 @@ def test_an_example_without_a_finite_gradient_has_no_part_in_the_step(name, way,
 
     def stepped(rows):
         def loss_of(logits):
-            return mutual(logits, y[rows], teacher[rows], 0.5)
+            return mutual_loss(logits, y[rows], teacher[rows], 0.5)
 
         return gradient(model, x[rows], loss_of, way=way, clip=0.5, divisor=4)
 

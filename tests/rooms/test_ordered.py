@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from conftest import refused
 
-from wsi_fl.system.ordered import in_order, made_ahead
+from wsi_fl.system.ordered import map_in_order, prefetch_items
 from wsi_fl.types import WsiFlError
 
 
@@ -22,14 +22,14 @@ def test_numbers_come_in_order_and_only_so_far_ahead(threads, ahead):
         ended.add(k)
         return k
 
-    for place, k in enumerate(in_order(task, range(30), threads=threads, ahead=ahead)):
+    for place, k in enumerate(map_in_order(task, range(30), threads=threads, ahead=ahead)):
         assert k == place and set(range(k + 1)) <= ended and max(begun) <= k + ahead
     assert sorted(begun) == list(range(30))
 
 
 def test_tasks_run_at_the_same_time():
     together = threading.Barrier(3, timeout=20)
-    assert list(in_order(lambda k: (together.wait(), k)[1], range(6), threads=3, ahead=5)) == list(range(6))
+    assert list(map_in_order(lambda k: (together.wait(), k)[1], range(6), threads=3, ahead=5)) == list(range(6))
 
 
 def test_an_error_reaches_the_consumer_and_ends_the_threads():
@@ -40,13 +40,13 @@ def test_an_error_reaches_the_consumer_and_ends_the_threads():
             raise ValueError("three")
 
     with pytest.raises(ValueError, match="three"):
-        list(in_order(task, count(), threads=2, ahead=4))
+        list(map_in_order(task, count(), threads=2, ahead=4))
     assert threading.active_count() == before
 
 
 def test_leaving_early_ends_the_threads_before_going_on():
     before, begun = threading.active_count(), []
-    with closing(in_order(begun.append, range(500), threads=3, ahead=50)) as numbers:
+    with closing(map_in_order(begun.append, range(500), threads=3, ahead=50)) as numbers:
         next(numbers)
     assert threading.active_count() == before and len(begun) <= 51
 
@@ -60,7 +60,7 @@ def test_what_is_made_ahead_comes_in_order_raises_and_stops():
         finally:
             closed.append(True)
 
-    made = made_ahead(endless(), 1)
+    made = prefetch_items(endless(), 1)
     assert [next(made) for _ in range(3)] == [0, 1, 2]
     made.close()
     assert closed == [True]
@@ -69,6 +69,6 @@ def test_what_is_made_ahead_comes_in_order_raises_and_stops():
         yield 1
         raise WsiFlError("damaged")
 
-    made = made_ahead(broken(), 2)
+    made = prefetch_items(broken(), 2)
     assert next(made) == 1
     refused(lambda: next(made), "damaged", error=WsiFlError)

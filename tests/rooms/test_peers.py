@@ -12,17 +12,17 @@ import pytest
 from conftest import refused
 from test_comm import run_ranks
 
-from wsi_fl.federation.comm import PeerLate
-from wsi_fl.federation.documents import MOST_BYTES, NotAgreed, check_length, decoded
-from wsi_fl.federation.exchange import _problem, _too_far
+from wsi_fl.federation.comm import PeerTimeout
+from wsi_fl.federation.documents import MAX_BYTES, ProtocolError, check_length, decode_document
+from wsi_fl.federation.exchange import _find_distance_problem, _find_problem
 from wsi_fl.federation.message import Message
-from wsi_fl.federation.preflight import Brought, compare
-from wsi_fl.federation.roster import Standing
+from wsi_fl.federation.preflight import PreflightDocument, compare_sites
+from wsi_fl.federation.roster import ResumeState
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import SummaryRow
-from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError
+from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 
-BROUGHT = fuzz_peers.example_of(Brought) | fuzz_peers.SAMPLES["Brought"]
+BROUGHT = fuzz_peers.example_of(PreflightDocument) | fuzz_peers.SAMPLES["Brought"]
 
 
 def test_nothing_that_a_peer_may_send_is_more_than_refused():
@@ -44,9 +44,7 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
     """A module that calls `gather` with a kind of its own belongs to those that are looked through."""
     root = Path(fuzz_peers.importlib.import_module("wsi_fl").__file__).parent
     callers = {
-        path
-        for path in root.rglob("*.py")
-        if ".gather([" in path.read_text() or ".gather(mine" in path.read_text()
+        path for path in root.rglob("*.py") if ".gather([" in path.read_text() or ".gather(mine" in path.read_text()
     }
     names = {".".join(path.relative_to(root).with_suffix("").parts) for path in callers}
     # the kinds of the loop are the roster's, and ranks that tile are those of one site
@@ -80,22 +78,22 @@ def kept(values, rest=b""):
         (b"null", "Input should be an object"),
         (b"[]" * 9, "trailing characters"),
         (b"[" + b"[]," * (1 << 18) + b"[]]", "a document of 524290 values"),
-        (b" " * (MOST_BYTES + 1), "announced a document of 16777217 bytes; at most 16777216"),
+        (b" " * (MAX_BYTES + 1), "announced a document of 16777217 bytes; at most 16777216"),
     ],
     ids=range(20),
 )
 def test_a_text_that_is_not_what_was_agreed_on_is_refused_in_one_line(text, words):
-    with pytest.raises(NotAgreed) as caught:
-        decoded(text, Standing, "C2")
+    with pytest.raises(ProtocolError) as caught:
+        decode_document(text, ResumeState, "C2")
     message = str(caught.value)
     assert message.startswith("site C2 ") and words in message
     assert len(message) <= 500 and message.isprintable()
 
 
-@pytest.mark.parametrize("n_bytes", [-5, -(2**63), MOST_BYTES + 1, 2 * 10**14, 2**63 - 1])
+@pytest.mark.parametrize("n_bytes", [-5, -(2**63), MAX_BYTES + 1, 2 * 10**14, 2**63 - 1])
 def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
     words = f"site C2 announced a document of {n_bytes} bytes"
-    refused(lambda: check_length(n_bytes, "C2"), words, error=NotAgreed)
+    refused(lambda: check_length(n_bytes, "C2"), words, error=ProtocolError)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +112,15 @@ def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
 def test_what_a_site_brings_has_names_and_numbers_within_bounds(change, words):
     text = json.dumps(BROUGHT | change).encode()
     told = ("site C2 told what was not agreed on", words)
-    refused(lambda: decoded(text, Brought, "C2"), *told, error=NotAgreed)
+    refused(lambda: decode_document(text, PreflightDocument, "C2"), *told, error=ProtocolError)
 
 
 def test_a_row_may_leave_out_what_a_real_site_keeps_to_itself():
     row = fuzz_peers.example_of(SummaryRow)
     assert row["trained_seconds"] is None and row["communication_seconds"] is None
-    assert decoded(json.dumps(row).encode(), SummaryRow, "C1") == row
-    text, words = (
-        json.dumps(row | {"epsilon": -1.0}).encode(),
-        "epsilon: Input should be greater than or equal to 0",
-    )
-    refused(lambda: decoded(text, SummaryRow, "C1"), words, error=NotAgreed)
+    assert decode_document(json.dumps(row).encode(), SummaryRow, "C1") == row
+    text, words = (json.dumps(row | {"epsilon": -1.0}).encode(), "epsilon: Input should be greater than or equal to 0")
+    refused(lambda: decode_document(text, SummaryRow, "C1"), words, error=ProtocolError)
 
 
 @pytest.mark.parametrize(
@@ -141,32 +136,27 @@ def test_a_row_may_leave_out_what_a_real_site_keeps_to_itself():
 )
 def test_settings_are_compared_one_by_one_and_named(change, words):
     three = [BROUGHT | {"site": f"C{k}"} for k in (1, 2, 3)]
-    compare(three)
+    compare_sites(three)
     three[2] |= change
-    refused(lambda: compare(three), f"sites disagree: C3 brings {words}", error=NoCommonPlan)
+    refused(lambda: compare_sites(three), f"sites disagree: C3 has {words}", error=NoCommonPlan)
 
 
 def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
     many = [
-        BROUGHT
-        | {"site": f"C{k}" + "x" * 150, "run": f"{k}" * 900, "settings": {f"train.key_{k}": "y" * 900}}
+        BROUGHT | {"site": f"C{k}" + "x" * 150, "run": f"{k}" * 900, "settings": {f"train.key_{k}": "y" * 900}}
         for k in range(50)
     ]
     with pytest.raises(NoCommonPlan) as caught:
-        compare(many)
+        compare_sites(many)
     assert len(str(caught.value)) <= 500 and str(caught.value).isprintable()
     few = [BROUGHT | {"site": f"C{k}", "mpp": k if k > 4 else 0.5} for k in range(1, 11)]
-    words = "C5 brings 5; C6 brings 6; C7 brings 7; 3 more bring something else as the resol"
-    refused(lambda: compare(few), words)
+    words = "C5 has 5; C6 has 6; C7 has 7; 3 more have something else as the resol"
+    refused(lambda: compare_sites(few), words)
 
 
 def test_what_may_be_told_to_other_sites_keeps_its_exit_code():
-    assert all(issubclass(one, KnownToAll) for one in (NoCommonPlan, NotAgreed, PeerLate))
-    assert [issubclass(one, UsageError) for one in (NoCommonPlan, NotAgreed, PeerLate)] == [
-        True,
-        False,
-        False,
-    ]
+    assert all(issubclass(one, ReportableError) for one in (NoCommonPlan, ProtocolError, PeerTimeout))
+    assert [issubclass(one, UsageError) for one in (NoCommonPlan, ProtocolError, PeerTimeout)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +174,13 @@ def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told(kn
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_model_without_weight_or_values_is_no_model():
     nothing = Message(1, 0, 1, "aa", np.zeros(4, np.float32), 1e-60)
-    assert _problem(nothing, "aa", 4) == ""
-    assert "lies nan from" in _too_far(nothing, np.ones(4, np.float32), ())
+    assert _find_problem(nothing, "aa", 4) == ""
+    assert "lies nan from" in _find_distance_problem(nothing, np.ones(4, np.float32), ())
 
 
 @pytest.mark.slow
 def test_no_document_takes_much_more_memory_than_the_longest_text():
-    most, values = MOST_BYTES - 40, (1 << 18) - 2
+    most, values = MAX_BYTES - 40, (1 << 18) - 2
     texts = [
         lambda: b"[[]" + b",[]" * (values // 2 - 1) + b"]",
         lambda: b"[" + b"[]," * (most // 3) + b"[]]",
@@ -210,8 +200,8 @@ def test_no_document_takes_much_more_memory_than_the_longest_text():
         text = make()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
         before = megabytes("VmRSS")
-        with pytest.raises(NotAgreed) as caught:
-            decoded(text, Standing, "C2")
+        with pytest.raises(ProtocolError) as caught:
+            decode_document(text, ResumeState, "C2")
         assert len(str(caught.value)) <= 500 and megabytes("VmHWM") - before < 200
 
 
@@ -284,7 +274,7 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
-    other = "NotAgreed: site B sent something else than the {} values it announced".format
+    other = "NotAgreed: site B sent another length than the {} values it announced".format
     expected = [
         "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
         "NotAgreed: site B announced a document of -5 bytes; at most 16777216",

@@ -14,10 +14,10 @@ from scan_areas import BOUNDS, CORNER, SIDE, SIZE
 
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
-from wsi_fl.slides.patching.placing import Ground
-from wsi_fl.slides.patching.survey import ground_of, survey
+from wsi_fl.slides.patching.placing import SlideGeometry
+from wsi_fl.slides.patching.survey import build_slide_geometry, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
-from wsi_fl.slides.pictures.heatmap import Heat, write_geojson
+from wsi_fl.slides.pictures.heatmap import PatchPredictions, write_geojson
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord
 
@@ -38,11 +38,7 @@ def shift(box, corner=CORNER):
 
 def geojson(path, *boxes, **properties):
     features = [
-        {
-            "type": "Feature",
-            "properties": properties,
-            "geometry": {"type": "Polygon", "coordinates": [ring(box)]},
-        }
+        {"type": "Feature", "properties": properties, "geometry": {"type": "Polygon", "coordinates": [ring(box)]}}
         for box in boxes
     ]
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
@@ -55,9 +51,7 @@ QUPATH = {"objectType": "annotation", "classification": {"name": "Tumor", "color
 def asap(path, *boxes):
     body = ""
     for box in boxes:
-        points = "".join(
-            f'<Coordinate Order="{k}" X="{x}" Y="{y}"/>' for k, (x, y) in enumerate(ring(box)[:4])
-        )
+        points = "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}"/>' for k, (x, y) in enumerate(ring(box)[:4]))
         body += '<Annotation Type="Rectangle" PartOfGroup="Tumor">'
         body += f"<Coordinates>{points}</Coordinates></Annotation>"
     path.write_text(f"<ASAP_Annotations><Annotations>{body}</Annotations></ASAP_Annotations>")
@@ -134,20 +128,17 @@ def test_who_says_from_where_outlines_count_is_obeyed_and_told_what_speaks_again
 
 def test_what_would_lie_on_tissue_from_either_corner_is_said(tmp_path):
     box, tissue = (400, 400, 500, 500), np.ones((100, 100), bool)
-    ground = Ground((1000, 1000), (100, 100, 900, 900), 0.5, 10.0, (100, 100), tissue=tissue)
+    ground = SlideGeometry((1000, 1000), (100, 100, 900, 900), 0.5, 10.0, (100, 100), tissue=tissue)
     found = read_annotations(geojson(tmp_path / "q.geojson", box, **QUPATH), {}, ground)
     assert found.tumor.equals(shapely.box(500, 500, 600, 600)) and "from either corner" in found.notes[0]
-    for path, origin in (
-        (asap(tmp_path / "a.xml", box), None),
-        (geojson(tmp_path / "q.json", box, **QUPATH), "slide"),
-    ):
+    for path, origin in ((asap(tmp_path / "a.xml", box), None), (geojson(tmp_path / "q.json", box, **QUPATH), "slide")):
         sure = read_annotations(path, {}, ground, origin)
         assert sure.tumor.equals(shapely.box(*box)) and sure.notes == ()
 
 
 def on(slide):
     with Slide(slide) as opened:
-        return ground_of(opened, TissueParams())
+        return build_slide_geometry(opened, TissueParams())
 
 
 @pytest.mark.parametrize("corner", [(0, 0), CORNER])
@@ -156,8 +147,8 @@ def test_tissue_that_others_outlined_lies_where_they_saw_it(slide, tmp_path, cor
     path = tmp_path / "x.geojson"
     geojson(path, shift(drawn, corner), **({"tissue_id": 0} if corner == CORNER else QUPATH))
     tissue = TissueParams(masks=str(tmp_path))
-    seen = survey(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
-    rows, columns = np.nonzero(seen.found.mask)
+    seen = survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
+    rows, columns = np.nonzero(seen.segmentation.mask)
     left, top, right, bottom = shift(drawn)
     assert columns.min() * seen.downsample == pytest.approx(left, abs=2)
     assert rows.min() * seen.downsample == pytest.approx(top, abs=2)
@@ -181,13 +172,13 @@ def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_pa
     else:
         png(tmp_path / "x.png", SIZE[::-1], shift(drawn))
     tissue = TissueParams(masks=str(tmp_path))
-    seen = survey(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
-    rows, columns = np.nonzero(seen.found.mask)
+    seen = survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
+    rows, columns = np.nonzero(seen.segmentation.mask)
     assert columns.min() * seen.downsample == pytest.approx(shift(drawn)[0], abs=3)
     assert rows.min() * seen.downsample == pytest.approx(shift(drawn)[1], abs=3)
     png(tmp_path / "x.png", (10, 90), (1, 1, 9, 9))
     words = "not of the slide's shape"
-    refused(lambda: survey(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
+    refused(lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
 
 
 def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
@@ -195,7 +186,7 @@ def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
     tissue[60:80, 60:80] = True
     from wsi_fl.slides.patching.survey import _read_mask
 
-    ground = Ground((1000, 1000), (500, 500, 900, 900), 0.5, 10.0, shape, tissue=tissue)
+    ground = SlideGeometry((1000, 1000), (500, 500, 900, 900), 0.5, 10.0, shape, tissue=tissue)
     for box, notes in (((60, 60, 80, 80), 0), ((25, 25, 75, 75), 1)):
         png(tmp_path / "x.png", (100, 100), box)
         mask, said = _read_mask(tmp_path / "x.png", ground)
@@ -206,16 +197,13 @@ def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
 
 def test_what_predict_writes_for_qupath_counts_from_the_scanned_area_and_comes_back(slide, tmp_path):
     boxes = np.array([(512, 448, 576, 512), (576, 448, 640, 512), (704, 640, 768, 704)])
-    heat = Heat(boxes, CLASSES, np.array([[0.1, 0.9], [0.2, 0.8], [0.3, 0.7]]))
+    heat = PatchPredictions(boxes, CLASSES, np.array([[0.1, 0.9], [0.2, 0.8], [0.3, 0.7]]))
     path = tmp_path / "tumor.geojson"
     with Slide(slide) as opened:
         write_geojson(path, heat, [(0, 0, 0), (200, 0, 0)], "run/A/x", opened.bounds_l0[:2])
     rings = [feature["geometry"]["coordinates"][0] for feature in json.loads(path.read_text())["features"]]
     corners = np.concatenate([np.array(one) for one in rings])
-    assert corners.min(0).tolist() == [128, 192] and corners.max(0).tolist() == [
-        384,
-        448,
-    ]  # as QuPath shows it
+    assert corners.min(0).tolist() == [128, 192] and corners.max(0).tolist() == [384, 448]  # as QuPath shows it
     found = read_annotations(path, {}, on(slide))
     assert found.tumor.equals(shapely.union_all(shapely.box(*boxes.T))) and found.omissions == {"tile": 3}
     assert found.notes == ("tumor.geojson: left out as no outlined areas: 3 tiles",)
@@ -248,7 +236,7 @@ def test_outlines_in_another_unit_are_refused_by_its_name(whole, tmp_path, box, 
     path = geojson(tmp_path / "a.geojson", box.tolist(), **QUPATH)
     tissue = np.zeros(SIZE[::-1], bool)
     tissue[320:704, 448:832] = True
-    ground = Ground(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], (1.0, 4.0), tissue)
+    ground = SlideGeometry(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], (1.0, 4.0), tissue)
     refused(lambda: read_annotations(path, {}, ground), "a.geojson", unit, "export it in level-0 pixels")
     if "level" not in unit:
         refused(lambda: plan_slide(record(whole, path), SPEC), unit)
@@ -256,21 +244,14 @@ def test_outlines_in_another_unit_are_refused_by_its_name(whole, tmp_path, box, 
 
 @pytest.mark.parametrize(
     ("box", "reading"),
-    [
-        ((100, 700, 300, 900), "with x and y exchanged"),
-        ((700, 852, 900, 1052), "with y counted upwards from the edge"),
-    ],
+    [((100, 700, 300, 900), "with x and y exchanged"), ((700, 852, 900, 1052), "with y counted upwards from the edge")],
 )
 def test_turned_axes_are_told_by_name_and_kept_by_whoever_is_sure(tmp_path, box, reading):
     tissue = np.zeros(SIZE[::-1], bool)
     tissue[100:300, 700:900] = True
-    ground = Ground(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], tissue=tissue)
+    ground = SlideGeometry(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], tissue=tissue)
     path = geojson(tmp_path / "a.geojson", box, **QUPATH)
-    refused(
-        lambda: read_annotations(path, {}, ground),
-        "only 0% of what it outlines",
-        f"would if it were {reading};",
-    )
+    refused(lambda: read_annotations(path, {}, ground), "only 0% of what it outlines", f"would if it were {reading};")
     sure = read_annotations(path, {}, ground, "slide")
     assert sure.tumor.equals(shapely.box(*box)) and reading in sure.notes[0]
 
@@ -304,13 +285,9 @@ def test_a_tiled_tiff_that_asks_to_be_turned_says_that_it_is_not(tmp_path, orien
         pixels = scan_areas.picture()[:384]
         tifffile.imwrite(path, pixels, photometric="rgb", metadata=None, extratags=tag, **resolution, **how)
     with Slide(tiled) as lying, Slide(strips) as turned:
-        assert lying.size_l0 == (512, 384) and turned.size_l0 == (
-            (384, 512) if orientation > 4 else (512, 384)
-        )
+        assert lying.size_l0 == (512, 384) and turned.size_l0 == ((384, 512) if orientation > 4 else (512, 384))
     (*notes,) = plan_slide(record(tiled), SPEC).notes
-    assert len(notes) == (orientation > 1) and all(
-        f"TIFF orientation {orientation}" in note for note in notes
-    )
+    assert len(notes) == (orientation > 1) and all(f"TIFF orientation {orientation}" in note for note in notes)
     assert plan_slide(record(strips), SPEC).notes == ()
 
 
@@ -322,7 +299,7 @@ def test_a_right_file_is_not_doubted(whole, tmp_path):
     ):
         path = geojson(tmp_path / f"{name}.geojson", box, **QUPATH)
         with Slide(whole) as opened:
-            ground = ground_of(opened, TissueParams())
-        seen = survey(record(whole), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
-        for one in (ground, seen.ground, replace(seen.ground, tissue=None)):
+            ground = build_slide_geometry(opened, TissueParams())
+        seen = survey_slide(record(whole), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
+        for one in (ground, seen.slide_geometry, replace(seen.slide_geometry, tissue=None)):
             assert read_annotations(path, {}, one).notes == ()

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-from wsi_fl.learning.predictions import _REJECTED, Predictions, _decided, aggregated_scores
-from wsi_fl.learning.tasks import CLASSES, Number, Survival
+from wsi_fl.learning.predictions import _REJECTED_CLASS, PredictionTable, _decide_classes, score_voting_rules
+from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_answers, read_predictions, seal_of, write_predictions
+from wsi_fl.stages.answers.predictions import compute_seal, read_example_scores, read_predictions, write_predictions
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
@@ -27,15 +27,15 @@ def table_of(task, truth, outputs, **about):
         said = {m: one / one.sum(1, keepdims=True) for m, one in said.items()}
     names = np.array(['a, "b"\nc', "ünder 1%d", "plain", "plain"])[np.arange(n) % 4]
     part = np.array(["S1", "S0"])[np.arange(n) // 3 % 2]
-    return Predictions("S0", "proxy", part, names, names[::-1], truth, said, outputs, task, about)
+    return PredictionTable("S0", "proxy", part, names, names[::-1], truth, said, outputs, task, about)
 
 
 @pytest.mark.parametrize(
     ("task", "truth", "outputs"),
     [
         (CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "p_tumor, solid")),
-        (Number(0, 9e9), np.linspace(0, 8.7654321e9, 6).round() + 0.1, ("cells",)),
-        (Survival((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), ("6", "12.5")),
+        (NumberTask(0, 9e9), np.linspace(0, 8.7654321e9, 6).round() + 0.1, ("cells",)),
+        (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), ("6", "12.5")),
     ],
 )
 def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
@@ -43,14 +43,14 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     table = table_of(task, truth, outputs, x_l0=np.arange(6), y_l0=np.arange(6) * 7)
     write_predictions(folder, table)
     found = read_predictions(folder, task)
-    assert (found.site, found.answer, found.outputs, set(found.said)) == ("S0", "proxy", outputs, {"proxy"})
+    assert (found.site, found.model, found.outputs, set(found.predictions)) == ("S0", "proxy", outputs, {"proxy"})
     for name in ("part", "slide", "patient"):
         assert getattr(found, name).tolist() == getattr(table, name).tolist()
-    assert np.array_equal(found.answers, table.answers) and np.array_equal(found.truth, truth)
-    assert found.about["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
-    assert (len(found.own), len(found.others), [*found.by("part")]) == (3, 3, ["S1", "S0"])
-    assert read_predictions(folder, Number(0, 1) if task is CLASSES else CLASSES) is None
-    assert (read_answers(folder, "own") is None) == (task is not CLASSES)
+    assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(found.truth, truth)
+    assert found.extra_columns["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
+    assert (len(found.local_rows), len(found.other_rows), [*found.group_by("part")]) == (3, 3, ["S1", "S0"])
+    assert read_predictions(folder, NumberTask(0, 1) if task is CLASSES else CLASSES) is None
+    assert (read_example_scores(folder, "own") is None) == (task is not CLASSES)
     assert read_predictions(SiteFolder(tmp_path / "S1"), task) is None
 
 
@@ -59,17 +59,15 @@ def test_a_table_of_nothing_is_read_as_nothing_and_one_of_another_version_is_ref
     write_predictions(folder, table_of(CLASSES, np.zeros(0, np.int64), ("a", "b")))
     found = read_predictions(folder)
     unknown = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
-    assert len(found) == 0 and found.scores() == {"n": 0, **unknown}
+    assert len(found) == 0 and found.compute_scores() == {"n": 0, **unknown}
     (folder.path / "predictions.csv").write_text("site,slide,patient,label,p_a,p_b\nS0,s,p,a,0.6,0.4\n")
     refused(lambda: read_predictions(folder), "evaluate the run again", error=WsiFlError)
 
 
 def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
     pandas = pytest.importorskip("pandas")
-    run = train(
-        pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local"
-    )
-    document, folders = evaluate(pair, run["run"]), RunFolder(pair.run(run["run"]))
+    run = train(pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local")
+    document, folders = evaluate(pair, run["run"]), RunFolder(pair.find_run(run["run"]))
 
     def scores(rows):
         best = rows.filter(like="p_").idxmax(axis=1).str.removeprefix("p_")
@@ -81,7 +79,7 @@ def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
         }
 
     for row in document["sites"]:
-        table = pandas.read_csv(folders.site(row["site"]).path / "predictions.csv")
+        table = pandas.read_csv(folders.site_folder(row["site"]).path / "predictions.csv")
         mine = table[table.selected]
         own = mine.part == row["site"]
         for rows, told in ((mine, row), (mine[own], row["own"]), (mine[~own], row["external"])):
@@ -108,9 +106,9 @@ def test_votes_are_what_counting_says(case):
         votes = [int(p[i].argmax()) for p in sites]
         count = Counter(votes)
         (first, most), *rest = count.most_common()
-        absolute = int(_decided(sites, "absolute")[0][i])
-        assert absolute == (first if most > len(sites) / 2 else _REJECTED)
-        relative = int(_decided(sites, "relative")[0][i])
+        absolute = int(_decide_classes(sites, "absolute")[0][i])
+        assert absolute == (first if most > len(sites) / 2 else _REJECTED_CLASS)
+        relative = int(_decide_classes(sites, "relative")[0][i])
         assert count[relative] == most
         if not rest or rest[0][1] < most:
             assert relative == first
@@ -119,7 +117,7 @@ def test_votes_are_what_counting_says(case):
             mean = sum(p[i] for p in sites)
             assert relative == max(tied, key=lambda c: mean[c])
         weight = {c: sum(w for v, w in zip(votes, weights, strict=True) if v == c) for c in count}
-        assert weight[int(_decided(sites, "weighted", weights)[0][i])] == pytest.approx(max(weight.values()))
+        assert weight[int(_decide_classes(sites, "weighted", weights)[0][i])] == pytest.approx(max(weight.values()))
 
 
 @given(said())
@@ -128,28 +126,26 @@ def test_means_are_means(case):
     sites, weights = case
     by_hand = sum(w * p for w, p in zip(weights, sites, strict=True)) / weights.sum()
     for rule, wanted in (("mean", sum(sites) / len(sites)), ("weighted_mean", by_hand)):
-        choice, mean = _decided(sites, rule, weights)  # which are not for the first
+        choice, mean = _decide_classes(sites, rule, weights)  # which are not for the first
         assert np.allclose(mean, wanted) and (choice == mean.argmax(1)).all()
 
 
 def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected_is_wrong():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
-    assert _decided(sites, "relative")[0].tolist() == _decided(sites, "absolute")[0].tolist() == [1]
-    assert _decided(sites, "mean")[0].tolist() == [0]
-    assert _decided(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
-    found = aggregated_scores([np.eye(3)[[k, 0]] for k in range(3)], np.array([0, 0]), [1, 1, 1])
+    assert _decide_classes(sites, "relative")[0].tolist() == _decide_classes(sites, "absolute")[0].tolist() == [1]
+    assert _decide_classes(sites, "mean")[0].tolist() == [0]
+    assert _decide_classes(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
+    found = score_voting_rules([np.eye(3)[[k, 0]] for k in range(3)], np.array([0, 0]), [1, 1, 1])
     assert (found["absolute"]["rejected"], found["absolute"]["accuracy"]) == (1, 0.5)
 
 
 def evaluate_table(root, task, table, *, sealed):
     """The folder of a site in a run that was evaluated; by a version that kept no seal where it is not sealed."""
     run = RunFolder(root / "runs" / "00001-x")
-    folder = run.site("S0")
+    folder = run.site_folder("S0")
     write_predictions(folder, table)
-    row = {"site": "S0", "n": len(table), **({"predictions": seal_of(folder)} if sealed else {})}
-    run.write(
-        "evaluation", {"run": "runs/00001-x", "model": "proxy", "merged": None, "sites": [row], "models": {}}
-    )
+    row = {"site": "S0", "n": len(table), **({"predictions": compute_seal(folder)} if sealed else {})}
+    run.write("evaluation", {"run": "runs/00001-x", "model": "proxy", "merged": None, "sites": [row], "models": {}})
     return folder
 
 
@@ -199,9 +195,9 @@ def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, se
 @pytest.mark.parametrize(
     ("task", "truth", "value"),
     [
-        (Number(0, 9), np.arange(6) / 7, "inf"),
-        (Survival((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "1.5"),
-        (Survival((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "nan"),
+        (NumberTask(0, 9), np.arange(6) / 7, "inf"),
+        (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "1.5"),
+        (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "nan"),
     ],
 )
 def test_numbers_and_chances_that_nobody_can_say_are_refused(tmp_path, task, truth, value):

@@ -12,9 +12,9 @@ from conftest import nightly, refused
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from wsi_fl.models.encoder import Encoder, preset_model
+from wsi_fl.models.encoder import Encoder, build_preset_model
 from wsi_fl.models.presets import PRESETS
-from wsi_fl.models.weights import _timm_named, fit
+from wsi_fl.models.weights import _convert_names, load_weights
 from wsi_fl.types import WsiFlError
 
 SIZES = {  # parameters as transformers counts them, blocks, d, hidden, side of the grid, patch, kind
@@ -79,24 +79,19 @@ def newer(key):
 @pytest.mark.parametrize("name", SIZES)
 def test_transformers_names_become_timms_of_version_5_too(name):
     n_parameters, *sizes = SIZES[name]
-    shapes, model = in_transformers(*sizes), preset_model(PRESETS[name])
+    shapes, model = in_transformers(*sizes), build_preset_model(PRESETS[name])
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == n_parameters
     wanted = {key: one.shape for key, one in model.state_dict().items()}
     assert sum(shape.numel() for shape in wanted.values()) == PRESETS[name].n_parameters
     for called in (str, newer) if "phikon" in name else (str,):
         saved = {called(key): torch.empty(shape, device="meta") for key, shape in shapes.items()}
         assert ("layers.0.attention.k_proj.bias" in saved) == (called is newer) and len(saved) == len(shapes)
-        assert {key: one.shape for key, one in _timm_named(saved, model).items()} == wanted
+        assert {key: one.shape for key, one in _convert_names(saved, model).items()} == wanted
 
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [
-        ("UNI2", "did you mean 'uni2-h'?"),
-        ("conch_v1", "wsi-fl import"),
-        ("titan", "whole slide"),
-        ("musk", "import"),
-    ],
+    [("UNI2", "did you mean 'uni2-h'?"), ("conch_v1", "wsi-fl import"), ("titan", "whole slide"), ("musk", "import")],
 )
 def test_who_asks_for_what_is_no_preset_is_told_what_to_do(name, word):
     refused(lambda: Encoder(name), word)
@@ -107,7 +102,7 @@ def test_the_page_of_encoders_says_what_the_table_says():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
     lines = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
     for name, preset in PRESETS.items():
-        mpp = preset.said_mpp.removesuffix(" µm/px")
+        mpp = preset.mpp_text.removesuffix(" µm/px")
         facts = [str(preset.n_features), str(preset.transform.px), mpp, f"{preset.n_parameters / 1e6:.1f} M"]
         assert lines[name][:6] == [*facts, preset.pooling, preset.licence]
         assert preset.hub_id in lines[name][6]
@@ -134,7 +129,7 @@ def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path
     assert encoder.n_features == preset.n_features == expected.shape[1]
     np.testing.assert_allclose(encoder(patches), expected.numpy(), atol=1e-4)
     assert encoder.label.startswith(f"{name} at 224 px sha256:") and preset.pooling in encoder.label
-    refused(lambda: Encoder(name, path, input_px=96), "224 px alone")
+    refused(lambda: Encoder(name, path, input_px=96), "only patches of 224 px")
 
 
 def dinov2_by_hand(state, pixels, heads):
@@ -169,17 +164,10 @@ def test_renamed_weights_compute_what_transformers_computes():
     generator = torch.Generator().manual_seed(0)
     shapes = in_transformers(1, 24, 16, 3, 14, "registers")
     state = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    how = {
-        "embed_dim": 24,
-        "depth": 1,
-        "num_heads": 2,
-        "mlp_ratio": 32 / 24,
-        "img_size": 42,
-        "num_classes": 0,
-    }
+    how = {"embed_dim": 24, "depth": 1, "num_heads": 2, "mlp_ratio": 32 / 24, "img_size": 42, "num_classes": 0}
     how |= {"mlp_layer": timm.layers.SwiGLUPacked, "act_layer": torch.nn.SiLU}
     model = timm.create_model("vit_base_patch14_reg4_dinov2", **how).eval()
-    model.load_state_dict(_timm_named(state, model))
+    model.load_state_dict(_convert_names(state, model))
     pixels = torch.randn(1, 3, 42, 42, generator=generator)
     with torch.inference_mode():
         expected = dinov2_by_hand(state, pixels, heads=2)
@@ -187,7 +175,7 @@ def test_renamed_weights_compute_what_transformers_computes():
 
 
 def test_a_wrong_key_or_shape_is_named_with_shapes():
-    model, qkv = preset_model(PRESETS["lunit-vits16"]), "blocks.0.attn.qkv.weight"
+    model, qkv = build_preset_model(PRESETS["lunit-vits16"]), "blocks.0.attn.qkv.weight"
     state = randomly(model)
     for wrong, words in (
         (
@@ -200,7 +188,7 @@ def test_a_wrong_key_or_shape_is_named_with_shapes():
         ),
         ({key: one for key, one in state.items() if not key.startswith("norm")}, ("'norm.bias'", "1 more")),
     ):
-        refused(partial(fit, model, wrong, "w"), *words, error=WsiFlError)
+        refused(partial(load_weights, model, wrong, "w"), *words, error=WsiFlError)
 
 
 class Harm:

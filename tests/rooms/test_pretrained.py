@@ -16,11 +16,11 @@ from conftest import published, refused
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from wsi_fl.models import Start, build, schema, started_from
-from wsi_fl.models.weights import fit, read_weights
+from wsi_fl.models import StartWeights, create_model, schema_digest, start_digest
+from wsi_fl.models.weights import load_weights, read_weights
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_unit, check_per_example_gradients
-from wsi_fl.privacy.gradients import ENGINES, trained
+from wsi_fl.privacy.dpsgd import DPTrainer, _sum_unit_gradients, check_per_example_gradients
+from wsi_fl.privacy.gradients import ENGINES, trainable_parameters
 from wsi_fl.types import Images, UsageError, Vectors, WsiFlError
 
 SIZE, N_CLASSES = 32, 3
@@ -36,7 +36,7 @@ def files(tmp_path_factory):
 
 def made(path, train="all", seed=0, size_px=SIZE, name=None):
     name = f"timm:{name or path.stem}"
-    return build(name, n_classes=N_CLASSES, shape=Images(3, size_px), seed=seed, start=Start(train, path))
+    return create_model(name, n_classes=N_CLASSES, shape=Images(3, size_px), seed=seed, start=StartWeights(train, path))
 
 
 def batch(b, seed=0):
@@ -47,7 +47,7 @@ def batch(b, seed=0):
 def test_features_are_those_of_timm_in_evaluation_mode_bit_for_bit_in_either_mode(files):
     for name in NAMES:
         theirs = timm.create_model(name, num_classes=0)
-        fit(theirs, read_weights(files[name]), name)
+        load_weights(theirs, read_weights(files[name]), name)
         if name == "test_vit":  # places are interpolated from the size of the weights to this one
             theirs.set_input_size(img_size=SIZE)
         ours, (x, _) = made(files[name]), batch(2)
@@ -76,19 +76,19 @@ def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train
     for sums, _ in (
         ENGINES[engine](model, x, *rest),
         ENGINES["hooks"](model, x, *rest),
-        _summed_by_unit(model, x, torch.arange(4), *rest),
+        _sum_unit_gradients(model, x, torch.arange(4), *rest),
     ):
         assert_sums(sums, clipped(each, clip), clip)
-    assert len(trained(model)) < len(list(model.parameters())) or train == "all"
+    assert len(trainable_parameters(model)) < len(list(model.parameters())) or train == "all"
 
 
 @pytest.mark.parametrize("train", ["head", "norm", "lora"])
 def test_a_step_moves_the_trained_part_and_nothing_else(files, train):
     model = made(files["test_resnet"], train)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    trainer = DPTrainer(model, torch.optim.SGD(trained(model), lr=1.0), sigma=1.0, clip=1.0, batch_size=2)
+    trainer = DPTrainer(model, torch.optim.SGD(trainable_parameters(model), lr=1.0), sigma=1.0, clip=1.0, batch_size=2)
     x, y = batch(2)
-    trainer.step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.fresh())
+    trainer.step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
     moved = {name for name, one in model.state_dict().items() if not torch.equal(one, before[name])}
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all("running" not in name for name in moved)
@@ -114,7 +114,7 @@ def test_each_part_is_what_it_is_called(files):
 def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
     plain, adapted, again = made(files[name]), made(files[name], "lora"), made(files[name], "lora")
     other = made(files[name], "lora", seed=1)
-    assert all(map(torch.equal, trained(adapted), trained(again)))
+    assert all(map(torch.equal, trainable_parameters(adapted), trainable_parameters(again)))
     assert not torch.equal(other.model.get_classifier().weight, again.model.get_classifier().weight)
     adapted.model.get_classifier().load_state_dict(plain.model.get_classifier().state_dict())
     x, _ = batch(2)
@@ -125,23 +125,25 @@ def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
 def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
     path = files["test_resnet"]
     other = published(tmp_path, "test_resnet", seed=1)
-    assert schema(made(path, "norm")) == schema(made(path, "norm", seed=5))
-    assert len({schema(made(path)), schema(made(path, "norm")), schema(made(other, "norm"))}) == 3
-    assert started_from(made(path, "norm")) == started_from(made(path)) != started_from(made(other))
-    bare = build("timm:test_resnet", n_classes=N_CLASSES, shape=Images(3, SIZE), seed=9, start=Start("norm"))
+    assert schema_digest(made(path, "norm")) == schema_digest(made(path, "norm", seed=5))
+    assert len({schema_digest(made(path)), schema_digest(made(path, "norm")), schema_digest(made(other, "norm"))}) == 3
+    assert start_digest(made(path, "norm")) == start_digest(made(path)) != start_digest(made(other))
+    bare = create_model(
+        "timm:test_resnet", n_classes=N_CLASSES, shape=Images(3, SIZE), seed=9, start=StartWeights("norm")
+    )
     whole = made(path, "norm")
     bare.load_state_dict(whole.state_dict())
     x, _ = batch(2)
-    assert torch.equal(bare.eval()(x), whole.eval()(x)) and schema(bare) == schema(whole)
-    assert started_from(build("gn_cnn", n_classes=2, shape=Images(3, SIZE), seed=0)) == ""
+    assert torch.equal(bare.eval()(x), whole.eval()(x)) and schema_digest(bare) == schema_digest(whole)
+    assert start_digest(create_model("gn_cnn", n_classes=2, shape=Images(3, SIZE), seed=0)) == ""
 
 
 def test_a_folder_holds_the_weights_of_several_architectures_and_pickles_are_read(files, tmp_path):
     folder = files["test_vit"].parent
-    assert started_from(made(folder, name="test_vit")) == started_from(made(files["test_vit"]))
+    assert start_digest(made(folder, name="test_vit")) == start_digest(made(files["test_vit"]))
     state = timm.create_model("test_vit").state_dict()
     torch.save({"state_dict": state}, tmp_path / "w.pth")
-    assert started_from(made(tmp_path / "w.pth", name="test_vit"))
+    assert start_digest(made(tmp_path / "w.pth", name="test_vit"))
 
 
 def _pickles():
@@ -176,8 +178,8 @@ def test_resnet18_takes_the_weights_of_torchvision(tmp_path):
 
     theirs = torchvision.models.resnet18().eval()
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    start = Start("head", tmp_path / "w.safetensors")
-    ours = build("resnet18", n_classes=1000, shape=Images(3, SIZE), seed=0, start=start)
+    start = StartWeights("head", tmp_path / "w.safetensors")
+    ours = create_model("resnet18", n_classes=1000, shape=Images(3, SIZE), seed=0, start=start)
     ours.model.fc.load_state_dict(theirs.fc.state_dict())
     x, _ = batch(2)
     with torch.no_grad():
@@ -197,5 +199,5 @@ def test_resnet18_takes_the_weights_of_torchvision(tmp_path):
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(files, name, shape, start, error, words):
-    start = Start("norm", files["test_vit"].parent / f"{start}.safetensors")
-    refused(lambda: build(name, n_classes=2, shape=shape, seed=0, start=start), words, error=error)
+    start = StartWeights("norm", files["test_vit"].parent / f"{start}.safetensors")
+    refused(lambda: create_model(name, n_classes=2, shape=shape, seed=0, start=start), words, error=error)

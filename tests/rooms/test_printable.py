@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 
 from wsi_fl import __main__ as program
-from wsi_fl.cli.options import show
+from wsi_fl.cli.options import print_document
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.work import console
-from wsi_fl.types import WsiFlError, printable
+from wsi_fl.types import WsiFlError, make_printable
 
 EVIL = "\x1b[2J\x1b]0;owned\x07 \u202egnp\u2066\u200b\x9b31m \u2028[bold red]C1[/]"
 HIDDEN = "\x1b\x07\u202e\u2066\u200b\x9b\u2028"
@@ -22,8 +22,8 @@ def shown(text):
 
 def test_what_letters_say_stays():
     text = "Universitätsklinik 病院, site\tC1\nε = 1.0\u00a0(δ)"
-    assert printable(text) == text and len(printable(EVIL)) == len(EVIL)
-    shown(printable(EVIL + "\ud800"))
+    assert make_printable(text) == text and len(make_printable(EVIL)) == len(EVIL)
+    shown(make_printable(EVIL + "\ud800"))
 
 
 def test_a_page_has_no_escapes():
@@ -35,9 +35,9 @@ def test_a_page_has_no_escapes():
 
 
 def bars():
-    with console.Bars("work") as bars:
+    with console.ProgressBars("work") as bars:
         bars.update("C1", 1, 2, EVIL)
-        bars._say()
+        bars._print_progress()
 
 
 def fails(**_):
@@ -52,11 +52,11 @@ def failure():
 @pytest.mark.parametrize(
     ("tell", "times"),
     [
-        (lambda: console.say(EVIL), 1),
+        (lambda: console.print_message(EVIL), 1),
         (bars, 1),
-        (lambda: console.render([console.Table(EVIL, [EVIL, "b"], [["x", EVIL]])]), 3),
+        (lambda: console.print_lines([console.TextTable(EVIL, [EVIL, "b"], [["x", EVIL]])]), 3),
         (failure, 1),
-        (lambda: show({"said": EVIL}, True, print), 1),
+        (lambda: print_document({"said": EVIL}, True, print), 1),
     ],
     ids=["line", "bars", "table", "failure", "json"],
 )

@@ -20,8 +20,8 @@ from wsi_fl.demo import phantom
 from wsi_fl.slides.reading import probe
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.study.folder import Study
 
 OPENSLIDE = """
@@ -47,7 +47,7 @@ def lying(path: Path, *, tile_px=256, n_bytes=None) -> Path:
 @pytest.fixture
 def fresh(monkeypatch):
     """A child of the test's own."""
-    child = probe._Child()
+    child = probe._ProbeProcess()
     monkeypatch.setattr(probe, "_CHILD", child)
     monkeypatch.setattr(probe, "_FINE", set())
     yield child
@@ -57,7 +57,7 @@ def fresh(monkeypatch):
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe") / "archive"
-    return phantom.paint_archive(folder, n_sites=1, patients_per_site=1, size_px=512)
+    return phantom.simulate_archive(folder, n_sites=1, patients_per_site=1, size_px=512)
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,10 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
         ("input(); os.kill(os.getpid(), 9)", "killed twice (SIGKILL); is there too little memory?"),
     ],
 )
-def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(
-    slide, fresh, monkeypatch, code, said
-):
+def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(slide, fresh, monkeypatch, code, said):
     command = [sys.executable, "-c", f"import os, signal, time; print('ready', flush=True); {code}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    monkeypatch.setattr(probe, "_started", lambda: subprocess.Popen(command, **pipes))
+    monkeypatch.setattr("wsi_fl.slides.reading.probe._start_child", lambda: subprocess.Popen(command, **pipes))
     refused(lambda: check_opens_safely(slide), said)
 
 
@@ -101,13 +99,13 @@ def test_a_ventana_slide_of_one_row_over_which_the_child_waits_is_named(tmp_path
         xml = f'<EncodeInfo><AoiInfo XIMAGESIZE="64" NumRows="{rows}" NumCols="7"/></EncodeInfo>'.encode()
         tag = (700, 1, len(xml), xml, True)
         tifffile.imwrite(path, np.zeros((64, 64, 3), np.uint8), photometric="rgb", extratags=[tag])
-        monkeypatch.setattr(fresh, "_answer", lambda question: -signal.SIGALRM)
+        monkeypatch.setattr("wsi_fl.slides.reading.probe._ProbeProcess._send_request", lambda *_: -signal.SIGALRM)
         refused(lambda path=path: check_opens_safely(path), path.name, why)
 
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_child_that_was_killed_costs_no_slide(slide, fresh, seen):
-    child = fresh._running()
+    child = fresh._require_ready()
     child.kill()
     if seen:
         child.wait()
@@ -151,7 +149,7 @@ def test_the_child_goes_when_its_parent_is_killed(slide):
 
 
 def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, slide, tmp_path):
-    init(tmp_path / "study", archive=archive)
+    init_study(tmp_path / "study", archive=archive)
     study, folder = Study(tmp_path / "study"), tmp_path / "slides"
     folder.mkdir()
     shutil.copy(slide, folder / "good.tif")
@@ -161,7 +159,7 @@ def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, slide, tmp_path):
     site = f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'
     (study.root / "sites" / "G.toml").write_text(site)
     settings = ["tile.size_px=32", "tile.mpp=1.0", "tile.balance=false"]
-    row = tile(study, site="G", overrides=settings)["sites"][0]
+    row = tile_slides(study, site="G", overrides=settings)["sites"][0]
     (aside,) = row["failed"]
     assert aside["slide"] == "lie" and "SIGABRT" in aside["reason"] and row["patches"] > 0
 

@@ -13,21 +13,21 @@ from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, plan_slide
-from wsi_fl.slides.patching.placing import Ground
+from wsi_fl.slides.patching.patches import AllPatchesExcluded, PlanParams, plan_slide
+from wsi_fl.slides.patching.placing import SlideGeometry
 from wsi_fl.slides.patching.quality import KINDS, QualityParams
 from wsi_fl.slides.patching.regions import area_mean
 from wsi_fl.slides.patching.survey import _read_mask
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import quality_lines, tile
-from wsi_fl.stages.work.console import Line
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import render_quality_lines, tile_slides
+from wsi_fl.stages.work.console import TextLine
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import GridSpec, SlideRecord
-from wsi_fl.viewer.viewing import gallery
+from wsi_fl.viewer.viewing import build_gallery
 
 MPP = 0.5
 SPEC = GridSpec(64, 1.0, 64)
@@ -38,7 +38,7 @@ PATCH_PX = 128
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality") / "archive"
-    return phantom.paint_archive(folder, n_sites=1, patients_per_site=2, size_px=1536)
+    return phantom.simulate_archive(folder, n_sites=1, patients_per_site=2, size_px=1536)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
     monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
-    with pytest.raises(AllSetAside, match=r"all \d+ are set aside \(\d+ blur\); see tile\.qc") as failure:
+    with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
         planned(tmp_path, painted[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
 
@@ -239,7 +239,7 @@ def hurt(archive, tmp_path):
     with Slide(path) as slide:
         picture = slide.thumbnail(1536)[0]
     phantom.write_pyramid(path, artefacts.inked(picture, stroked(1)(picture), "blue"), MPP)
-    init(tmp_path / "study", archive=copy)
+    init_study(tmp_path / "study", archive=copy)
     return Study(tmp_path / "study"), path.stem
 
 
@@ -248,7 +248,7 @@ def shard(study, slide):
 
 
 def tiled(study, *overrides):
-    return tile(study, site="C1", overrides=[*SETTINGS, *overrides])["sites"][0]
+    return tile_slides(study, site="C1", overrides=[*SETTINGS, *overrides])["sites"][0]
 
 
 def quality_of(study):
@@ -284,10 +284,10 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     tiled(study, QC)
     assert shard(study, slide).read_bytes() == first, "the damage is noticed and mended"
     with monkeypatch.context() as at_start:
-        at_start.setattr(PatchStore, "shard", lambda *_: pytest.fail("opened before it was asked for"))
-        shown = gallery(study, site="C1")
+        at_start.setattr(PatchStore, "open_shard", lambda *_: pytest.fail("opened before it was asked for"))
+        shown = build_gallery(study, site="C1")
     layers = [one.name for one in shown.exhibits[0].overlays]
-    drawn = json.loads(shown.layer(0, layers.index("set aside")))
+    drawn = json.loads(shown.render_layer(0, layers.index("excluded")))
     assert drawn["first"] == 2, "its colours are not those of the classes"
     assert drawn["groups"] == list(KINDS), "a fault has the same colour on each slide"
     assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]
@@ -321,8 +321,8 @@ def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_the
     phantom.write_pyramid(path, artefacts.blurred(picture, np.ones(picture.shape[:2], bool), 8.0, MPP), MPP)
     row, line = tiled(study, 'tile.qc=["blur"]'), quality_of(study)[slide]
     assert line["good"] == "0" and int(line["blur"]) > 10 and row["excluded"]["blur"] >= int(line["blur"])
-    noted = {one.name: one.note for one in gallery(study, site="C1").exhibits}[slide]
-    assert noted == f"no patch kept: all set aside ({line['blur']} blur)"
+    noted = {one.name: one.note for one in build_gallery(study, site="C1").exhibits}[slide]
+    assert noted == f"no patch kept: all excluded ({line['blur']} blur)"
 
 
 def masked(study, tmp_path, write):
@@ -351,7 +351,7 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     study, _ = hurt
     row = tiled(study, masked(study, tmp_path, write))
     assert set(row["tissue"]) == {"masks"} and row["tissue"]["masks"]["gain"] is None
-    assert not any("saturation" in line.text for line in quality_lines(row) if isinstance(line, Line))
+    assert not any("saturation" in line.text for line in render_quality_lines(row) if isinstance(line, TextLine))
     assert {line["tissue_gain"] for line in quality_of(study).values()} == {""}
     with h5py.File(study.root / "stores/C1/patches.h5") as file:
         corners = file["xy_l0"][:] + PATCH_PX / 2
@@ -363,15 +363,13 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
 def whole(side, downsample):
     """A square slide that was scanned from edge to edge."""
     shape = (round(side / downsample),) * 2
-    return Ground((side, side), (0, 0, side, side), 0.5, downsample, shape)
+    return SlideGeometry((side, side), (0, 0, side, side), 0.5, downsample, shape)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path, order):
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
-    (tmp_path / "a.geojson").write_text(
-        json.dumps([{"type": "Polygon", "coordinates": one} for one in rings])
-    )
+    (tmp_path / "a.geojson").write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
     mask, _ = _read_mask(tmp_path / "a.geojson", whole(1000, 10.0))
     assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
 

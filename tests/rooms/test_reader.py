@@ -82,9 +82,7 @@ def test_other_scales_neither_shift_nor_stretch_the_picture(smooth_slide, x, y, 
     assert np.abs(got - area_average(SMOOTH, x, y, scale, size)).max() <= 3
 
 
-@pytest.mark.parametrize(
-    ("mpp", "level"), [(0.5, 0), (0.9, 0), (1.0, 1), (0.9999, 1), (1.9, 1), (2.0, 2), (7.0, 2)]
-)
+@pytest.mark.parametrize(("mpp", "level"), [(0.5, 0), (0.9, 0), (1.0, 1), (0.9999, 1), (1.9, 1), (2.0, 2), (7.0, 2)])
 def test_the_coarsest_level_that_is_fine_enough_is_read(tmp_path, mpp, level):
     colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
     levels = [np.full((256 // 2**k, 256 // 2**k, 3), c, np.uint8) for k, c in enumerate(colours)]

@@ -15,7 +15,7 @@ def place(array):
 
 
 def test_memory_is_used_again_once_all_that_shares_it_is_gone():
-    memory = BufferPool(most=2)
+    memory = BufferPool(capacity=2)
     array = memory.empty((4, MB), np.uint8)
     assert place(array) % ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
     at, view, tensor = place(array), array[1:].reshape(-1)[5:9], torch.from_numpy(array[2])
@@ -32,7 +32,7 @@ def test_memory_is_used_again_once_all_that_shares_it_is_gone():
 
 
 def test_what_lives_keeps_its_values_while_others_come_and_go():
-    memory, kept = BufferPool(most=3), []
+    memory, kept = BufferPool(capacity=3), []
 
     def work(seed):
         for k in range(40):
@@ -47,7 +47,7 @@ def test_what_lives_keeps_its_values_while_others_come_and_go():
 
 
 def test_only_so_much_is_kept_and_nothing_of_small_and_empty_arrays():
-    memory = BufferPool(most=2)
+    memory = BufferPool(capacity=2)
     for shape in ((0, 5), (7, 3), ()):
         array = memory.empty(shape, np.float32)
         assert array.shape == shape and array.dtype == np.float32

@@ -50,7 +50,7 @@ def test_checkpoints_load_back_the_last_two_are_kept_and_they_hold_no_code(site)
     document = {"round": 0, "names": ["ä", "🔬"], "epsilon": 1.25, "none": None}
     for round_ in (0, 1, 2, 10, 11):
         site.save_checkpoint(round_, {"x": torch.full((2,), float(round_))}, document | {"round": round_})
-    assert site.checkpoints() == [10, 11]
+    assert site.list_checkpoints() == [10, 11]
     for round_ in (10, 11):
         tensors, found = site.load_checkpoint(round_)
         assert found == document | {"round": round_} and tensors["x"].tolist() == [round_, round_]
@@ -78,17 +78,17 @@ def _line(round_, **more):
 
 
 def test_rounds_that_run_again_or_were_cut_short_by_a_crash_are_forgotten_and_the_next_is_whole(site):
-    assert site.metrics() == []
+    assert site.read_metrics() == []
     for round_ in range(4):
         site.log_round(_line(round_, site="Universität"))
-    site.forget_rounds_from(2)
+    site.drop_rounds_from(2)
     kept = [_line(0, site="Universität"), _line(1, site="Universität")]
-    assert site.metrics() == kept
+    assert site.read_metrics() == kept
     site.log_round(_line(2))
     site.metrics_path.write_bytes(site.metrics_path.read_bytes()[:-4])
-    assert site.metrics() == kept
+    assert site.read_metrics() == kept
     site.log_round(_line(2))
-    assert site.metrics() == [*kept, _line(2)]
+    assert site.read_metrics() == [*kept, _line(2)]
 
 
 @pytest.mark.parametrize("damage", ['"rounf": 1', '"round": "1"', '"round": null', '"seconds": {}'])
@@ -99,39 +99,37 @@ def test_a_line_that_lacks_what_it_needs_is_damaged(site, damage):
     broken = re.sub(rf'("{key}": [^,]+)(?=[^\n]*\n$)', damage, site.metrics_path.read_text())
     site.metrics_path.write_text(broken)
     with pytest.raises(WsiFlError, match=r"metrics\.jsonl: line [12] is damaged"):
-        site.metrics()
+        site.read_metrics()
 
 
 def lines_of(run, site, rounds):
     for k in range(1, rounds + 1):
-        run.site(site).log_round(_line(k))
+        run.site_folder(site).log_round(_line(k))
 
 
 def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
     """Another hospital's rounds lie at that hospital, so the round is that of those who noticed."""
     between = RunFolder(tmp_path / "00001-between")
     lines_of(between, "C1", 3)
-    assert between.note_loss("C3", "killed")["round"] == 4
+    assert between.record_dropout("C3", "killed")["round"] == 4
     together = RunFolder(tmp_path / "00002-together")
     lines_of(together, "C1", 5)
     lines_of(together, "C3", 2)
-    assert together.note_loss("C3", "killed")["round"] == 3
-    together.note_return("C3")
-    assert together.note_loss("C3", "killed again")["round"] == 6  # it came back to where the others stood
+    assert together.record_dropout("C3", "killed")["round"] == 3
+    together.record_return("C3")
+    assert together.record_dropout("C3", "killed again")["round"] == 6  # it came back to where the others stood
     lines_of(together, "C2", 0)
     (together.path / "sites" / "C2").mkdir(parents=True)
-    assert together.note_loss("C2", "killed")["round"] == 1
+    assert together.record_dropout("C2", "killed")["round"] == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None]
-)
+@pytest.mark.parametrize("text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None])
 def test_an_account_that_is_damaged_or_gone_is_named_with_what_writes_it_again(tmp_path, text):
     site = SiteFolder(tmp_path / "00007-oneshot-x" / "sites" / "C1")
     site.account_path.parent.mkdir(parents=True)
     if text is not None:
         site.account_path.write_text(text)
-    refused(site.account, "ledger.json", "wsi-fl train --resume 00007-oneshot-x")
+    refused(site.read_account, "ledger.json", "wsi-fl train --resume 00007-oneshot-x")
     whole = {"epsilon": 1.0, "delta": 1e-5, "unit": "row", "guarantee": "none", "group": None}
     site.account_path.write_text(json.dumps(whole))
-    assert site.account() == whole
+    assert site.read_account() == whole

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from wsi_fl.demo import phantom
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
@@ -26,8 +26,8 @@ SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("segmenter")
-    archive = phantom.paint_archive(folder / "archive", n_sites=1, patients_per_site=1, size_px=768)
-    init(folder / "study", archive=archive)
+    archive = phantom.simulate_archive(folder / "archive", n_sites=1, patients_per_site=1, size_px=768)
+    init_study(folder / "study", archive=archive)
     return Study(folder / "study")
 
 
@@ -73,7 +73,7 @@ def test_shares_are_those_of_the_plain_network(study, model, tmp_path):
 def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, model, tmp_path):
     path = saved(tmp_path, model)
     qc = [*SETTINGS, "tile.qc={fold=0.3,blur=0.4}", f"tile.segmenter={str(path)!r}"]
-    tile(study, site="C1", overrides=qc)
+    tile_slides(study, site="C1", overrides=qc)
     segmenter = load_segmenter(path)
     with Slide(sorted(study.root.parent.rglob("*.tif"))[0]) as slide:
         name = slide.path.stem
@@ -87,7 +87,7 @@ def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, m
     with torch.no_grad():  # another network: kept plans of the first are not believed
         model.classifier.high_classifier.bias[1] -= 1000
     saved(tmp_path, model)
-    tile(study, site="C1", overrides=qc)
+    tile_slides(study, site="C1", overrides=qc)
     with h5py.File(study.root / f"stores/C1/slides/{name}.h5") as file:
         assert "fold" not in {why for _, _, why in read_marked(file, "aside")}
 
@@ -95,7 +95,7 @@ def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, m
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (None, ("does not say what it is", "docs/quality.md")),
+        (None, ("has no entry `segmenter`", "docs/quality.md")),
         ({**FACTS, "architecture": "unet"}, ("'unet'", ARCHITECTURE)),
         ({**FACTS, "classes": ["tissue", "pen"]}, ("not those of", "2 classes")),
         ({**FACTS, "std": [0.5, 0.0, 0.5]}, ("std",)),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from tying import RIGHT, WRONG, B, D, data, patients, sparse_pool
 
-from wsi_fl.models.mil import deepset
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import independence, measurement
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
@@ -32,7 +32,7 @@ def clipped_sum(make, loss_for, x, y, clip, patient=None):
     recorder = Recorder([p for p in model.parameters() if p.requires_grad])
     unit = "row" if patient is None else "patient"
     trainer = DPTrainer(model, recorder, sigma=0.0, clip=clip, batch_size=B, unit=unit)
-    trainer.step(x, loss_for(y), CipherStream.fresh(), patient)
+    trainer.step(x, loss_for(y), CipherStream.from_entropy(), patient)
     return recorder.mean * B
 
 
@@ -50,12 +50,7 @@ def worst_move(make, loss_for, kind, unit, clip):
     return max(moves) / clip
 
 
-BOUNDED = {
-    "tied on some rows",
-    "tied from the fifth call on",
-    "a gradient of the batch",
-    "a gradient times the batch",
-}
+BOUNDED = {"tied on some rows", "tied from the fifth call on", "a gradient of the batch", "a gradient times the batch"}
 """Wrong models that may pass, since they are never shown two rows: where the fault does not show in two of them."""
 
 
@@ -110,7 +105,7 @@ def trainer_of(model, clip=1.0):
 
 
 def step(trainer, x, loss_of):
-    return trainer.step(x, loss_of, CipherStream.fresh())
+    return trainer.step(x, loss_of, CipherStream.from_entropy())
 
 
 def test_a_number_that_was_counted_in_each_batch_is_noticed_in_the_second():
@@ -220,21 +215,13 @@ def test_autocast_around_a_step_changes_nothing():
 
 def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch):
     """The product's own models keep their fast engines, and callers' plain layers too."""
-    monkeypatch.setattr(measurement, "SINGLY", "nobody")
+    monkeypatch.setattr(measurement, "ROW_BY_ROW", "nobody")
     for name, case in RIGHT.items():
-        if name in (
-            "linear",
-            "GroupNorm",
-            "LayerNorm without bias",
-            "cnn1",
-            "abmil",
-            "transmil",
-            "a layer twice",
-        ):
+        if name in ("linear", "GroupNorm", "LayerNorm without bias", "cnn1", "abmil", "transmil", "a layer twice"):
             trainer, _ = trainer_of(case.make())
             x, y = data(case.kind)
             step(trainer, x, case.loss(y))
-            assert trainer.engine == "ghost" and independence.standing_of(case.make()) == "built-in"
+            assert trainer.engine == "ghost" and independence.model_origin(case.make()) == "built-in"
 
 
 @pytest.mark.parametrize("engine", ["ghost", "hooks"])
@@ -247,6 +234,6 @@ def test_no_wish_for_an_engine_leads_round_the_check(engine):
 
 
 def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
-    assert independence.standing_of(deepset(2, D, hidden=8)) == "built-in"
-    assert independence.standing_of(deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
-    assert independence.standing_of(deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"
+    assert independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
+    assert independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
+    assert independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.slides.patching.splits import assign_splits, sample_rows
-from wsi_fl.stages.prepare.tile_plans import choose
+from wsi_fl.stages.prepare.tile_plans import sample_patches
 from wsi_fl.types import SlideRecord
 
 
@@ -112,7 +112,7 @@ def kept_by_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.nda
     """What is kept of each slide, of whose patches these are the labels."""
     names = list(labels)
     planned = SimpleNamespace(slide=names.__getitem__, labels=lambda k: labels[names[k]])
-    keep = choose(planned, range(len(labels)), max_per_slide=50, balance=False, **settings)
+    keep = sample_patches(planned, range(len(labels)), max_per_slide=50, balance=False, **settings)
     return dict(zip(labels, keep, strict=True))
 
 

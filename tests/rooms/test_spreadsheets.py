@@ -6,9 +6,9 @@ import pytest
 from conftest import refused
 from test_layouts import HEADER, generic, read_generic
 
-from wsi_fl.slides.layouts.common import rows_of
-from wsi_fl.slides.layouts.spreadsheets import column_names, number_of
-from wsi_fl.stages.bench import _of_csv
+from wsi_fl.slides.layouts.common import read_rows
+from wsi_fl.slides.layouts.spreadsheets import normalize_columns, parse_cell_number
+from wsi_fl.stages.bench import _read_csv
 
 archive = partial(generic, files=[f"{name}.tif" for name in "abcd"])
 read = partial(read_generic, site="A")
@@ -35,21 +35,15 @@ def patients_of(tmp_path, text, encoding="utf-8"):
 def test_the_line_in_which_a_table_names_its_separator_is_no_header(tmp_path, first, separator, encoding):
     text = f"{first}\r\n{TABLE}".replace(",", separator) if separator != "," else f"{first}\n{TABLE}"
     assert patients_of(tmp_path, text, encoding) == ["p0", "p1"]
-    assert [row.where for row in rows_of(tmp_path / "slides.csv", ())] == [
-        f"slides.csv line {n}" for n in (3, 4)
-    ]
+    assert [row.where for row in read_rows(tmp_path / "slides.csv", ())] == [f"slides.csv line {n}" for n in (3, 4)]
 
 
-@pytest.mark.parametrize(
-    "name", ["2.02E+11", "2.02501e+11", "1E+05", "#REF!", "#NAME?", "#VALUE!", "########"]
-)
+@pytest.mark.parametrize("name", ["2.02E+11", "2.02501e+11", "1E+05", "#REF!", "#NAME?", "#VALUE!", "########"])
 @pytest.mark.parametrize("column", ["slide", "patient", "site"])
 def test_a_name_that_a_spreadsheet_has_damaged_is_refused(tmp_path, name, column):
     values = {"slide": "b.tif", "patient": "p1", "site": "A", "label": "tumor", column: name}
     table = f"{TABLE}{','.join(values.values())}\n"
-    refused(
-        lambda: read(archive(tmp_path, table)), "slides.csv line 4", f"{column} is '{name}'", "spreadsheet"
-    )
+    refused(lambda: read(archive(tmp_path, table)), "slides.csv line 4", f"{column} is '{name}'", "spreadsheet")
 
 
 def test_a_shortened_name_with_a_decimal_comma_or_in_a_table_of_splits_is_refused(tmp_path):
@@ -85,27 +79,27 @@ def test_no_outline_is_lost_for_the_heading_of_its_column(tmp_path):
 
 def test_a_column_that_is_asked_for_is_not_renamed():
     header = ["Patient ID", "Diagnosis", "OS time", "Age"]
-    assert column_names(header, ["Diagnosis", "os_time"]) == ["patient_id", "Diagnosis", "os_time", "Age"]
+    assert normalize_columns(header, ["Diagnosis", "os_time"]) == ["patient_id", "Diagnosis", "os_time", "Age"]
     both = ["Label", "label", "Patient ID", "patient-id"]
-    assert column_names(both, ["label"]) == both  # which is meant is not for a program to say
+    assert normalize_columns(both, ["label"]) == both  # which is meant is not for a program to say
 
 
 def test_features_beside_a_label_spelt_otherwise(tmp_path):
     table = tmp_path / "features.csv"
     table.write_text("Label,Patient,f0,f1\nx,p0,1,2\ny,p1,3,4\n")
-    x, labels, patients = _of_csv(table)
+    x, labels, patients = _read_csv(table)
     assert (x.tolist(), labels.tolist(), patients.tolist()) == ([[1, 2], [3, 4]], ["x", "y"], ["p0", "p1"])
 
 
 @pytest.mark.parametrize("text", ["0.2_5", "1_000", "_1"])
 def test_a_name_with_an_underscore_is_no_number(tmp_path, text):
     with pytest.raises(ValueError, match=r"\w"):
-        number_of(text)
+        parse_cell_number(text)
     table = f"{HEADER},mpp\na.tif,p0,A,tumor,{text}\n"
     refused(lambda: read(archive(tmp_path, table)), "line 2", f"mpp is '{text}'")
     table = tmp_path / "features.csv"
     table.write_text(f"label,f0\nx,{text}\n")
-    refused(lambda: _of_csv(table), "numbers")
+    refused(lambda: _read_csv(table), "numbers")
 
 
 CBIOPORTAL = "#Patient Identifier\tSlide\n#Who it is\tIts file\n#STRING\tSTRING\n#1\t1\n"
@@ -124,7 +118,7 @@ def test_remarks_before_the_headings_are_passed_over(tmp_path, remarks, separato
     assert patients_of(tmp_path, remarks + TABLE.replace(",", separator)) == ["p0", "p1"]
     first = len(remarks.splitlines()) + 2
     for needed in ((), ("label",)):
-        rows = rows_of(tmp_path / "slides.csv", needed)
+        rows = read_rows(tmp_path / "slides.csv", needed)
         assert [row.where for row in rows] == [f"slides.csv line {first + k}" for k in range(2)]
 
 
@@ -134,7 +128,7 @@ def test_a_remark_that_names_the_same_columns_is_still_none(tmp_path, needed):
     table = tmp_path / "data_clinical_patient.txt"
     remarks = "#Patient ID\tSex\tOS months\n#Identifier\tSex\tMonths\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\n"
     table.write_text(f"{remarks}PATIENT_ID\tSEX\tOS_MONTHS\nTCGA-02\tMale\t4.5\n")
-    (row,) = rows_of(table, needed)
+    (row,) = read_rows(table, needed)
     assert dict(row) == {"patient_id": "TCGA-02", "SEX": "Male", "OS_MONTHS": "4.5"}
 
 
@@ -142,7 +136,7 @@ def test_a_remark_that_names_the_same_columns_is_still_none(tmp_path, needed):
 def test_headings_that_begin_as_a_remark_are_headings(tmp_path, heading):
     rows = "".join(f"{k},{row}\n" for k, row in enumerate(ROWS.splitlines()))
     assert patients_of(tmp_path, f"{heading},{HEADER}\n{rows}") == ["p0", "p1"]
-    assert len(rows_of(tmp_path / "slides.csv", ())) == 2
+    assert len(read_rows(tmp_path / "slides.csv", ())) == 2
 
 
 @pytest.mark.parametrize("text", ["sep=;\n", "# nothing\n#\n", "\n\n", "sep=,\n\n# nothing"])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from wsi_fl.stores import shards
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore, SlideSource
-from wsi_fl.stores.shards import ShardMeta, pack, write_columns, write_shard, write_streams
+from wsi_fl.stores.shards import ShardMeta, pack_store, write_columns, write_shard, write_streams
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
@@ -56,7 +56,7 @@ def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool 
     table, shard = table_of(slide, n, seed), folder / "slides" / f"{slide}.h5"
     meta = ShardMeta(slide, f"patient of {slide}", "train", SPEC, "")
     if streams:
-        write_streams(shard, replace(meta, wanted="native"), table, iter(streams_of(n, seed)))
+        write_streams(shard, replace(meta, content="native"), table, iter(streams_of(n, seed)))
     else:
         write_shard(shard, meta, table, iter([pixels_of(n, seed)]))
     return shard
@@ -64,16 +64,12 @@ def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool 
 
 def make_store(folder: Path, counts: dict[str, int], *, streams: bool = False) -> tuple[Path, np.ndarray]:
     """A store, of JPEG streams or not, and the pixels of all its rows."""
-    shards = [
-        add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())
-    ]
+    shards = [add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())]
     path = folder / "patches.h5"
     write_columns(path, META, shards)
     pixels = [pixels_of(n, seed) for seed, n in enumerate(counts.values())]
     if streams:
-        pixels = [
-            [jpeg.decode(stream) for stream in streams_of(n, seed)] for seed, n in enumerate(counts.values())
-        ]
+        pixels = [[jpeg.decode(stream) for stream in streams_of(n, seed)] for seed, n in enumerate(counts.values())]
     return path, np.concatenate(pixels)
 
 
@@ -87,7 +83,7 @@ def odd_names(tmp_path_factory):
     """A linked and a packed store of slides with odd names, and their pixels."""
     folder = tmp_path_factory.mktemp("odd")
     path, pixels = make_store(folder, {name: k + 1 for k, name in enumerate(NAMES)})
-    pack(path, folder / "elsewhere" / "packed.h5")
+    pack_store(path, folder / "elsewhere" / "packed.h5")
     return path, folder / "elsewhere" / "packed.h5", pixels
 
 
@@ -229,9 +225,7 @@ def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_byte
     shard = add_shard(tmp_path, "a", 3)
     before, tests = shard.read_bytes(), [str(p) for p in Path(__file__).parents[:2]]
     code = WRITER.format(tests=tests, room=str(tmp_path / "room.h5"), path=str(shard), limit=limit_bytes)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "written\n", "the limit itself leaves room enough"
     assert done.returncode == 1, "HDF5 took the process down"
     error = done.stderr.strip().split("\n")[-1]
@@ -242,18 +236,18 @@ def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_byte
 def test_fingerprint_tells_every_parameter_apart(tmp_path):
     table = table_of("a", 3)
     write_shard(tmp_path / "a.h5", SHARD, table, [pixels_of(3)])
-    assert shards.why_stale(tmp_path / "a.h5", SHARD, table_of("a", 3)) is None
-    assert shards.why_stale(tmp_path / "b.h5", SHARD, table) == ""
+    assert shards.explain_stale(tmp_path / "a.h5", SHARD, table_of("a", 3)) is None
+    assert shards.explain_stale(tmp_path / "b.h5", SHARD, table) == ""
     grids = [{"spec": GridSpec(*grid)} for grid in ((16, 0.5, 4), (8, 0.25, 4), (8, 0.5, 8))]
     for change in (*grids, {"slide": "b"}, {"patient": "q"}, {"split": "test"}, {"quickhash": ""}):
         meta = replace(SHARD, **change)
-        assert shards.why_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed", change
+        assert shards.explain_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed", change
 
 
 def test_same_content_is_the_same_bytes(tmp_path):
     for name in ("first", "second"):
         path, _ = make_store(tmp_path / name, {"a": 3, "🔬 b": 2})
-        pack(path, tmp_path / name / "packed.h5")
+        pack_store(path, tmp_path / name / "packed.h5")
         if name == "first":
             time.sleep(1.05 - time.time() % 1)  # HDF5 can keep times, in seconds
     for file in ("patches.h5", "slides/a.h5", "slides/🔬 b.h5", "packed.h5"):
@@ -262,13 +256,13 @@ def test_same_content_is_the_same_bytes(tmp_path):
 
 def test_streams_come_back_decoded_linked_and_packed(tmp_path):
     path, pixels = make_store(tmp_path, {"a": 7, "süd 2": 5}, streams=True)
-    pack(path, tmp_path / "packed.h5")
+    pack_store(path, tmp_path / "packed.h5")
     rows = np.random.default_rng(0).integers(0, 12, 50)
     for one in (path, tmp_path / "packed.h5"):
         with PatchStore(one) as store:
-            assert store.channels == 3
+            assert store.n_channels == 3
             np.testing.assert_array_equal(store.read(rows), pixels[rows])
-            assert b"".join(streams_of(7)) == store.shard("a")["bytes"][:].tobytes()
+            assert b"".join(streams_of(7)) == store.open_shard("a")["bytes"][:].tobytes()
         shutil.rmtree(tmp_path / "slides", ignore_errors=True)  # what is packed needs nothing else
 
 
@@ -295,7 +289,7 @@ def test_a_damaged_stream_raises_and_names_its_row(tmp_path, damage):
 @pytest.mark.parametrize("kind", ["raw", "native", "none"])
 def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
     table, unread = table_of("a", 5), {1: "cut short", 3: "garbled ü"}
-    kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, wanted=kind), tmp_path / "slides" / "a.h5"
+    kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, content=kind), tmp_path / "slides" / "a.h5"
     if kind == "raw":
         write_shard(shard, meta, table, [pixels_of(5)[kept]], unread=unread)
     elif kind == "native":
@@ -303,9 +297,9 @@ def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
     else:
         source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
         shards.write_positions(shard, meta, table, source, unread=unread)
-    assert shards.why_stale(shard, meta, table) is None
+    assert shards.explain_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
-    assert shards.content_of(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
+    assert shards.read_shard_content(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
     found = write_columns(tmp_path / "patches.h5", META, [shard])
     np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
 
@@ -315,7 +309,7 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
     """It changes with the version of the format alone."""
     asked, path = [], FIXTURES / "patches-v1" / "patches.h5"
     if packed:
-        pack(path, path := tmp_path / "packed.h5")
+        pack_store(path, path := tmp_path / "packed.h5")
 
     def slides(source, xy_l0, spec):
         asked.append((source, spec))
@@ -324,7 +318,7 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
     ramp = np.arange(8)[:, None] * 9 + 40 * np.arange(3)[:, None, None, None] + np.zeros((8, 1, 3), int)
     with PatchStore(path, slides) as store:
         assert store.slides == ["raw", "native", "lossy", "positions"]
-        assert [bool(store.shard(name).attrs["lossy"]) for name in ("native", "lossy")] == [False, True]
+        assert [bool(store.open_shard(name).attrs["lossy"]) for name in ("native", "lossy")] == [False, True]
         assert store.table.xy_l0[:, 0].tolist() == [0, 8, 16, 0, 16, 0, 8, 16, 0, 8, 16]
         pixels = store.read(np.arange(11)).astype(int)
         np.testing.assert_array_equal(pixels[:3], ramp)
@@ -346,6 +340,6 @@ def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(t
     for source, target in ((shards[0], tmp_path / "x"), (shards[1], shards[0]), (tmp_path / "x", shards[1])):
         source.rename(target)
     for slide in "ab":
-        for act in (PatchStore.verify, PatchStore.shard):
+        for act in (PatchStore.verify, PatchStore.open_shard):
             with PatchStore(tmp_path / "patches.h5") as store:
                 refused(partial(act, store, slide), f"slide {slide}", "other patches", "wsi-fl tile")

@@ -13,7 +13,15 @@ from test_masks import N, looks_random, secret
 
 from wsi_fl.privacy import masks
 from wsi_fl.privacy.discrete import discrete_gaussian, share_sigma
-from wsi_fl.privacy.masks import KeyPair, Part, _own_mask, masked, needed_votes, opened, require_enough
+from wsi_fl.privacy.masks import (
+    KeyPair,
+    SecureSum,
+    _self_mask,
+    mask_values,
+    require_enough_sites,
+    sum_messages,
+    vote_threshold,
+)
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7 attempt 3"
@@ -32,7 +40,7 @@ class Sum:
         self.values = [secret(k, 20) for k in range(values)] if isinstance(values, int) else values
         self.lost = lost or {}
         self.alive = list(range(len(self.values)))
-        self.parts = parts or {k: Part(k, self.alive, colluding, dropouts, CONTEXT) for k in self.alive}
+        self.parts = parts or {k: SecureSum(k, self.alive, colluding, dropouts, CONTEXT) for k in self.alive}
 
     def phase(self, name):
         self.alive = [k for k in self.alive if k not in self.lost.get(name, ())]
@@ -40,7 +48,7 @@ class Sum:
 
     def taken(self, site, handing):
         """From whom a site has taken a parcel."""
-        return self.parts[site].take({j: self.parts[j].parcels[site] for j in handing if j != site})
+        return self.parts[site].take_parcels({j: self.parts[j].parcels[site] for j in handing if j != site})
 
     def join(self):
         handing = self.phase("hands out")
@@ -51,20 +59,20 @@ class Sum:
         return self
 
     def send(self):
-        self.messages = {k: self.parts[k].masked(self.values[k]) for k in self.phase("sends")}
+        self.messages = {k: self.parts[k].mask_values(self.values[k]) for k in self.phase("sends")}
         self.came = {k: set(self.messages) for k in self.alive}
         return self
 
     def vote(self):
         told = {j: self.came[j] for j in self.phase("tells whose messages")}
         votes = {
-            k: self.parts[k].vote(self.came[k], [told[j] for j in self.alive if j != k]) for k in self.alive
+            k: self.parts[k].vote_survivors(self.came[k], [told[j] for j in self.alive if j != k]) for k in self.alive
         }
         self.votes = {k: votes[k] for k in self.phase("votes")}
         return self
 
     def open(self):
-        opened = {k: self.parts[k].opening(self.votes) for k in self.alive}
+        opened = {k: self.parts[k].open_shares(self.votes) for k in self.alive}
         self.openings = {k: opened[k] for k in self.phase("opens")}
         return self
 
@@ -72,7 +80,7 @@ class Sum:
         return self.join().send().vote().open()
 
     def total(self, reader):
-        return self.parts[reader].total(self.messages, self.openings).tolist()
+        return self.parts[reader].compute_total(self.messages, self.openings).tolist()
 
     def of(self, sites):
         """What the sum of these sites is."""
@@ -83,7 +91,7 @@ class Sum:
 def dealt(request):
     """Sites that have dealt their shares, which takes seconds; a fifth of them may go."""
     n = request.param
-    return {k: Part(k, range(n), 1, n // 5, CONTEXT) for k in range(n)}
+    return {k: SecureSum(k, range(n), 1, n // 5, CONTEXT) for k in range(n)}
 
 
 @pytest.mark.parametrize("phase", ["sends", *nightly(*(one for one in PHASES if one != "sends"))])
@@ -142,11 +150,11 @@ def test_nobody_reads_the_message_of_a_site_that_was_late():
     assert sum_.total(0) == [0] * N
     seed = Shamir.combine([(k + 1, sum_.openings[k][1 + 4]) for k in range(4)])
     part = sum_.parts[0]
-    publics = [part._held[k][0] for k in range(5)]
-    assert KeyPair.of(seed).public == publics[4]
-    unpaired = sum_.messages[4] - masked(values[4], 4, KeyPair.of(seed), publics, part.bound)
+    publics = [part._received[k][0] for k in range(5)]
+    assert KeyPair.from_seed(seed).public == publics[4]
+    unpaired = sum_.messages[4] - mask_values(values[4], 4, KeyPair.from_seed(seed), publics, part.sum_context)
     assert looks_random(unpaired)
-    assert not (unpaired - _own_mask(secrets[1], part.bound, N)).any()  # with both keys it would be read
+    assert not (unpaired - _self_mask(secrets[1], part.sum_context, N)).any()  # with both keys it would be read
 
 
 class Adversary:
@@ -156,23 +164,23 @@ class Adversary:
         self.sum, self.sites = sum_, range(colluding)
         self.shares = {}
         for k in self.sites:
-            for site, one in sum_.parts[k]._held.items():
+            for site, one in sum_.parts[k]._received.items():
                 for kind in (0, 1):
                     self.shares.setdefault((site, kind), {})[k + 1] = one[2 + kind]
 
     def hear(self, opener, opening):
         """What an honest site opens, whichever seeds these are."""
         part = self.sum.parts[opener]
-        for site, share in zip(part.joined, opening[1:], strict=True):
-            self.shares[site, part._kind(site)][opener + 1] = share
+        for site, share in zip(part.participants, opening[1:], strict=True):
+            self.shares[site, part._seed_kind(site)][opener + 1] = share
 
     def keys_of(self, site, votes):
         """Which seeds of a site it can put together."""
-        key = self.sum.parts[0]._held[site]
+        key = self.sum.parts[0]._received[site]
         found = set()
         for kind in (0, 1):
             shares = list(self.shares[site, kind].items())
-            if len(shares) >= votes and KeyPair.of(Shamir.combine(shares[:votes])).public == key[kind]:
+            if len(shares) >= votes and KeyPair.from_seed(Shamir.combine(shares[:votes])).public == key[kind]:
                 found.add(kind)
         return found
 
@@ -186,7 +194,7 @@ def lied_to(n_sites, colluding, dropouts):
     for k in honest:
         lie = sum_.came[0] if k % 2 else sum_.came[0] - {n_sites - 1}
         told = [sum_.came[j] for j in honest if j != k] + [lie] * colluding
-        votes[k] = sum_.parts[k].vote(sum_.came[k], told)
+        votes[k] = sum_.parts[k].vote_survivors(sum_.came[k], told)
     return sum_, adversary, honest, votes
 
 
@@ -199,28 +207,28 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
     for k in honest:
         for_it = votes | dict.fromkeys(adversary.sites, votes[k])
         try:
-            adversary.hear(k, sum_.parts[k].opening(for_it))
+            adversary.hear(k, sum_.parts[k].open_shares(for_it))
             opened_for.add(votes[k])
         except WsiFlError as error:
             assert "the sum is void" in str(error)
     assert len(opened_for) <= 1
     for site in honest:
-        assert len(adversary.keys_of(site, needed_votes(n_sites, colluding))) < 2
+        assert len(adversary.keys_of(site, vote_threshold(n_sites, colluding))) < 2
 
 
 def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
     """The same adversary wins where too few votes are asked for, so the test above can fail."""
-    monkeypatch.setattr(masks, "needed_votes", lambda n_sites, colluding: n_sites // 2)
+    monkeypatch.setattr(masks, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
     sum_, adversary, honest, votes = lied_to(6, 1, 2)
     for k in honest:
-        adversary.hear(k, sum_.parts[k].opening(votes | dict.fromkeys(adversary.sites, votes[k])))
+        adversary.hear(k, sum_.parts[k].open_shares(votes | dict.fromkeys(adversary.sites, votes[k])))
     assert adversary.keys_of(5, 3) == {0, 1} and len({votes[k] for k in honest}) == 2
 
 
 def test_no_two_sets_can_have_enough_votes():
     for n_sites in range(3, 60):
         for colluding in range(n_sites):
-            votes = needed_votes(n_sites, colluding)
+            votes = vote_threshold(n_sites, colluding)
             assert 2 * votes - n_sites > colluding  # whoever votes for both is more than those who may lie
             assert 2 * (votes - 1) - n_sites <= colluding  # and fewer would not do
 
@@ -228,19 +236,19 @@ def test_no_two_sets_can_have_enough_votes():
 def test_a_site_votes_once_and_opens_once():
     sum_ = Sum(5).until_opened()
     part = sum_.parts[2]
-    refused(lambda: part.vote({0, 1, 2, 3}, []), "a site votes once in a sum")
-    refused(lambda: part.opening(sum_.votes), "a site opens its shares once")
-    refused(lambda: part.masked(sum_.values[2]), "a site masks its values once")
+    refused(lambda: part.vote_survivors({0, 1, 2, 3}, []), "a site votes once in a sum")
+    refused(lambda: part.open_shares(sum_.votes), "a site opens its shares once")
+    refused(lambda: part.mask_values(sum_.values[2]), "a site masks its values once")
     assert not hasattr(part, "_seeds") and not hasattr(part, "parcels")
-    assert all(len(one) == 2 for one in part._held.values())  # it has forgotten all shares
-    refused(lambda: Part(0, range(5), 1, 1, CONTEXT).opening({}), "in order")
+    assert all(len(one) == 2 for one in part._received.values())  # it has forgotten all shares
+    refused(lambda: SecureSum(0, range(5), 1, 1, CONTEXT).open_shares({}), "in order")
 
 
 def test_without_enough_votes_nothing_is_opened():
     sum_ = Sum(5).join().send().vote()
     few = {k: sum_.votes[k] for k in (0, 1, 2)}
-    refused(lambda: sum_.parts[0].opening(few), "the sum is void: 3 sites agree", "4 must")
-    refused(lambda: sum_.parts[0].opening(sum_.votes), "once")
+    refused(lambda: sum_.parts[0].open_shares(few), "the sum is void: 3 sites agree", "4 must")
+    refused(lambda: sum_.parts[0].open_shares(sum_.votes), "once")
 
 
 def test_who_masked_with_others_is_not_with_those_who_vote():
@@ -250,7 +258,7 @@ def test_who_masked_with_others_is_not_with_those_who_vote():
     for k in range(4):
         sum_.parts[k].join([held[j] for j in range(5) if j != k])
     sum_.parts[4].join([{0, 1, 2, 4}, *(held[j] for j in range(3))])
-    assert sum_.parts[4].bound != sum_.parts[0].bound
+    assert sum_.parts[4].sum_context != sum_.parts[0].sum_context
 
 
 @pytest.mark.parametrize(
@@ -276,7 +284,7 @@ def test_a_parcel_that_is_none_counts_as_none():
     sum_ = Sum(4)
     whole = {k: sum_.parts[k].parcels[0] for k in (1, 2, 3)}
     for bad in ((), whole[3][:3], (*whole[3][:3], bytes(15)), (*whole[3], b"")):
-        assert Part(0, range(4), 1, 1, CONTEXT).take(whole | {3: bad}) == [0, 1, 2]
+        assert SecureSum(0, range(4), 1, 1, CONTEXT).take_parcels(whole | {3: bad}) == [0, 1, 2]
 
 
 def test_too_few_who_stay_make_the_sum_void_and_cost_nothing_before_messages():
@@ -288,26 +296,26 @@ def test_too_few_who_stay_make_the_sum_void_and_cost_nothing_before_messages():
 def test_a_site_that_the_others_did_not_hear_sends_nothing():
     sum_ = Sum(4)
     sum_.taken(0, range(4))
-    refused(lambda: sum_.parts[0].join([{1, 2, 3}] * 3), "did not hear this site in time")
+    refused(lambda: sum_.parts[0].join([{1, 2, 3}] * 3), "did not reach the others in time")
 
 
 @pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(3, 1, 1), (2, 1, 0), (50, 1, 25), (9, 3, 3)])
 def test_what_cannot_work_is_refused_in_one_line(n_sites, colluding, dropouts):
     least = colluding + max(1, 2 * dropouts) + 1
-    act = partial(require_enough, n_sites, colluding, dropouts)
+    act = partial(require_enough_sites, n_sites, colluding, dropouts)
     refused(act, f"needs {least} sites or more, not {n_sites}", error=UsageError)
-    require_enough(least, colluding, dropouts)
+    require_enough_sites(least, colluding, dropouts)
 
 
 def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
     for dropouts in range(1, 20):
         for colluding in range(1, 20):
             n_sites = colluding + 2 * dropouts + 1
-            assert needed_votes(n_sites, colluding) <= n_sites - dropouts
-            assert needed_votes(n_sites - 1, colluding) > n_sites - 1 - dropouts
+            assert vote_threshold(n_sites, colluding) <= n_sites - dropouts
+            assert vote_threshold(n_sites - 1, colluding) > n_sites - 1 - dropouts
             assert n_sites - dropouts - colluding >= 2
 
 
 def test_opened_is_noise_without_the_masks_of_who_is_gone():
     sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
-    assert looks_random(opened(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N
+    assert looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N

@@ -7,11 +7,11 @@ from conftest import refused
 from rich.console import Console
 from test_layouts import HEADER, generic, read_generic
 
-from wsi_fl.slides.layouts import Sources, describe, read_site
-from wsi_fl.slides.layouts.common import TableRow, accounted, rows_of
-from wsi_fl.stages.prepare.tile import tile_lines
+from wsi_fl.slides.layouts import Sources, list_sites, read_site
+from wsi_fl.slides.layouts.common import TableRow, describe_account, read_rows
+from wsi_fl.stages.prepare.tile import render_tile_lines
 from wsi_fl.stages.work import console
-from wsi_fl.stages.work.console import render
+from wsi_fl.stages.work.console import print_lines
 
 archive = partial(generic, files=[f"{name}.tif" for name in "abcd"])
 read = partial(read_generic, site="A")
@@ -31,11 +31,11 @@ def test_every_row_is_accounted_for(tmp_path):
     said: list[str] = []
     read(archive(tmp_path, TABLE), tell=said.append)
     assert said == ["slides.csv: 3 rows, 2 of this site, 1 of others (B)"]
-    rows = rows_of(tmp_path / "slides.csv", ())
+    rows = read_rows(tmp_path / "slides.csv", ())
     assert [row.where for row in rows] == [f"slides.csv line {n}" for n in (2, 3, 5)]
-    assert accounted("t", rows[:1], 1, "A") == "t: 1 rows, all of this site"
+    assert describe_account("t", rows[:1], 1, "A") == "t: 1 rows, all of this site"
     others = [TableRow("", site=f"S{k}") for k in (10, 9, 2)]
-    assert accounted("t", others, 0, "A") == "t: 3 rows, 0 of this site, 3 of others (S2, S9, S10)"
+    assert describe_account("t", others, 0, "A") == "t: 3 rows, 0 of this site, 3 of others (S2, S9, S10)"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_row_is_accounted_for(tmp_path):
 def test_a_row_that_is_not_understood_is_refused_with_its_line(tmp_path, row, words):
     root = archive(tmp_path, f"{HEADER}\na.tif,p0,A,normal\n{row}\nd.tif,p3,A,tumor\n")
     refused(lambda: read(root), *words)
-    refused(lambda: describe(root, "generic") and read(root), *words)
+    refused(lambda: list_sites(root, "generic") and read(root), *words)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def tile_document(n_sites: int, n_failed: int = 0) -> dict:
 @pytest.mark.parametrize("n", [2, 64])
 def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=80))
-    render(tile_lines(tile_document(n)))
+    print_lines(render_tile_lines(tile_document(n)))
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if "│" in line or "┃" in line]
     assert max(map(len, lines)) <= 130
@@ -104,10 +104,10 @@ def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
 
 
 def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
-    render(tile_lines(tile_document(1, n_failed=100_000)))
+    print_lines(render_tile_lines(tile_document(1, n_failed=100_000)))
     said = capsys.readouterr().err
     assert "few patients are for the test (S1 1); `wsi-fl train --folds 5` tests each once" in said
-    assert said.count("no such slide file") == 20 and "and 99980 more set aside" in said
+    assert said.count("no such slide file") == 20 and "and 99980 more excluded" in said
 
 
 def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):
     document = tile_document(3)
     for row, n_healthy in zip(document["sites"], (3, 0), strict=False):
         row["table"] = row["table"] | {"test": {"healthy": n_healthy, "tumor": 0}}
-    render(tile_lines(document))
+    print_lines(render_tile_lines(document))
     said = capsys.readouterr().err
     assert "S1: has no tumor patch for testing" in said and "S2: has no test patch" in said
     assert "S3: has no" not in said

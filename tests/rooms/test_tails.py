@@ -6,10 +6,18 @@ import torch
 from scipy.stats import binom, norm
 
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import Mechanism, detection
-from wsi_fl.privacy.audit import _DRAWS, _RATES, _found_in, _worst, distances, found, tail_of
+from wsi_fl.privacy.accounting import Mechanism, max_tpr
+from wsi_fl.privacy.audit import (
+    _FALSE_POSITIVE_RATES,
+    _NOISE_DRAWS,
+    _empirical_tpr,
+    _find_most_exposed,
+    best_test_tpr,
+    compute_mu,
+    measure_exposure,
+)
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.sums import NoisySums, impossible, without
+from wsi_fl.privacy.sums import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 
 D = 24
 
@@ -17,21 +25,21 @@ D = 24
 def a_cohort(n=300, planted=3, seed=0):
     """Letters of n rows near each other, but for a few that lie where nobody else is."""
     rng = np.random.default_rng(seed)
-    head = SharedHead(2, D, directions=16)
+    head = SharedHead(2, D, projection=16)
     z = torch.from_numpy(rng.normal(size=(n, 16)) * np.where(np.arange(16) < 12, 0.1, 0.005))
     z[:planted] = torch.eye(16, dtype=torch.float64)[13 : 13 + planted] * 0.999
     y = torch.from_numpy(rng.integers(0, 2, n))
-    return torch.stack([head.packed(z[k : k + 1], y[k : k + 1]) for k in range(n)]).numpy(), y.numpy()
+    return torch.stack([head.pack_statistics(z[k : k + 1], y[k : k + 1]) for k in range(n)]).numpy(), y.numpy()
 
 
 def drawn(sigma, k, n):
     """n times the noise of k sums."""
     stream, mechanism, zeros = (
-        CipherStream.seeded(0),
-        NoisySums(sigma, 1.0, 1),
+        CipherStream.from_seed(0),
+        NoisyStatistics(sigma, 1.0, 1),
         torch.zeros(k, dtype=torch.float64),
     )
-    return np.stack([mechanism.noisy(zeros, stream).numpy() for _ in range(n)])
+    return np.stack([mechanism.add_noise(zeros, stream).numpy() for _ in range(n)])
 
 
 def group(tail, attacker, name, rate="0.01"):
@@ -41,10 +49,10 @@ def group(tail, attacker, name, rate="0.01"):
 
 def test_outliers_are_found_without_noise_where_the_average_shows_nothing():
     parts, y = a_cohort()
-    tail = tail_of(parts, 0.0, {"class 0": y == 0}, None)
+    tail = measure_exposure(parts, 0.0, {"class 0": y == 0}, None)
     average, exposed = (group(tail, "population", name)["exact"] for name in ("all", "most exposed 1 %"))
     assert average < 0.05 and exposed > 0.9
-    assert set(np.flatnonzero(_worst(distances(parts, 0.0, others_known=False)))) == {0, 1, 2}
+    assert set(np.flatnonzero(_find_most_exposed(compute_mu(parts, 0.0, others_known=False)))) == {0, 1, 2}
     assert group(tail, "others", "all")["exact"] == 1.0 and tail["guaranteed"] is None and not tail["beyond"]
 
 
@@ -53,7 +61,7 @@ def test_what_is_said_of_one_who_knows_no_others_is_what_such_an_attack_finds():
     parts, _ = a_cohort()
     rng = np.random.default_rng(1)
     for noise in (0.0, 1.0):
-        mu = distances(parts, noise, others_known=False)
+        mu = compute_mu(parts, noise, others_known=False)
         inverse = np.linalg.pinv(parts.T @ parts + noise**2 * np.eye(parts.shape[1]))
         for k in (0, 50):
             others = np.delete(parts, k, axis=0)
@@ -62,18 +70,18 @@ def test_what_is_said_of_one_who_knows_no_others_is_what_such_an_attack_finds():
             scores = sums @ inverse @ parts[k]
             threshold = np.quantile(scores[:3000], 0.9)
             share = (scores[3000:] + parts[k] @ inverse @ parts[k] > threshold).mean()
-            assert share == pytest.approx(float(found(mu[k], 0.1)), abs=0.06)
+            assert share == pytest.approx(float(best_test_tpr(mu[k], 0.1)), abs=0.06)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 3.7])
 def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 600)
+    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 600)
     parts, y = a_cohort()
     noise = iter(drawn(sigma, parts.shape[1], 600))
-    tail = tail_of(parts, sigma, {"class 1": y == 1}, lambda: next(noise))
+    tail = measure_exposure(parts, sigma, {"class 1": y == 1}, lambda: next(noise))
     assert not tail["beyond"]
-    for rate in _RATES:
-        promised = detection([Mechanism(sigma, 1.0, 1.0, 1)], rate)
+    for rate in _FALSE_POSITIVE_RATES:
+        promised = max_tpr([Mechanism(sigma, 1.0, 1.0, 1)], rate)
         assert tail["guaranteed"][f"{rate:g}"] == pytest.approx(promised)
         for attacker in ("others", "population"):
             for name in ("all", "most exposed 1 %", "class 1"):
@@ -87,32 +95,34 @@ def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
 
 def test_half_the_noise_that_was_promised_is_noticed():
     parts, _ = a_cohort()
-    noise = iter(np.random.default_rng(0).normal(size=(_DRAWS, parts.shape[1])))
-    assert "most exposed 1 %" in tail_of(parts, 2.0, {}, lambda: next(noise))["beyond"]
+    noise = iter(np.random.default_rng(0).normal(size=(_NOISE_DRAWS, parts.shape[1])))
+    assert "most exposed 1 %" in measure_exposure(parts, 2.0, {}, lambda: next(noise))["beyond"]
 
 
 def test_redraws_agree_with_the_closed_form():
     parts, _ = a_cohort()
-    noise = np.random.default_rng(0).normal(size=(_DRAWS, parts.shape[1]))
-    shares = _found_in(parts, noise, 1.0, 0.01)
-    exact = found(distances(parts, 1.0), 0.01)
-    off = np.abs(shares - exact) / np.sqrt(exact * (1 - exact) / (_DRAWS // 2))
+    noise = np.random.default_rng(0).normal(size=(_NOISE_DRAWS, parts.shape[1]))
+    shares = _empirical_tpr(parts, noise, 1.0, 0.01)
+    exact = best_test_tpr(compute_mu(parts, 1.0), 0.01)
+    off = np.abs(shares - exact) / np.sqrt(exact * (1 - exact) / (_NOISE_DRAWS // 2))
     assert off.max() < 6 and np.corrcoef(shares, exact)[0, 1] > 0.5
 
 
 def a_letter(n=60, sigma=2.0, *, rows=True, seed=0):
     """(head, what it released, exact sums) of a hospital of n units of both classes."""
     rng, each = np.random.default_rng(seed), 1 if rows else 3
-    head = SharedHead(2, D, directions=16, patients=not rows)
+    head = SharedHead(2, D, projection=16, patients=not rows)
     x = torch.from_numpy(rng.normal(size=(n * each, D)).astype(np.float32))
     y, who = torch.from_numpy(rng.integers(0, 2, n * each)), torch.arange(n * each) // each
-    exact = NoisySums(sigma, 1.0, n, "row" if rows else "patient").clipped(head, head.embedded(x), y, who)
+    exact = NoisyStatistics(sigma, 1.0, n, "row" if rows else "patient").clip_statistics(
+        head, head.embed_rows(x), y, who
+    )
     return head, released(head, exact, sigma, torch.Generator().manual_seed(seed)), exact
 
 
 def released(head, exact, sigma, chance):
     noisy = exact + sigma * torch.randn(len(exact), dtype=torch.float64, generator=chance)
-    head.hold(exact, *head.weighed(noisy, sigma**2) if sigma else (exact, 0.0))
+    head.set_noisy_statistics(exact, *head.weight_by_precision(noisy, sigma**2) if sigma else (exact, 0.0))
     return head.sums.detach().clone()
 
 
@@ -121,29 +131,33 @@ def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
     head, _, exact = a_letter(n, sigma, rows=rows)
     chance = torch.Generator().manual_seed(1)
     letters = [released(head, exact, sigma, chance) for _ in range(500)]
-    refused = sum(bool(impossible(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
+    refused = sum(bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
     least = binom.ppf(1e-4, 500, 0.008) if rows else 0
     assert least <= refused <= binom.ppf(1 - 1e-4, 500, 0.01)
-    assert not any(impossible(head, one, n, sigma, rows=rows) for one in letters[:100])
+    assert not any(explain_invalid_statistics(head, one, n, sigma, rows=rows) for one in letters[:100])
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
 def test_forged_letters_are_refused(sigma):
     head, letter, _ = a_letter(sigma=sigma)
-    assert impossible(head, letter, 60, sigma) == ""
+    assert explain_invalid_statistics(head, letter, 60, sigma) == ""
     flipped = torch.cat([letter[:-2].view(2, -1).flip(0).flatten(), letter[-2:].flip(0)])
-    assert impossible(head, flipped, 60, sigma) == ""  # labels may be wrong anywhere, and are bounded by n
+    assert (
+        explain_invalid_statistics(head, flipped, 60, sigma) == ""
+    )  # labels may be wrong anywhere, and are bounded by n
     forged = torch.cat([1000 * flipped[:-2], flipped[-2:]])
-    assert impossible(head, forged, 60, sigma)
+    assert explain_invalid_statistics(head, forged, 60, sigma)
     one = letter.clone()
     one[:16] *= 1000  # sums alone, where nobody knows n
-    assert "longer than its count" in impossible(head, one)
+    assert "longer than its count" in explain_invalid_statistics(head, one)
     more = letter.clone()
     more.view(-1)[[16, 33]] += 60.0
-    assert "announced" in impossible(head, more, 60, sigma) or "long" in impossible(head, more, 60, sigma)
+    assert "announced" in explain_invalid_statistics(head, more, 60, sigma) or "long" in explain_invalid_statistics(
+        head, more, 60, sigma
+    )
     louder = letter.clone()
     louder[-2:] = 4 * louder[-2:] + 1
-    assert "noise has a deviation" in impossible(head, louder, 60, sigma)
+    assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)
 
 
 def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
@@ -152,16 +166,16 @@ def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
     worst_case[0], worst_case[16] = 57.0, 17.0  # all rows of one class, in one direction
     worst_case[-2:] = 4.0
     for scale in (1.0, 1.3, 2.0, 1000.0):
-        if not impossible(head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0):
+        if not explain_invalid_statistics(head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0):
             assert scale * float(worst_case[:-2].norm()) < 60 + 2 * (norm.isf(1e-7) + np.sqrt(34)) * 1.5
-    assert not impossible(head, worst_case, 60, 2.0)
+    assert not explain_invalid_statistics(head, worst_case, 60, 2.0)
 
 
 def test_a_head_without_a_letter_is_that_of_the_others():
     heads = [a_letter(seed=k)[0] for k in range(3)]
     SharedHead.combine(heads)
-    left = without(heads[0], heads[2].released)
+    left = head_excluding_site(heads[0], heads[2].released)
     SharedHead.combine(heads[:2])
-    heads[0].forget()
-    for one, other in zip(left.head(), heads[0].head(), strict=True):
+    heads[0].clear_local_statistics()
+    for one, other in zip(left.solve_head(), heads[0].solve_head(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

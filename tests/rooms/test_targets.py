@@ -3,9 +3,9 @@
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.site.targets import _by_name, _truth, column_by_patient
+from wsi_fl.stages.site.targets import _parse_truth, _read_by_name, read_patient_column
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Target
+from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.study.site import SiteFile
 
 
@@ -14,9 +14,9 @@ def said_by(tmp_path, table, *, patient=None, event="dead", time="days"):
     (tmp_path / "table.csv").write_text(table)
     columns = {} if patient is None else {"patient": patient}
     site = SiteFile.model_validate({"name": "A", "slides": ["x"], "columns": columns})
-    target = Target(time=time, event=event, intervals=[10, 20])
-    found = _by_name(
-        tmp_path / "table.csv", site, [time, event], lambda row, where: _truth(row, target, where)
+    target = TargetSettings(time=time, event=event, intervals=[10, 20])
+    found = _read_by_name(
+        tmp_path / "table.csv", site, [time, event], lambda row, where: _parse_truth(row, target, where)
     )
     return {name: value for (_, name), value in found.items()}
 
@@ -58,11 +58,9 @@ def test_patients_that_a_spreadsheet_made_one_are_not_counted_as_one(tmp_path, h
     site = SiteFile.model_validate(
         {"name": "A", "slides": ["x"], "clinical": "table.csv", "columns": {"patient": heading}}
     )
-    refused(lambda: column_by_patient(Study(tmp_path), site, "dead"), "table.csv line 2", name)
+    refused(lambda: read_patient_column(Study(tmp_path), site, "dead"), "table.csv line 2", name)
 
 
 @pytest.mark.parametrize("days", ["1_0", "7_", "0_0.5"])
 def test_times_are_numbers_as_people_write_them(tmp_path, days):
-    refused(
-        lambda: said_by(tmp_path, f"patient,days,dead\np0,{days},1\n"), "line 2", f"'{days}' is no number"
-    )
+    refused(lambda: said_by(tmp_path, f"patient,days,dead\np0,{days},1\n"), "line 2", f"'{days}' is no number")

@@ -10,17 +10,12 @@ from building import halves, refused
 from PIL import Image
 
 from wsi_fl.slides.reading.formats import source
-from wsi_fl.slides.reading.formats.tiff import pages_of
+from wsi_fl.slides.reading.formats.tiff import list_pages
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
 MPP = 0.5
-HOW = {
-    "tile": (64, 64),
-    "metadata": None,
-    "resolution": (1e4 / MPP, 1e4 / MPP),
-    "resolutionunit": "CENTIMETER",
-}
+HOW = {"tile": (64, 64), "metadata": None, "resolution": (1e4 / MPP, 1e4 / MPP), "resolutionunit": "CENTIMETER"}
 PICTURE = np.random.default_rng(0).integers(0, 256, (25, 33, 3), np.uint8).repeat(8, 0).repeat(8, 1)
 """uint8[200, 264, 3]"""
 GREY = PICTURE[..., 0]
@@ -54,21 +49,13 @@ NO_COLOURS = {
     "half": (GREY.astype(np.float16), {"photometric": "minisblack"}, "floating point"),
     "bilevel": (GREY > 99, {"photometric": "minisblack"}, "black and white alone"),
     "a fourth channel": (np.concatenate([PICTURE, ONE], 2), extra("unspecified"), "RGB of 4 channels"),
-    "two more channels": (
-        np.concatenate([PICTURE, ONE, ONE], 2),
-        extra("unassalpha", "unspecified"),
-        "of 5 channels",
-    ),
+    "two more channels": (np.concatenate([PICTURE, ONE, ONE], 2), extra("unassalpha", "unspecified"), "of 5 channels"),
     "grey and more": (
         PICTURE,
         {"photometric": "minisblack"} | extra("unspecified", "unspecified"),
         "grey of 3 channels",
     ),
-    "grey, transparent": (
-        PICTURE[..., :2],
-        {"photometric": "minisblack"} | extra("unassalpha"),
-        "grey of 2 channels",
-    ),
+    "grey, transparent": (PICTURE[..., :2], {"photometric": "minisblack"} | extra("unassalpha"), "grey of 2 channels"),
     "planes of grey": (
         np.ascontiguousarray(np.moveaxis(PICTURE, 2, 0)),
         {"photometric": "minisblack", "planarconfig": "separate"},
@@ -83,15 +70,11 @@ def test_tiles_that_are_no_colours_of_8_bits_are_refused_by_what_they_are(tmp_pa
     pixels, how, words = NO_COLOURS[what]
     path = write(tmp_path / "a.tif", pixels, **how)
     for reader in ("auto", "openslide"):
-        refused(
-            partial(Slide, path, MPP, reader), "a.tif", "a slide has 8-bit colours", words, "save it as red"
-        )
+        refused(partial(Slide, path, MPP, reader), "a.tif", "a slide has 8-bit colours", words, "save it as red")
 
 
 def test_a_scanners_tiff_of_16_bits_is_refused_too(tmp_path):
-    path = write(
-        tmp_path / "a.svs", PICTURE.astype(np.uint16) << 4, description="Aperio Image\r\n264x200|MPP = 0.5"
-    )
+    path = write(tmp_path / "a.svs", PICTURE.astype(np.uint16) << 4, description="Aperio Image\r\n264x200|MPP = 0.5")
     refused(partial(Slide, path), "a.svs", "16-bit RGB")
 
 
@@ -156,8 +139,7 @@ CODECS = {
 def write_codec(path, codec, pixels=PICTURE, **more):
     lossless = {"compressionargs": {"lossless": True}} if codec in {"webp", "jpegxl"} else {}
     pages = [
-        (level, {"compression": codec, "subfiletype": int(k > 0)} | lossless)
-        for k, level in enumerate(halves(pixels))
+        (level, {"compression": codec, "subfiletype": int(k > 0)} | lossless) for k, level in enumerate(halves(pixels))
     ]
     return write_pages(path, *[(level, how | more) for level, how in pages])
 
@@ -286,6 +268,6 @@ def test_a_damaged_list_of_directories_is_told(tmp_path):
     with tifffile.TiffFile(path) as tif:
         pages = list(tif.pages)
         listed = SimpleNamespace(filename="a.tif", pages=pages)
-        assert [page.offset for page in pages_of(listed)] == [page.offset for page in pages]
+        assert [page.offset for page in list_pages(listed)] == [page.offset for page in pages]
         listed.pages = iter([*pages, pages[0], "never looked at"])
-        refused(lambda: pages_of(listed), "a.tif: its list of directories is damaged", error=WsiFlError)
+        refused(lambda: list_pages(listed), "a.tif: its list of directories is damaged", error=WsiFlError)

@@ -12,18 +12,18 @@ from wsi_fl.federation import topology as graphs
 from wsi_fl.federation.message import GRAPH_HOPS
 from wsi_fl.federation.topology import (
     exponential,
-    named,
-    over,
+    find_topology,
+    list_hops,
+    list_receivers,
+    list_senders,
     parse_graph,
     random_permutation,
-    receivers,
-    senders,
 )
 
 n_sites = st.integers(2, 64)
 rounds = st.integers(0, 40)
 self_weights = st.sampled_from([0.0, 0.25, 0.5])
-topologies = st.builds(named, st.sampled_from(list(graphs.TOPOLOGIES)), st.integers(0, 2**32))
+topologies = st.builds(find_topology, st.sampled_from(list(graphs.TOPOLOGIES)), st.integers(0, 2**32))
 
 
 def names_of(n):
@@ -53,7 +53,7 @@ def documents(draw, n):
 def test_every_column_sums_to_one_and_one_site_alone_sends_nothing(topology, n, round_, self_weight):
     for matrix in topology(n, round_, self_weight):
         assert_column_stochastic(matrix, n)
-    assert topology(1, round_, 0.5) == named("none")(4, round_, 0.0) == []
+    assert topology(1, round_, 0.5) == find_topology("none")(4, round_, 0.0) == []
 
 
 permutations = st.one_of(st.just(exponential), st.builds(random_permutation, st.integers(0, 2**32)))
@@ -66,14 +66,14 @@ def test_every_site_sends_one_message_and_gets_one(topology, n, round_, self_wei
     assert np.allclose(matrix.diagonal(), self_weight)
     assert self_weight or set(np.unique(matrix)) == {0.0, 1.0}  # then models only travel
     for site in range(n):
-        (to,) = receivers(matrix, site)
-        assert to != site and senders(matrix, to) == [site]
+        (to,) = list_receivers(matrix, site)
+        assert to != site and list_senders(matrix, to) == [site]
 
 
 @given(n_sites, st.integers(0, 9))
 def test_peers_are_powers_of_two_away_in_turn(n, start):
     """ProxyFL, section 4: 2^0, 2^1, …, 2^⌊log2(n − 1)⌋ steps away, periodically."""
-    strides = [(receivers(exponential(n, start + t)[0], 0)[0]) % n for t in range(2 * len(bin(n - 1)))]
+    strides = [(list_receivers(exponential(n, start + t)[0], 0)[0]) % n for t in range(2 * len(bin(n - 1)))]
     powers = [2**k for k in range(len(bin(n - 1)) - 2)]
     assert max(powers) <= n - 1 < 2 * max(powers)
     assert strides == [powers[(start + t) % len(powers)] % n for t in range(len(strides))]
@@ -83,16 +83,12 @@ def test_peers_are_powers_of_two_away_in_turn(n, start):
 @given(st.integers(2, 12), st.integers(0, 2**32), st.integers(0, 100))
 def test_random_peers_meet_everybody_sooner_or_later(n, seed, start):
     drawn = random_permutation(seed)
-    met = {receivers(drawn(n, start + t, 0.0)[0], 0)[0] for t in range(40 * n)}
+    met = {list_receivers(drawn(n, start + t, 0.0)[0], 0)[0] for t in range(40 * n)}
     assert met == set(range(1, n))
 
 
 def test_random_peers_differ_between_rounds_and_seeds_and_are_the_same_on_every_machine():
-    drawn = {
-        tuple(random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist())
-        for seed in range(3)
-        for t in range(20)
-    }
+    drawn = {tuple(random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist()) for seed in range(3) for t in range(20)}
     assert len(drawn) == 60
     assert random_permutation(7)(6, 2, 0.0)[0].argmax(axis=0).tolist() == [2, 0, 5, 4, 1, 3]
 
@@ -109,7 +105,7 @@ def test_among_those_present_it_is_the_smaller_graph_and_the_absent_keep_what_th
 ):
     n, present = who
     places, absent = sorted(present), sorted(set(range(n)) - present)
-    hops = over(topology, n, list(present)[::-1], round_, self_weight)
+    hops = list_hops(topology, n, list(present)[::-1], round_, self_weight)
     smaller = topology(len(places), round_, self_weight) if places else []
     assert len(hops) == len(smaller)
     for hop, small in zip(hops, smaller, strict=True):
@@ -120,10 +116,10 @@ def test_among_those_present_it_is_the_smaller_graph_and_the_absent_keep_what_th
 
 
 def test_the_hub_of_a_star_is_the_first_site_present_and_a_ring_goes_round_those():
-    gather, broadcast = over(graphs.star, 5, [4, 2, 3], 0)
-    assert [senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
-    assert receivers(broadcast, 2) == [3, 4]
-    assert [receivers(over(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
+    gather, broadcast = list_hops(graphs.star, 5, [4, 2, 3], 0)
+    assert [list_senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
+    assert list_receivers(broadcast, 2) == [3, 4]
+    assert [list_receivers(list_hops(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
 
 
 @st.composite
@@ -137,7 +133,7 @@ def coming_and_going(draw):
 def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
     """`present` may or may not list the leaving ones still."""
     n, leaving, present = who
-    matrix = graphs.handover(n, leaving, present + leaving if listed else present)
+    matrix = graphs.build_handover(n, leaving, present + leaving if listed else present)
     assert_column_stochastic(matrix, n)
     for site in range(n):
         heir = site
@@ -149,7 +145,7 @@ def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
 @given(coming_and_going(), st.booleans())
 def test_who_returns_shares_evenly_with_the_site_before_it_and_others_of_its_guests(who, listed):
     n, returning, present = who
-    matrix = graphs.welcome(n, returning, present + returning if listed else present)
+    matrix = graphs.build_welcome(n, returning, present + returning if listed else present)
     assert_column_stochastic(matrix, n)
     host = {}
     for site in returning if present else []:
@@ -171,7 +167,7 @@ def test_a_file_gives_each_edge_its_weight_or_an_equal_part_of_what_is_not_kept(
     edges = document["rounds"][round_ % len(document["rounds"])]
     for k, site in enumerate(names_of(n)):
         mine = [edge for edge in edges if edge[0] == site]
-        assert receivers(matrix, k) == sorted(int(edge[1][1:]) - 1 for edge in mine)
+        assert list_receivers(matrix, k) == sorted(int(edge[1][1:]) - 1 for edge in mine)
         for edge in mine:
             wanted = edge[2] if len(edge) == 3 else (1 - self_weight) / len(mine)
             assert matrix[int(edge[1][1:]) - 1, k] == pytest.approx(wanted)
@@ -194,7 +190,7 @@ def test_whoever_is_absent_from_a_file_no_weight_runs_dry(case, self_weight):
     graph = parse_graph(document, names_of(n))
     weight = np.ones(n)
     for round_ in range(80):
-        for hop in over(graph, n, sorted(present), round_, self_weight or 0.5):
+        for hop in list_hops(graph, n, sorted(present), round_, self_weight or 0.5):
             assert_column_stochastic(hop, n)
             absent = sorted(set(range(n)) - present)
             assert np.array_equal(hop[absent], np.eye(n)[absent])
@@ -220,8 +216,8 @@ BOTH_WAYS = [["S1", "S2", 0.2], ["S1", "S3", 0.4], ["S2", "S1"], ["S2", "S3"], [
 )
 def test_what_was_meant_for_the_absent_goes_to_the_other_receivers(edges, present, self_weight, wanted):
     graph = parse_graph({"rounds": [edges]}, names_of(3))
-    np.testing.assert_allclose(over(graph, 3, present, 0, self_weight), wanted)
-    assert over(graph, 3, [0, 1, 2], 0, 0.25)[0].tolist() == graph(3, 0, 0.25)[0].tolist()
+    np.testing.assert_allclose(list_hops(graph, 3, present, 0, self_weight), wanted)
+    assert list_hops(graph, 3, [0, 1, 2], 0, 0.25)[0].tolist() == graph(3, 0, 0.25)[0].tolist()
 
 
 TWO = [["S1", "S2"], ["S2", "S1"]]
@@ -259,40 +255,40 @@ TWO = [["S1", "S2"], ["S2", "S1"]]
 def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, document, words):
     path = tmp_path / "graph.json"
     path.write_text(document if isinstance(document, str) else json.dumps(document))
-    refused(lambda: graphs.from_file(path, names_of(3)), "graph.json", *words)
+    refused(lambda: graphs.read_graph(path, names_of(3)), "graph.json", *words)
 
 
 def test_whether_weights_run_dry_depends_on_the_self_weight_and_on_all_rounds_together():
     merge = graphs.Graph(("A", "B"), ((graphs.Edge(0, 1),),), "g.json")
-    refused(lambda: merge.check(0.0), "g.json: round 1", "A sends all")
-    refused(lambda: merge.check(0.5), "A sends gets to B")
+    refused(lambda: merge.check_weights(0.0), "g.json: round 1", "A sends all")
+    refused(lambda: merge.check_weights(0.5), "A sends gets to B")
     there_and_back = graphs.Graph(("A", "B"), ((graphs.Edge(0, 1),), (graphs.Edge(1, 0),)))
-    there_and_back.check(0.5)
-    refused(lambda: there_and_back.check(0.0), "round 1", "A sends all")
+    there_and_back.check_weights(0.5)
+    refused(lambda: there_and_back.check_weights(0.0), "round 1", "A sends all")
     graphs.Graph(
         tuple("ABCD"), ((graphs.Edge(0, 1), graphs.Edge(1, 0), graphs.Edge(2, 3), graphs.Edge(3, 2)),)
-    ).check(0.0)
+    ).check_weights(0.0)
 
 
 def test_the_order_of_rounds_can_drain_a_site_though_every_edge_has_a_way_back():
     """Without self-weight what A and B have is never where the edges to C begin."""
     drain = [["B", "C"], ["C", "B"]], [["A", "B"], ["B", "A"], ["B", "C"], ["C", "A"]]
     graph = parse_graph({"rounds": list(drain)}, ["A", "B", "C"])
-    refused(lambda: graph.check(0.0), "what C sends gets to A")
-    graph.check(0.25)
+    refused(lambda: graph.check_weights(0.0), "what C sends gets to A")
+    graph.check_weights(0.25)
 
 
 def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
     def hops(number):
         return lambda n_sites, round_, self_weight=0.0: graphs.ring(n_sites, round_) * number
 
-    assert len(over(hops(GRAPH_HOPS), 4, range(4), 2)) == GRAPH_HOPS
-    words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops, and a round has room for {GRAPH_HOPS}"
-    refused(lambda: over(hops(GRAPH_HOPS + 1), 4, range(4), 2), words)
-    refused(lambda: over(hops(2), 4, range(4), 2, room=1), "has 2 hops, and a round has room for 1")
+    assert len(list_hops(hops(GRAPH_HOPS), 4, range(4), 2)) == GRAPH_HOPS
+    words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops; at most {GRAPH_HOPS}"
+    refused(lambda: list_hops(hops(GRAPH_HOPS + 1), 4, range(4), 2), words)
+    refused(lambda: list_hops(hops(2), 4, range(4), 2, max_hops=1), "has 2 hops; at most 1")
 
 
 def test_who_listens_sends_nothing_in_a_graph_of_names_either():
     graph = parse_graph({"rounds": [[["L", "A"], ["A", "B"], ["B", "L"], ["B", "A"]]]}, ["L", "A", "B"], "g")
-    (matrix,) = over(graph, 3, [1, 2], 0, 0.5, listening=[0])
-    assert receivers(matrix, 0) == [] and receivers(matrix, 1) == [2] and receivers(matrix, 2) == [0, 1]
+    (matrix,) = list_hops(graph, 3, [1, 2], 0, 0.5, listening=[0])
+    assert list_receivers(matrix, 0) == [] and list_receivers(matrix, 1) == [2] and list_receivers(matrix, 2) == [0, 1]

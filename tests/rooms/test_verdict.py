@@ -8,8 +8,15 @@ import torch
 from scipy import stats
 from sksurv.metrics import concordance_index_censored
 
-from wsi_fl.learning.tasks import CLASSES, Number, Survival
-from wsi_fl.learning.verdict import Estimate, estimate, of_repetitions, paired, ratio, verdict
+from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
+from wsi_fl.learning.verdict import (
+    Estimate,
+    compare_pairs,
+    decide_verdict,
+    estimate_from_repetitions,
+    estimate_mean,
+    estimate_ratio,
+)
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.report.worth import verdict_words
 
@@ -18,7 +25,7 @@ def of(values, names=None, noise=None, weights=1.0):
     """The estimate of values, of a patient each."""
     values = np.atleast_2d(values)
     names = np.arange(values.shape[1]) if names is None else names
-    return estimate(values, np.full_like(values, weights), names.astype(str), noise)
+    return estimate_mean(values, np.full_like(values, weights), names.astype(str), noise)
 
 
 def test_with_an_example_each_it_is_the_interval_of_student_but_for_those_who_matter_little():
@@ -38,7 +45,7 @@ def test_patients_vary_together_and_one_alone_has_no_interval():
 
 def test_where_one_patient_decides_nothing_is_shown():
     found = of(np.where(np.arange(100) == 0, 5.0, 0.0))
-    assert found.low < 0 and verdict(found, None) == "inconclusive"
+    assert found.low < 0 and decide_verdict(found, None) == "inconclusive"
 
 
 def test_seeds_and_noise_add_their_variance_and_noise_is_the_least_that_seeds_have():
@@ -56,7 +63,7 @@ def test_a_ratio_is_that_of_the_sums_and_its_interval_that_of_the_bootstrap():
     rng = np.random.default_rng(3)
     whole = 0.3 + rng.normal(size=(1, 500))
     part = 0.5 * whole + 0.2 * rng.normal(size=(1, 500))
-    found = ratio(part, whole, np.arange(500).astype(str))
+    found = estimate_ratio(part, whole, np.arange(500).astype(str))
     drawn = rng.integers(500, size=(4000, 500))
     again = part[0][drawn].sum(1) / whole[0][drawn].sum(1)
     assert found.mean == pytest.approx(part.sum() / whole.sum())
@@ -65,29 +72,27 @@ def test_a_ratio_is_that_of_the_sums_and_its_interval_that_of_the_bootstrap():
 
 def test_repetitions_have_the_interval_of_student():
     values = np.array([0.02, 0.05, 0.03, 0.01])
-    found = of_repetitions(values.mean(), values.std(ddof=1), 4)
-    assert (found.low, found.high) == pytest.approx(
-        stats.t.interval(0.95, 3, values.mean(), stats.sem(values))
-    )
-    assert of_repetitions(0.1, None, 1) == Estimate(0.1, None, None)
+    found = estimate_from_repetitions(values.mean(), values.std(ddof=1), 4)
+    assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
+    assert estimate_from_repetitions(0.1, None, 1) == Estimate(0.1, None, None)
 
 
 def test_what_each_example_adds_has_the_score_as_its_mean():
     rng = np.random.default_rng(4)
     said, truth = rng.dirichlet([1, 1], 40), rng.integers(2, size=40)
-    assert CLASSES.each(said, truth).mean() == CLASSES.scored(said, truth)["accuracy"]
-    numbers, task = rng.normal(5, 2, 60), Number(0, 10)
+    assert CLASSES.example_scores(said, truth).mean() == CLASSES.compute_scores(said, truth)["accuracy"]
+    numbers, task = rng.normal(5, 2, 60), NumberTask(0, 10)
     guess = (numbers + rng.normal(size=60))[:, None]
-    assert task.each(guess, numbers).mean() == pytest.approx(task.scored(guess, numbers)["r2"])
-    assert task.each(guess[:1], numbers[:1]) is None
+    assert task.example_scores(guess, numbers).mean() == pytest.approx(task.compute_scores(guess, numbers)["r2"])
+    assert task.example_scores(guess[:1], numbers[:1]) is None
     times = np.stack([rng.exponential(10, 300), rng.random(300) < 0.7], axis=1)
     curves = np.clip(0.3 + times[:, :1] / 40 + 0.2 * rng.random((300, 3)), 0, 1)
-    curves, task = np.minimum.accumulate(curves, axis=1), Survival((5.0, 10.0, 20.0))
-    each, risk = task.each(curves, times), -(curves @ np.array([5.0, 5.0, 10.0]))
+    curves, task = np.minimum.accumulate(curves, axis=1), SurvivalTask((5.0, 10.0, 20.0))
+    each, risk = task.example_scores(curves, times), -(curves @ np.array([5.0, 5.0, 10.0]))
     known = concordance_index_censored(times[:, 1] > 0.5, times[:, 0], risk)[0]
     assert each.mean() == pytest.approx(known, abs=1e-6)
     draws = rng.integers(300, size=(300, 300))
-    again = [task.scored(curves[rows], times[rows])["concordance"] for rows in draws]
+    again = [task.compute_scores(curves[rows], times[rows])["concordance"] for rows in draws]
     assert each.std(ddof=1) / 300**0.5 == pytest.approx(np.std(again), rel=0.15)
 
 
@@ -98,19 +103,19 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
     y = torch.arange(400) % 2
     z = torch.from_numpy(rng.normal(size=(400, d))) / 8
     z[:, 0] += (2 * y - 1) * 0.15
-    heads = [SharedHead(2, 32, directions=d) for _ in range(sites)]
+    heads = [SharedHead(2, 32, projection=d) for _ in range(sites)]
 
     def exchanged(noise):
         for k, head in enumerate(heads):
             own = slice(k, None, sites)
-            head.know(z[own], y[own])
-            exact = head.packed(z[own], y[own])
-            head.hold(exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2)
+            head.set_local_statistics(z[own], y[own])
+            exact = head.pack_statistics(z[own], y[own])
+            head.set_noisy_statistics(exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2)
         SharedHead.combine(heads)
         return heads[0]
 
     def says(head):
-        weights, bias = head.head()
+        weights, bias = head.solve_head()
         return (z @ weights + bias).diff(dim=1)[:, 0]
 
     def scatter(said):
@@ -118,15 +123,15 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
 
     fresh = scatter([says(exchanged(sd)) for _ in range(100)])
     around = [
-        scatter([says(exchanged(sd).redrawn(rng))] + [says(heads[0].redrawn(rng)) for _ in range(25)])
+        scatter([says(exchanged(sd).redraw_noise(rng))] + [says(heads[0].redraw_noise(rng)) for _ in range(25)])
         for _ in range(4)
     ]
     assert np.mean(around) == pytest.approx(fresh, rel=0.2)
-    head, again = heads[0], heads[0].redrawn(rng)
+    head, again = heads[0], heads[0].redraw_noise(rng)
     assert head.is_noisy and torch.equal(again.sums[-2:], head.sums[-2:])
-    assert not torch.equal(again.sums, head.sums) and torch.equal(again.own, head.own)
+    assert not torch.equal(again.sums, head.sums) and torch.equal(again.local_sums, head.local_sums)
     exact = exchanged(0.0)
-    assert not exact.is_noisy and torch.equal(exact.redrawn(rng).sums, exact.sums)
+    assert not exact.is_noisy and torch.equal(exact.redraw_noise(rng).sums, exact.sums)
 
 
 def test_how_many_are_of_a_class_is_no_chance_where_all_classes_count_alike():
@@ -136,7 +141,7 @@ def test_how_many_are_of_a_class_is_no_chance_where_all_classes_count_alike():
     found = of(values, weights=weights)
     known = np.sqrt((right * (1 - right) / n).sum()) / 2
     assert found.mean == pytest.approx(0.675) and found.patients == pytest.approx(known, rel=0.02)
-    drawn_too = ratio((values * weights)[None], weights[None], np.arange(1000).astype(str))
+    drawn_too = estimate_ratio((values * weights)[None], weights[None], np.arange(1000).astype(str))
     assert drawn_too.patients > 1.1 * known
 
 
@@ -149,8 +154,8 @@ def test_three_of_three_right_prove_little():
 
 def test_no_share_of_right_answers_is_said_to_be_above_all_of_them():
     found = of(np.ones(6), noise=np.array([0.3]))
-    assert found.high > 1 and found.between(0.0, 1.0) == replace(found, high=1.0)
-    assert Estimate(0.5, None, None).between(0.0, 1.0) == Estimate(0.5, None, None)
+    assert found.high > 1 and found.clip_interval(0.0, 1.0) == replace(found, high=1.0)
+    assert Estimate(0.5, None, None).clip_interval(0.0, 1.0) == Estimate(0.5, None, None)
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])
@@ -158,38 +163,38 @@ def test_no_share_of_right_answers_is_said_to_be_above_all_of_them():
 def test_patients_who_all_say_the_same_leave_others_open(n, value):
     """By Clopper and Pearson's interval of none of n that is otherwise."""
     others = stats.binomtest(0, n).proportion_ci(method="exact").high
-    found = of(np.full(n, value)).between(-1.0, 1.0)
+    found = of(np.full(n, value)).clip_interval(-1.0, 1.0)
     assert found.low == pytest.approx(value - others * (value + 1))
     assert found.high == pytest.approx(value + others * (1 - value)) and found.mean == value
-    assert verdict(found, None) == (
+    assert decide_verdict(found, None) == (
         {1.0: "join", -1.0: "local"}.get(value, "inconclusive") if n > 5 else "inconclusive"
     )
-    share = of(np.ones(n)).between(0.0, 1.0)
+    share = of(np.ones(n)).clip_interval(0.0, 1.0)
     assert (share.low, share.high) == pytest.approx(stats.binomtest(n, n).proportion_ci(method="exact"))
 
 
 def test_nothing_to_gain_takes_more_than_a_few_patients_without_a_difference():
-    same = {"gain": of(np.zeros(20)).between(-1.0, 1.0).document(), "verdict": "inconclusive"}
-    assert verdict_words(same, "C1") == "it gives the same answers alone, to 20 test patients"
+    same = {"gain": of(np.zeros(20)).clip_interval(-1.0, 1.0).build_document(), "verdict": "inconclusive"}
+    assert verdict_words(same, "C1") == "its local model makes the same predictions, on 20 test patients"
     gain = of(np.array([0.1, -0.1] * 30))
-    few, many = (of(np.zeros(n)).between(-1.0, 1.0) for n in (20, 200))
-    assert (verdict(gain, few), verdict(gain, many)) == ("inconclusive", "nothing to gain")
+    few, many = (of(np.zeros(n)).clip_interval(-1.0, 1.0) for n in (20, 200))
+    assert (decide_verdict(gain, few), decide_verdict(gain, many)) == ("inconclusive", "nothing to gain")
 
 
 @pytest.mark.parametrize("n", [2, 8, 40])
 def test_pairs_that_all_differ_alike_differ(n):
-    found = paired([1.0] * n, [0.0] * n)
+    found = compare_pairs([1.0] * n, [0.0] * n)
     assert found["p"] == pytest.approx(stats.binomtest(n, n).pvalue) and found["difference"] == 1
-    assert paired([0.3] * n, [0.3] * n)["p"] is None
-    assert paired([0.1 + 0.2] * n, [0.3] * n)["p"] is None  # alike but for rounding
+    assert compare_pairs([0.3] * n, [0.3] * n)["p"] is None
+    assert compare_pairs([0.1 + 0.2] * n, [0.3] * n)["p"] is None  # alike but for rounding
 
 
 def test_no_p_is_nothing_and_others_are_those_of_scipy():
-    assert 0 < paired([1.0] * 4000, [0.0] * 3999 + [1.0])["p"] < 1e-300
-    assert 0 < paired([1.0] * 5000, [0.0] * 5000)["p"] < 1e-300
+    assert 0 < compare_pairs([1.0] * 4000, [0.0] * 3999 + [1.0])["p"] < 1e-300
+    assert 0 < compare_pairs([1.0] * 5000, [0.0] * 5000)["p"] < 1e-300
     a, b = np.random.default_rng(0).normal(size=(2, 30))
-    assert paired([*a], [*b])["p"] == stats.ttest_rel(a, b).pvalue
+    assert compare_pairs([*a], [*b])["p"] == stats.ttest_rel(a, b).pvalue
 
 
 def test_repetitions_without_chance_tell_nothing():
-    assert of_repetitions(0.1, 0.0, 3) == Estimate(0.1, None, None)
+    assert estimate_from_repetitions(0.1, 0.0, 3) == Estimate(0.1, None, None)

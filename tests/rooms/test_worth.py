@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.learning.verdict import Estimate, verdict
-from wsi_fl.report.worth import _MEANS as words_of_verdicts
+from wsi_fl.learning.verdict import Estimate, decide_verdict
+from wsi_fl.report.worth import _VERDICT_WORDS as words_of_verdicts
 from wsi_fl.stores.bags import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 
@@ -69,7 +69,7 @@ def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
     pool = worth.Pool(x.astype(np.float32), label, meta)
     parts, test = worth.drawn(worth.Setting("s", 2, 20), label, 0)
     study = worth.study_of(pool, parts, test, tmp_path / "drawn", "row")
-    with BagStore(study.features("S01")) as store:
+    with BagStore(study.features_path("S01")) as store:
         np.testing.assert_array_equal(store.read(np.arange(100)), pool.x[np.concatenate([parts[0], test])])
     lone = next(variant for variant in worth.VARIANTS if variant.name == "lone")
     found = worth.measured(study, lone, 0)
@@ -80,8 +80,7 @@ def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
 def test_gains_are_paired_by_seed_and_test_row(worth):
     def rows(*right):
         return {
-            seed: {"right": one, "sites": [0.1, 0.2], "asked": [3 + seed, 5, 9, 20]}
-            for seed, one in enumerate(right)
+            seed: {"right": one, "sites": [0.1, 0.2], "asked": [3 + seed, 5, 9, 20]} for seed, one in enumerate(right)
         }
 
     lone, pooled = rows([1, 0, 0, 1], [1, 1, 0, 0]), rows([2, 2, 2, 2], [2, 2, 2, 2])
@@ -100,12 +99,12 @@ def around(mean, half):
 
 
 def test_a_verdict_is_only_what_the_intervals_show():
-    assert verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
-    assert verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
-    assert verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"
-    assert verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
-    assert verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"  # nobody knows what there is
-    assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"  # sure, and next to nothing
-    assert verdict(Estimate(0.3, None, None), None) == "inconclusive"  # a single patient
-    assert verdict(None, None) == "inconclusive"
+    assert decide_verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
+    assert decide_verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
+    assert decide_verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"
+    assert decide_verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
+    assert decide_verdict(around(0.03, 0.08), around(0.002, 0.15)) == "inconclusive"  # nobody knows what there is
+    assert decide_verdict(around(0.004, 0.001), around(0.1, 0.1)) == "inconclusive"  # sure, and next to nothing
+    assert decide_verdict(Estimate(0.3, None, None), None) == "inconclusive"  # a single patient
+    assert decide_verdict(None, None) == "inconclusive"
     assert {"join", "local", "nothing to gain", "inconclusive"} == set(words_of_verdicts)

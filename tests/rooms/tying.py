@@ -10,9 +10,9 @@ from building import Net
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.tasks import CLASSES, MutualLoss, Number, Survival
-from wsi_fl.models import build
-from wsi_fl.models.mil import deepset
+from wsi_fl.learning.tasks import CLASSES, MutualLoss, NumberTask, SurvivalTask
+from wsi_fl.models import create_model
+from wsi_fl.models.mil import build_deepset
 from wsi_fl.types import Bags, Images
 
 B, D = 8, 6
@@ -48,9 +48,7 @@ class Case:
 
 def head(run, **layers):
     """Two layers, and what is done between them."""
-    return Net(
-        lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers
-    )
+    return Net(lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers)
 
 
 def conv(*between):
@@ -397,12 +395,8 @@ WRONG = {
     "SyncBatchNorm": Case(lambda: conv(frozen(nn.SyncBatchNorm(3))), kind="images"),
     "lazy BatchNorm": Case(lambda: conv(nn.LazyBatchNorm2d(affine=False)), kind="images"),
     "a subclass of BatchNorm": Case(lambda: mlp(Sub(D, affine=False))),
-    "InstanceNorm with statistics": Case(
-        lambda: conv(nn.InstanceNorm2d(3, track_running_stats=True)), kind="images"
-    ),
-    "BatchNorm of a patient's rows": Case(
-        lambda: conv(frozen(nn.BatchNorm2d(3))), kind="images", unit="patient"
-    ),
+    "InstanceNorm with statistics": Case(lambda: conv(nn.InstanceNorm2d(3, track_running_stats=True)), kind="images"),
+    "BatchNorm of a patient's rows": Case(lambda: conv(frozen(nn.BatchNorm2d(3))), kind="images", unit="patient"),
     "functional batch_norm": Case(lambda: head(batch_norm)),
     "softmax over the batch": Case(lambda: mlp(nn.Softmax(0))),
     "LayerNorm over the batch": Case(lambda: mlp(nn.LayerNorm((B, D)))),
@@ -415,13 +409,11 @@ WRONG = {
     "neighbours in the batch": Case(lambda: head(lambda net, z: z + z.roll(1, 0))),
     "centred images": Case(
         lambda: Net(
-            lambda net, x: net.fc(net.conv(x - x.mean()).flatten(1)),
-            conv=nn.Conv2d(1, 3, 3),
-            fc=nn.Linear(48, 2),
+            lambda net, x: net.fc(net.conv(x - x.mean()).flatten(1)), conv=nn.Conv2d(1, 3, 3), fc=nn.Linear(48, 2)
         ),
         kind="images",
     ),
-    "centred bags": Case(lambda: deepset(2, D, hidden=8, pool=sparse_pool), kind="bags"),
+    "centred bags": Case(lambda: build_deepset(2, D, hidden=8, pool=sparse_pool), kind="bags"),
     "tied on some rows": Case(lambda: head(on_some_rows)),
     "tied in large batches": Case(lambda: head(in_large_batches)),
     "tied behind a gain of zero": Case(silent),
@@ -463,7 +455,7 @@ WRONG = {
     "standardised targets": Case(mlp, standardised),
     "the largest loss": Case(mlp, maximum),
     "losses of rows": Case(mlp, each),
-    "ranking": Case(lambda: deepset(2, D, hidden=8), rank, kind="bags"),
+    "ranking": Case(lambda: build_deepset(2, D, hidden=8), rank, kind="bags"),
 }
 
 
@@ -553,10 +545,10 @@ RIGHT = {
     "LayerNorm without bias": Case(lambda: mlp(nn.LayerNorm(D, bias=False))),
     "RMSNorm": Case(lambda: mlp(nn.RMSNorm(D))),
     "PReLU and dropout": Case(lambda: mlp(nn.PReLU(), nn.Dropout(0.5))),
-    "cnn1": Case(lambda: build("cnn1", n_classes=2, shape=Images(1, 16), seed=0), kind="large images"),
-    "abmil": Case(lambda: build("abmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
-    "transmil": Case(lambda: build("transmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
-    "deepset, patients": Case(lambda: deepset(2, D, hidden=8), kind="bags", unit="patient"),
+    "cnn1": Case(lambda: create_model("cnn1", n_classes=2, shape=Images(1, 16), seed=0), kind="large images"),
+    "abmil": Case(lambda: create_model("abmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
+    "transmil": Case(lambda: create_model("transmil", n_classes=2, shape=Bags(D), seed=0), kind="bags"),
+    "deepset, patients": Case(lambda: build_deepset(2, D, hidden=8), kind="bags", unit="patient"),
     "a layer twice": Case(twice),
     "half frozen": Case(half),
     "weights again outside": Case(Tied),
@@ -571,25 +563,20 @@ RIGHT = {
     "focal": Case(mlp, focal),
     "constant weights": Case(mlp, constant_weights),
     "smoothing": Case(mlp, lambda y: partial(functional.cross_entropy, target=y, label_smoothing=0.1)),
-    "probabilities": Case(
-        mlp, lambda y: lambda out: functional.cross_entropy(out, functional.one_hot(y, 2).float())
-    ),
+    "probabilities": Case(mlp, lambda y: lambda out: functional.cross_entropy(out, functional.one_hot(y, 2).float())),
     "mean squared error": Case(mlp, lambda y: lambda out: functional.mse_loss(out[:, 0], y.float())),
     "binary": Case(
         mlp,
         lambda y: (
-            lambda out: functional.binary_cross_entropy_with_logits(
-                out[:, 1], y.float(), pos_weight=torch.tensor(3.0)
-            )
+            lambda out: functional.binary_cross_entropy_with_logits(out[:, 1], y.float(), pos_weight=torch.tensor(3.0))
         ),
     ),
     "margins": Case(mlp, lambda y: lambda out: functional.multi_margin_loss(out, y)),
     "a module of a loss": Case(mlp, lambda y: lambda out: nn.CrossEntropyLoss()(out, y)),
     "distilled": Case(mlp, distilled),
     "classes of a study": Case(mlp, mutual(CLASSES, lambda y: y)),
-    "numbers of a study": Case(lambda: nn.Linear(D, 1), mutual(Number(0.0, 2.0), lambda y: y.float())),
+    "numbers of a study": Case(lambda: nn.Linear(D, 1), mutual(NumberTask(0.0, 2.0), lambda y: y.float())),
     "survival of a study": Case(
-        lambda: nn.Linear(D, 3),
-        mutual(Survival((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float()),
+        lambda: nn.Linear(D, 3), mutual(SurvivalTask((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float())
     ),
 }

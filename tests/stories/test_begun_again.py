@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import make_study, refused
 
-from wsi_fl.cli.prepare import pack
+from wsi_fl.cli.prepare import pack_file
 from wsi_fl.stages.prepare import partition as stage
 from wsi_fl.study.folder import Study
 
@@ -27,7 +27,7 @@ def contents(root):
 @pytest.fixture
 def partition(tmp_path):
     np.savez(tmp_path / "x.npz", **DATA)
-    return lambda study, n_sites=3: stage.partition(study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z")
+    return lambda study, n_sites=3: stage.partition_images(study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z")
 
 
 @pytest.fixture
@@ -89,12 +89,10 @@ def test_what_others_put_into_the_place_of_a_killed_partition_stays(killed, part
 
 def test_pack_that_was_killed_leaves_nothing_beside_the_file_once_it_is_called_again(tmp_path):
     study = make_study(tmp_path / "study", 1)
-    left, others, busy = (
-        tmp_path / f".{name}.partial.h5" for name in ("one.12345", "other.12345", "one.54321")
-    )
+    left, others, busy = (tmp_path / f".{name}.partial.h5" for name in ("one.12345", "other.12345", "one.54321"))
     for path in (left, others):
         path.write_bytes(b"half")
     with h5py.File(busy, "w"):  # of another pack, which is at work
-        pack(study.store("S0"), tmp_path / "one.h5")
+        pack_file(study.store_path("S0"), tmp_path / "one.h5")
         assert busy.exists()
     assert (tmp_path / "one.h5").exists() and not left.exists() and others.exists()

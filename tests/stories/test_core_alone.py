@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from wsi_fl.demo import phantom
-from wsi_fl.plugins import entries
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.plugins import load_entries
+from wsi_fl.stages.prepare.init import init_study
 
 WINGS = ("synthesis", "viewer", "hospitals")
 ALONE = f"""
@@ -54,8 +54,8 @@ def alone(folder: Path, study: Path, *commands):
 
 def test_slides_become_a_report_and_a_comparison_without_the_wings_and_as_on_macos(tmp_path):
     """What the wings add is missing in one line."""
-    archive = phantom.paint_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
-    init(tmp_path / "study", archive=archive)
+    archive = phantom.simulate_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
+    init_study(tmp_path / "study", archive=archive)
     settings = [word for one in SMALL for word in ("--set", one)]
     begin = ["train", "--backend", "local", *settings, "--method"]
     work = [
@@ -75,4 +75,4 @@ def test_slides_become_a_report_and_a_comparison_without_the_wings_and_as_on_mac
     assert len(list((tmp_path / "study" / "runs").glob("*/report/index.html"))) == 1
     assert all(f"No such command '{command[0]}'" in done.stderr for command in gone)
     assert "Traceback" not in done.stderr
-    assert {*entries("wsi_fl.commands")} >= {"synthesize", "view", "federation"}
+    assert {*load_entries("wsi_fl.commands")} >= {"synthesize", "view", "federation"}

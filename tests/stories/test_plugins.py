@@ -12,7 +12,7 @@ from conftest import make_study, refused
 
 from wsi_fl import plugins
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.hospitals.plans.signed import code_digest, packages
+from wsi_fl.hospitals.plans.signed import code_digest, package_versions
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.slides.reading.reader import Slide
@@ -41,13 +41,13 @@ def beside(tmp_path, monkeypatch):
     def install(**given):
         folder = installed(tmp_path / "site-packages", **given)
         monkeypatch.syspath_prepend(str(folder))
-        for known in (plugins._found, plugins._loaded):
+        for known in (plugins._find_points, plugins._load_point):
             known.cache_clear()
 
     yield install
     monkeypatch.undo()
     sys.modules.pop("neighbourly", None)
-    for known in (plugins._found, plugins._loaded):
+    for known in (plugins._find_points, plugins._load_point):
         known.cache_clear()
 
 
@@ -60,7 +60,7 @@ def test_its_command_is_one_of_ours_and_its_method_trains(beside, tmp_path, wsi_
     summary = json.loads(ran.stdout)
     assert [row["site"] for row in summary["sites"]] == ["S0", "S1"]
     assert summary["communication"]["messages"] == 2 * 2
-    assert METHODS[summary["method"]].does == "fedavg by another name"
+    assert METHODS[summary["method"]].summary == "fedavg by another name"
 
 
 def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_path):
@@ -78,7 +78,7 @@ def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_pat
 def test_a_plan_names_its_version(beside):
     before = code_digest()
     beside()
-    assert packages()["neighbourly"] == "1.2"
+    assert package_versions()["neighbourly"] == "1.2"
     assert code_digest() != before
 
 

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.answers.report import write_report
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training import train as stage
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
 
 study = larger
@@ -41,7 +41,7 @@ def local(study, method="proxyfl", *overrides):
 
 
 def spent(rounds):
-    return epsilon([plan(36, 8, rounds, 1.4, 0.7)], 1e-5)
+    return epsilon([plan_mechanism(36, 8, rounds, 1.4, 0.7)], 1e-5)
 
 
 def limit(study, site, rounds):
@@ -64,7 +64,7 @@ class Cut(BaseException):
 @contextmanager
 def cut_at(name, number):
     """Within it training is interrupted before a site's checkpoint of a round."""
-    real = loop.checkpoint
+    real = loop.write_checkpoint
 
     def cut(site, round_):
         if (site.name, round_) == (name, number):
@@ -72,7 +72,7 @@ def cut_at(name, number):
         real(site, round_)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(loop, "checkpoint", cut)
+        patch.setattr(loop, "write_checkpoint", cut)
         yield
 
 
@@ -81,16 +81,16 @@ def interrupted(study, *cuts, method="proxyfl", overrides=()):
     for number, (site, round_, *without) in enumerate(cuts):
         with cut_at(site, round_):
             if number:
-                resume(study, "1", without=without, backend="local")
+                resume_run(study, "1", without=without, backend="local")
             else:
                 local(study, method, *overrides)
-    return resume(study, "1", backend="local")
+    return resume_run(study, "1", backend="local")
 
 
 ACCOUNTED = {
     name
     for name, row in METHODS.items()
-    if not (row.without_dp or row.once or row.learns_from == "everybody")
+    if not (row.bare_disclosures or row.is_oneshot or row.learns_from == "everybody")
 }
 
 
@@ -103,7 +103,7 @@ def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     lines = metrics(study.root / summary["run"], "S1")
     assert [line["takes_part"] for line in lines] == [True, True, False, False]
     assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0
-    page = report(study, summary["run"]).read_text()
+    page = write_report(study, summary["run"]).read_text()
     assert "S1 took part in 2 rounds: the next would have crossed its max_epsilon of" in page
 
 
@@ -113,7 +113,7 @@ def test_who_left_learns_on_alone_and_its_mass_is_handed_over(study):
     line = metrics(path, "S1")[2]
     assert line["loss"]["private"] is not None and line["loss"]["proxy"] is None and line["messages"] == 0
     assert [push_of(path, "S1", round_) for round_ in (2, 3)] == [None, None]
-    kept = [RunFolder(path).site(f"S{k}").load_checkpoint(2)[1] for k in range(4)]
+    kept = [RunFolder(path).site_folder(f"S{k}").load_checkpoint(2)[1] for k in range(4)]
     assert [document["weight"] for document in kept] == [1, None, 2, 1]
 
 
@@ -122,7 +122,7 @@ def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
         limit(study, site, 0)
     for attempt in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
         refused(attempt, "sites/S0.toml: max_epsilon = 0.001 is enough for 0 of 3 rounds")
-    assert not list(study.runs.glob("0*"))
+    assert not list(study.runs_path.glob("0*"))
 
 
 def test_a_dry_run_says_how_far_a_budget_goes_and_who_cannot_afford_one_round_never_joins(study, capsys):
@@ -142,7 +142,7 @@ def test_leaving_survives_a_restart(study):
     whole = local(study, "proxyfl", SEEDED)["run"]
     with cut_at("S2", 2):
         local(study, "proxyfl", SEEDED)
-    again = resume(study, "2", backend="local")["run"]
+    again = resume_run(study, "2", backend="local")["run"]
     for site in study.site_names():
         for role in ("private", "proxy"):
             assert same(*(model(study.root / run, site, role) for run in (whole, again))), (site, role)
@@ -150,7 +150,7 @@ def test_leaving_survives_a_restart(study):
 
 LIES = (
     (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
-    (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the own model"),
+    (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the local model"),
     (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
     (lambda m: replace(m, weight=0.0), "its weight is 0"),
     (lambda m: replace(m, refused="it has 2 values", vector=m.vector[:2]), "it has 2 values"),
@@ -209,7 +209,7 @@ def pid_of(run_path, rank, n=4):
 
 
 def wait_for_round(study, number, site, run="00001-proxyfl-small"):
-    path = study.runs / run / "sites" / site / "state"
+    path = study.runs_path / run / "sites" / site / "state"
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if path.exists() and any(int(f.stem[-5:]) >= number for f in path.glob("round_*.safetensors")):
@@ -223,7 +223,7 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     study = make_study(tmp_path / "study", n_sites=3)
     job = started(study, "train.rounds=6", timeout_s=3)
     wait_for_round(study, 2, "S2")
-    os.kill(pid_of(study.runs / "00001-proxyfl-small", 2, n=3), sign)
+    os.kill(pid_of(study.runs_path / "00001-proxyfl-small", 2, n=3), sign)
     out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     summary = json.loads(out)
@@ -231,13 +231,13 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     told = f"S2 was lost in round {loss['round']}"
     assert summary["lost"] == ["S2"] == [loss["site"]] and 2 <= loss["round"] <= 6
     assert ("SIGKILL" if sign == signal.SIGKILL else "no sign of life") in loss["reason"]
-    assert told in err and f"{told}: " in report(study, summary["run"]).read_text()
+    assert told in err and f"{told}: " in write_report(study, summary["run"]).read_text()
     for row, site in zip(summary["sites"], ("S0", "S1"), strict=True):
         assert (row["site"], row["rounds"]) == (site, 6) and row["epsilon"] == pytest.approx(spent(6))
     document = evaluate(study, summary["run"])
     assert [row["site"] for row in document["sites"]] == ["S0", "S1"]
     assert document["sites"][0]["n"] == 36  # the merged test set stays whole
-    back = resume(study, summary["run"], backend="local")
+    back = resume_run(study, summary["run"], backend="local")
     assert back["lost"] == [] and [row["site"] for row in back["sites"]] == study.site_names()
     lost = back["sites"][2]
     assert lost["rounds"] == len(metrics(study.root / back["run"], "S2")) >= 2
@@ -247,7 +247,7 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
 
 def test_a_run_goes_on_without_a_site_that_is_left_out(study):
     def without(*sites):
-        return resume(study, "1", without=sites, backend="local")
+        return resume_run(study, "1", without=sites, backend="local")
 
     with cut_at("S3", 2):
         local(study)
@@ -264,7 +264,7 @@ def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
     took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
     assert took_part == {1: True, 5: False, 6: False, 7: True, 8: True}  # others had trained round 6 already
     assert rounds_of(summary) == [8, 3, 8, 8]
-    weights = [RunFolder(path).site(f"S{k}").load_checkpoint(8)[1]["weight"] for k in range(4)]
+    weights = [RunFolder(path).site_folder(f"S{k}").load_checkpoint(8)[1]["weight"] for k in range(4)]
     assert sorted(weights) == [0.5, 0.5, 1, 1]  # the mass of S1 was lost with it
     costs = [row["epsilon"] for row in summary["sites"][:2]]
     assert costs == pytest.approx([spent(8), spent(4)])  # round 2 was trained, then lost
@@ -288,10 +288,10 @@ def test_all_sites_lost_is_an_error(study, monkeypatch):
     ],
 )
 def test_what_launchers_say_of_a_killed_rank(text):
-    ranks = launch._Ranks(stage.Silent(), 10.0)
-    ranks.follow([b'{"site": "S1", "pid": 4711}\n', b"noise\n"])
-    assert ranks.killed(text) == {"S1": "its process was killed by SIGKILL"}
-    assert ranks.killed(text.replace(b"4711", b"4712")) == {}
+    ranks = launch._Ranks(stage.SilentProgress(), 10.0)
+    ranks.follow_events([b'{"site": "S1", "pid": 4711}\n', b"noise\n"])
+    assert ranks.find_killed(text) == {"S1": "its process was killed by SIGKILL"}
+    assert ranks.find_killed(text.replace(b"4711", b"4712")) == {}
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(larger_pair)
     cuts = [("S1", 3), ("S0", 5, "S1"), ("S1", 9), ("S1", 11, "S0")]
     assert interrupted(larger_pair, *cuts, overrides=["train.rounds=12"])["lost"] == []
     for site in larger_pair.site_names():
-        lines = [json.loads(line) for line in larger_pair.ledger(site).read_text().splitlines()]
+        lines = [json.loads(line) for line in larger_pair.ledger_path(site).read_text().splitlines()]
         sent = [line["round"] for line in lines if line.get("sending") and not line.get("again")]
         assert sent == sorted(set(sent))
 
@@ -324,11 +324,11 @@ def test_who_was_away_until_the_end_catches_up_and_may_be_interrupted(study, met
     """At once, after rounds that its ledger does not know, and where nobody waits for it."""
     with cut_at("S3", 2):
         local(study, method, f"train.rounds={rounds}")
-    assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
+    assert resume_run(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
     if method == "proxyfl":
         with cut_at("S1", rounds):
-            resume(study, "1", backend="local")
-    back = resume(study, "1", backend="local")
+            resume_run(study, "1", backend="local")
+    back = resume_run(study, "1", backend="local")
     assert [row["site"] for row in back["sites"]] == study.site_names() and back["lost"] == []
     assert method == "proxyfl" or rounds_of(back) == [rounds] * 4
 
@@ -340,13 +340,12 @@ def test_a_raised_budget_counts_from_the_next_round_on(study):
         local(study)
     file = site_file(study, "S1")
     file.write_text(re.sub("max_epsilon.*", "max_epsilon = 100.0", file.read_text()))
-    assert rounds_of(resume(study, "1", backend="local")) == [3, 1, 3, 3]
+    assert rounds_of(resume_run(study, "1", backend="local")) == [3, 1, 3, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "overrides"),
-    [("proxyfl", ()), ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5"))],
+    ("method", "overrides"), [("proxyfl", ()), ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5"))]
 )
 def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
     overrides = ["train.rounds=40", *overrides]
@@ -358,14 +357,14 @@ def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
 def test_a_site_is_late_only_as_long_as_somebody_says_so(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
-    ranks = launch._Ranks(stage.Silent(), timeout_s=4.0)
-    ranks.follow([b'{"site": "S1", "pid": 1}\n', b"1\n", b'{"site": "S0", "late": ["S1"]}\n'])
-    assert ranks.hanging() == {}
+    ranks = launch._Ranks(stage.SilentProgress(), timeout_s=4.0)
+    ranks.follow_events([b'{"site": "S1", "pid": 1}\n', b"1\n", b'{"site": "S0", "late": ["S1"]}\n'])
+    assert ranks.find_hanging() == {}
     now[0] = 3.0
-    assert ranks.hanging() == {"S1": "no sign of life for 3 s"}
+    assert ranks.find_hanging() == {"S1": "no sign of life for 3 s"}
     now[0] = 30.0  # nobody has said so for long
-    assert ranks.hanging() == {}
+    assert ranks.find_hanging() == {}
     for now[0] in range(100, 200):
-        ranks.follow([b'{"site": "S0", "late": ["S1"]}\n', b'{"site": "S1"}\n'])
-    assert ranks.deadlocked()
-    assert ranks.hanging() == {}
+        ranks.follow_events([b'{"site": "S0", "late": ["S1"]}\n', b'{"site": "S1"}\n'])
+    assert ranks.is_deadlocked()
+    assert ranks.find_hanging() == {}

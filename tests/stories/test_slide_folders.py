@@ -10,11 +10,11 @@ from trained import trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.bags import features, mosaic
-from wsi_fl.stages.prepare.check import check
-from wsi_fl.stages.prepare.directions import directions
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import estimate, tile
+from wsi_fl.stages.prepare.bags import make_features, make_mosaics
+from wsi_fl.stages.prepare.check import check_sites
+from wsi_fl.stages.prepare.directions import build_projection
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import estimate_tiling, tile_slides
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
@@ -38,7 +38,7 @@ def archive(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders") / "archive"
     plans = phantom.plan_slides(1, 2, 512, 0)
     for k, name in enumerate(NAMES):
-        levels = halves(np.ascontiguousarray(phantom.paint_slide(plans[k])[:512, :512]), 2)
+        levels = halves(np.ascontiguousarray(phantom.simulate_slide(plans[k])[:512, :512]), 2)
         for n, level in enumerate(levels):
             series = f"1.2.3.8{k}"
             write_dicom(root / "slides" / name / f"{n}.dcm", level, mpp=0.5 * 2**n, series=series)
@@ -63,37 +63,37 @@ def settings(weights):
 
 
 def test_every_command_takes_a_folder_as_a_slide_of_its_name(archive, tiny_weights, tmp_path):
-    init(tmp_path / "study", archive=archive)
+    init_study(tmp_path / "study", archive=archive)
     study, how = Study(tmp_path / "study"), settings(tiny_weights)
-    (row,) = tile(study, site="A", overrides=how)["sites"]
+    (row,) = tile_slides(study, site="A", overrides=how)["sites"]
     assert row["slides"] == 3 and not row["failed"] and row["patches"] > 9
-    assert estimate(study, site="A", overrides=how)["patches"] == row["patches"]
-    with PatchStore(study.store("A")) as store:
+    assert estimate_tiling(study, site="A", overrides=how)["patches"] == row["patches"]
+    with PatchStore(study.store_path("A")) as store:
         assert sorted(set(store.table.slide.tolist())) == sorted(NAMES)
-    (bags,) = mosaic(study, site="A", overrides=how)["sites"]
-    (deep,) = features(study, site="A", overrides=how)["sites"]
+    (bags,) = make_mosaics(study, site="A", overrides=how)["sites"]
+    (deep,) = make_features(study, site="A", overrides=how)["sites"]
     assert not bags["failed"] and deep["slides"] == 3
-    for path in (study.mosaic("A"), study.features("A")):
+    for path in (study.mosaic_path("A"), study.features_path("A")):
         with BagStore(path) as store:
             assert sorted(store.table.slide.tolist()) == sorted(NAMES)
-    assert check(study, site="A")["sites"][0]["damaged"] == []
+    assert check_sites(study, site="A")["sites"][0]["damaged"] == []
     run = trained(study, "regular", *how, *TRAINING)["run"]
     slides = [archive / "slides" / name for name in NAMES]
     document = predict(study, run, site="A", slides=slides)
     assert [one["slide"] for one in document["slides"]] == list(NAMES) and not document["failed"]
     one_file = predict(study, run, site="A", slides=[slides[0] / "0.dcm"], out=tmp_path / "out")["slides"][0]
     assert one_file["slide"] == "0" and one_file["patches"] == document["slides"][0]["patches"]
-    made = directions(study, slides, out=tmp_path / "projection.safetensors", n=4, overrides=how)
+    made = build_projection(study, slides, out=tmp_path / "projection.safetensors", n_dimensions=4, overrides=how)
     assert [one["name"] for one in made["sources"]] == list(NAMES) and not made["excluded"]
 
 
 def test_pixels_that_stay_in_a_folder_are_read_from_it_also_where_it_has_moved(archive, tmp_path):
     shutil.copytree(archive, tmp_path / "archive")
-    init(tmp_path / "study", archive=tmp_path / "archive")
+    init_study(tmp_path / "study", archive=tmp_path / "archive")
     study, how = Study(tmp_path / "study"), ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
-    tile(study, site="A", overrides=how)
+    tile_slides(study, site="A", overrides=how)
     raw = pixels_of(study)
-    tile(study, site="A", overrides=[*how, "store.pixels=none"])
+    tile_slides(study, site="A", overrides=[*how, "store.pixels=none"])
     np.testing.assert_array_equal(pixels_of(study), raw)
     shutil.move(tmp_path / "archive" / "slides", tmp_path / "moved")
     site = tmp_path / "study" / "sites" / "A.toml"
@@ -110,9 +110,9 @@ def test_a_folder_of_two_slides_is_set_aside_with_both_named(archive, tmp_path):
     shutil.copytree(archive, tmp_path / "archive")
     folder = tmp_path / "archive" / "slides"
     shutil.copy(folder / NAMES[1] / "0.dcm", folder / NAMES[0] / "other.dcm")
-    init(tmp_path / "study", archive=tmp_path / "archive")
+    init_study(tmp_path / "study", archive=tmp_path / "archive")
     how = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false", "slides.test_fraction=0"]
-    (row,) = tile(Study(tmp_path / "study"), site="A", overrides=how)["sites"]
+    (row,) = tile_slides(Study(tmp_path / "study"), site="A", overrides=how)["sites"]
     (failed,) = row["failed"]
     assert failed["slide"] == NAMES[0] and "holds 2 DICOM slides" in failed["reason"]
     assert "1.2.3.80 (0.dcm)" in failed["reason"] and "1.2.3.81 (other.dcm)" in failed["reason"]

@@ -23,16 +23,16 @@ from wsi_fl.demo import phantom
 from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import bytes_of, tile, tile_lines
-from wsi_fl.stages.prepare.tile_plans import made_of
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import estimate_bytes, render_tile_lines, tile_slides
+from wsi_fl.stages.prepare.tile_plans import hash_plan_inputs
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.console import Line
+from wsi_fl.stages.work.console import TextLine
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.stores.shards import content_of
+from wsi_fl.stores.shards import read_shard_content
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import locked
+from wsi_fl.system.files import site_lock
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
@@ -42,12 +42,12 @@ SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 def archive(tmp_path_factory):
     """Eight small slides of two hospitals."""
     folder = tmp_path_factory.mktemp("phantom") / "archive"
-    return phantom.paint_archive(folder, n_sites=2, patients_per_site=2, size_px=512)
+    return phantom.simulate_archive(folder, n_sites=2, patients_per_site=2, size_px=512)
 
 
 @pytest.fixture
 def study(archive, tmp_path):
-    init(tmp_path / "study", archive=archive)
+    init_study(tmp_path / "study", archive=archive)
     return Study(tmp_path / "study")
 
 
@@ -55,8 +55,8 @@ def study(archive, tmp_path):
 def calm(archive, tmp_path_factory):
     """A study that nothing disturbed, and what was said of it."""
     root = tmp_path_factory.mktemp("calm") / "study"
-    init(root, archive=archive)
-    return Study(root), tile(Study(root), site=None, overrides=SETTINGS)
+    init_study(root, archive=archive)
+    return Study(root), tile_slides(Study(root), site=None, overrides=SETTINGS)
 
 
 def generic_study(root, rows, slides):
@@ -66,7 +66,7 @@ def generic_study(root, rows, slides):
         shutil.copy(path, root / "slides" / path.name)
     lines = ["slide,patient,site,label,annotation,mpp", *(",".join([*row, "", ""]) for row in rows)]
     (root / "slides.csv").write_text("\n".join(lines) + "\n")
-    init(root / "study", archive=root)
+    init_study(root / "study", archive=root)
     return Study(root / "study")
 
 
@@ -80,7 +80,7 @@ def files_of(study):
 
 
 def content(study, site):
-    with PatchStore(study.store(site)) as store:
+    with PatchStore(study.store_path(site)) as store:
         return store.read(np.arange(len(store))), store.table
 
 
@@ -98,7 +98,7 @@ def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(ca
             with Slide(next(archive.rglob(f"{table.slide[k]}.tif"))) as slide:
                 assert np.array_equal(pixels[k], slide.read((x, y), 64, 1.0))
         for name in np.unique(table.slide):
-            mask = phantom.tumour_mask(truth[str(name)].anatomy())
+            mask = phantom.tumor_mask(truth[str(name)].build_anatomy())
             mine = table.slide == name
             inside = np.array([mask[y : y + 128, x : x + 128].mean() for x, y in table.xy_l0[mine]])
             assert (inside[table.label[mine] == 1] >= 0.48).all()
@@ -115,31 +115,31 @@ def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch
 
     def again(*overrides):
         looked.clear()
-        tile(study, site="C1", overrides=[*SETTINGS, *overrides])
+        tile_slides(study, site="C1", overrides=[*SETTINGS, *overrides])
         return sorted(looked)
 
     def stamps():
-        return [path.stat().st_mtime_ns for path in study.store("C1").parent.glob("slides/*.h5")]
+        return [path.stat().st_mtime_ns for path in study.store_path("C1").parent.glob("slides/*.h5")]
 
     monkeypatch.setattr(stage, "plan_slide", noted)
     everything = again()
-    before, written = study.store("C1").read_bytes(), stamps()
-    assert len(everything) == 4 and again() == [] and study.store("C1").read_bytes() == before
+    before, written = study.store_path("C1").read_bytes(), stamps()
+    assert len(everything) == 4 and again() == [] and study.store_path("C1").read_bytes() == before
     assert stamps() == written
-    slide = next(study.resolve(study.site("C1").slides).parent.glob("*.tif"))
+    slide = next(study.resolve(study.load_site("C1").slides).parent.glob("*.tif"))
     stamp = slide.stat().st_atime_ns, slide.stat().st_mtime_ns
     os.utime(slide, ns=(stamp[0], stamp[1] + 1))
     assert again() == [slide.stem] and again() == []
     os.utime(slide, ns=stamp)  # others read it too
-    plan = next((study.store("C1").parent / ".plans").glob("*.npz"))
+    plan = next((study.store_path("C1").parent / ".plans").glob("*.npz"))
     damaged = bytearray(plan.read_bytes())
     damaged[len(damaged) // 2] ^= 0x40
     plan.write_bytes(damaged)
     assert {plan.stem} <= set(again()) <= {plan.stem, slide.stem}
     assert again("tile.min_tissue=0.3") == again("tile.min_tissue=0.2") == everything
     assert again("tile.max_per_slide=5") == []  # what is drawn rests on plans alone
-    assert study.store("C1").read_bytes() != before and again() == []
-    assert study.store("C1").read_bytes() == before
+    assert study.store_path("C1").read_bytes() != before and again() == []
+    assert study.store_path("C1").read_bytes() == before
 
 
 def test_a_plan_rests_on_the_slide_its_label_and_outlines_and_the_settings(tmp_path):
@@ -149,7 +149,7 @@ def test_a_plan_rests_on_the_slide_its_label_and_outlines_and_the_settings(tmp_p
     record = SlideRecord(slide, "a", "p", "C1", "annotated", True, outlines)
 
     def made(spec=GridSpec(64, 1.0, 64), params=PlanParams(), reader="auto", **change):  # noqa: B008
-        return made_of(replace(record, **change), spec=spec, params=params, reader=reader)
+        return hash_plan_inputs(replace(record, **change), spec=spec, params=params, reader=reader)
 
     found = [
         *(made(), made(positive=False), made(mpp_override=0.5), made(reader="openslide")),
@@ -181,7 +181,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[-1]) if ranks else process.pid, signal.SIGKILL)
     assert process.wait(60) or not ranks
-    tile(study, site=None, overrides=SETTINGS)
+    tile_slides(study, site=None, overrides=SETTINGS)
     assert files_of(study) == files_of(calm[0])
 
 
@@ -194,7 +194,7 @@ def test_without_annotations_patches_take_the_slides_label_and_tile_says_so(arch
     document = json.loads(done.stdout)
     assert document["next"] == ["wsi-fl train --method regular"]
     make_real(study, "A", says="real = true")
-    again = tile(study, site=None, overrides=SETTINGS)
+    again = tile_slides(study, site=None, overrides=SETTINGS)
     assert again["next"] == ["wsi-fl federation approve PLAN --kit KIT"]
     _, table = content(study, "A")
     assert set(table.label[table.slide == slides[1].stem]) == {1}
@@ -219,7 +219,7 @@ def test_a_dry_run_says_what_tiling_takes_and_writes_nothing(study, calm, wsi_fl
 def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
     usage = shutil.disk_usage(study.root)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    refused(lambda: tile(study, site="C1", overrides=SETTINGS), "disk is full", error=WsiFlError)
+    refused(lambda: tile_slides(study, site="C1", overrides=SETTINGS), "disk is full", error=WsiFlError)
     assert not list((study.root / "stores").rglob("*.h5"))
 
 
@@ -257,7 +257,7 @@ def test_bad_input_ends_in_one_line(study, wsi_fl, change, arguments, words):
 def aligned(tmp_path_factory):
     """Slides whose patches of 256 px at 0.5 µm are their own tiles, of three patients."""
     folder = tmp_path_factory.mktemp("aligned")
-    image = phantom.paint_slide(phantom.plan_slides(1, 1, 2048, 0)[1])
+    image = phantom.simulate_slide(phantom.plan_slides(1, 1, 2048, 0)[1])
     for k in range(3):
         block = np.roll(image, 256 * k, axis=1)
         phantom.write_pyramid(folder / f"slide_{k}.tif", block, 0.5, tile_px=256, quality=80)
@@ -271,7 +271,7 @@ def tiled(root, slides, content, *more):
 
 
 def retiled(study, content, *more):
-    (row,) = tile(study, site="A", overrides=[*ALIGNED, f"store.pixels={content}", *more])["sites"]
+    (row,) = tile_slides(study, site="A", overrides=[*ALIGNED, f"store.pixels={content}", *more])["sites"]
     return row
 
 
@@ -282,7 +282,7 @@ def read(study, rows=None):
 
 
 def shards_of(study):
-    return sorted((study.store("A").parent / "slides").glob("*.h5"))
+    return sorted((study.store_path("A").parent / "slides").glob("*.h5"))
 
 
 ALIGNED = ["tile.size_px=256", "tile.mpp=0.5", "tile.balance=false", "tile.min_tissue=0.05"]
@@ -295,7 +295,7 @@ def test_native_raw_and_none_give_the_same_arrays_and_jpeg_is_close(aligned, tmp
         order = np.random.default_rng(0).permutation(row["patches"])
         found[content] = read(study, order)
         assert row["failed"] == []
-        assert [content_of(shard) for shard in shards_of(study)] == [(content, ())] * 2
+        assert [read_shard_content(shard) for shard in shards_of(study)] == [(content, ())] * 2
         bytes_of[content] = sum(path.stat().st_size for path in shards_of(study))
     raw, table = found["raw"]
     for content in ("native", "none"):
@@ -308,19 +308,19 @@ def test_native_raw_and_none_give_the_same_arrays_and_jpeg_is_close(aligned, tmp
 
 def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, tmp_path, capsys):
     study, row = tiled(tmp_path, aligned[:1], "native", "tile.mpp=0.75")
-    assert row["patches"] and {content_of(shard)[0] for shard in shards_of(study)} == {"raw"}
+    assert row["patches"] and {read_shard_content(shard)[0] for shard in shards_of(study)} == {"raw"}
     assert "1 of 1 slides are stored raw" in capsys.readouterr().err
     written = shards_of(study)[0].stat().st_mtime_ns
-    tile(study, site="A", overrides=[*ALIGNED, "tile.mpp=0.75"])  # native is the default
+    tile_slides(study, site="A", overrides=[*ALIGNED, "tile.mpp=0.75"])  # native is the default
     assert shards_of(study)[0].stat().st_mtime_ns == written
 
 
 def test_the_room_for_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patches(aligned):
     with Slide(aligned[0]) as slide:
         grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
-        assert [slide.has_tiles_of(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
-    plans = SimpleNamespace(in_tiles=[True, False].__getitem__)
-    needed = bytes_of({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
+        assert [slide.has_whole_tiles(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
+    plans = SimpleNamespace(is_native_tiled=[True, False].__getitem__)
+    needed = estimate_bytes({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
     assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
 
 
@@ -382,7 +382,7 @@ def test_a_store_without_pixels_finds_moved_slides_and_refuses_others(aligned, t
 
     study, _ = tiled(tmp_path, aligned[:2], "none")
     before, _ = read(study)
-    unread("no pixels of slide", opened=lambda: PatchStore(study.store("A")))
+    unread("no pixels of slide", opened=lambda: PatchStore(study.store_path("A")))
     (tmp_path / "slides").rename(tmp_path / "moved")
     unread("gone", "sites/A.toml")
     edit(study.root / "sites" / "A.toml", "/slides/", "/moved/")
@@ -394,7 +394,7 @@ def test_a_store_without_pixels_finds_moved_slides_and_refuses_others(aligned, t
 
 def test_two_ranks_make_the_store_of_one_process_byte_for_byte(study, calm, as_ranks):
     alone, expected = calm
-    document, nothing = as_ranks(2, lambda: tile(study, site=None, overrides=SETTINGS))
+    document, nothing = as_ranks(2, lambda: tile_slides(study, site=None, overrides=SETTINGS))
     assert not nothing  # said once
     timeless = [[row | {"seconds": 0} for row in one["sites"]] for one in (document, expected)]
     assert timeless[0] == timeless[1] and document["next"] == expected["next"]
@@ -402,8 +402,8 @@ def test_two_ranks_make_the_store_of_one_process_byte_for_byte(study, calm, as_r
 
 
 def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(study, as_ranks):
-    with locked(study.store("C1").parent, "C1"):
-        told, *silent = as_ranks(3, lambda: tile(study, site=None))
+    with site_lock(study.store_path("C1").parent, "C1"):
+        told, *silent = as_ranks(3, lambda: tile_slides(study, site=None))
     assert isinstance(told, WsiFlError) and "another wsi-fl command" in str(told)
     assert [end.code for end in silent] == [1, 1]
 
@@ -458,10 +458,10 @@ def test_a_damaged_level_is_said_and_costs_no_patch_and_lacking_tiles_are_counte
     study = generic_study(tmp_path / "archive", rows, slides)
     for mpp, native in ((0.5, "native"), (2.0, "raw")):
         how = ["tile.size_px=64", f"tile.mpp={mpp}", "tile.balance=false", "slides.test_fraction=0"]
-        document = tile(study, site=None, overrides=[*how, f"store.pixels={native}"])
+        document = tile_slides(study, site=None, overrides=[*how, f"store.pixels={native}"])
         (row,), lines = (
             document["sites"],
-            [line.text for line in tile_lines(document) if isinstance(line, Line)],
+            [line.text for line in render_tile_lines(document) if isinstance(line, TextLine)],
         )
         pixels, table = content(study, "A")
         n = {slide: int((table.slide == slide).sum()) for slide in ("whole", "coarse", "lacking")}
@@ -472,9 +472,7 @@ def test_a_damaged_level_is_said_and_costs_no_patch_and_lacking_tiles_are_counte
         assert np.abs(pixels[table.slide == "coarse"].astype(int) - pixels[table.slide == "whole"]).mean() < 6
         if mpp == 0.5:
             (failed,) = row["failed"]
-            assert n["lacking"] == n["whole"] - 2 and failed["reason"].startswith(
-                "2 of 16 patches set aside, at"
-            )
+            assert n["lacking"] == n["whole"] - 2 and failed["reason"].startswith("2 of 16 patches excluded, at")
             assert "lacks pixels" in failed["reason"]
             places = table.xy_l0[table.slide == "lacking"].tolist()
             assert [192, 192] not in places and [256, 192] not in places

@@ -17,13 +17,13 @@ from conftest import edited, larger, larger_pair, metrics, model, refused, same,
 from conftest import larger_study as make_study
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.account import guarantee_of
+from wsi_fl.stages.site.account import find_guarantee
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.system.machine import launched_ranks
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.system.machine import count_ranks
 from wsi_fl.types import WsiFlError
 
 study = larger
@@ -32,7 +32,7 @@ pair = larger_pair
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
 WSI_FL = [sys.executable, "-m", "wsi_fl", "train", *(part for one in SEEDED for part in ("--set", one))]
 SITES = ["S0", "S1"]
-WHOLE = epsilon([plan(36, 8, 5, 1.4, 0.7)], 1e-5)
+WHOLE = epsilon([plan_mechanism(36, 8, 5, 1.4, 0.7)], 1e-5)
 
 
 def local(study, method="proxyfl", *overrides):
@@ -90,7 +90,7 @@ def whole(tmp_path_factory):
 
 def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(whole, wsi_fl):
     study, summary = whole
-    known = set(study.runs.glob("*-proxyfl-*"))
+    known = set(study.runs_path.glob("*-proxyfl-*"))
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(WSI_FL, cwd=study.root, start_new_session=True, **quiet) as job:
         path = _killed_within(study, known, job)
@@ -108,11 +108,11 @@ def _killed_within(study, known, job):
     """SIGKILLs the launcher, mpiexec and the ranks once a round is checkpointed; returns the run."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        fresh = set(study.runs.glob("*-proxyfl-*")) - known
+        fresh = set(study.runs_path.glob("*-proxyfl-*")) - known
         if fresh and list(next(iter(fresh)).glob("sites/*/state/round_*.safetensors")):
             break
         time.sleep(0.005)
-    (path,) = set(study.runs.glob("*-proxyfl-*")) - known
+    (path,) = set(study.runs_path.glob("*-proxyfl-*")) - known
     killed = _processes_of(job.pid)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -133,9 +133,7 @@ def _lives(pid):
 def _processes_of(pid):
     """The process and everything below it."""
     children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").glob("*")
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
     ]
     return [pid, *(p for child in children for p in _processes_of(child))]
 
@@ -166,7 +164,7 @@ def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
 
 def test_same_names_at_two_sites_are_two_patients(pair):
     for k in range(2):
-        with edited(pair.store(f"S{k}")) as file:
+        with edited(pair.store_path(f"S{k}")) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
     row = evaluate(pair, alone(pair))["sites"][0]
     assert row["intervals"]["accuracy"] is not None  # one test patient each, clustered by patient
@@ -191,7 +189,7 @@ def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(p
 
 def test_a_store_made_anew_is_noticed(pair):
     run = alone(pair)
-    shutil.rmtree(pair.store("S1").parent)
+    shutil.rmtree(pair.store_path("S1").parent)
     write_store(pair, "S1", n_per_slide=14)
     refused(lambda: evaluate(pair, run), "site S1: its store was made anew since this run began")
 
@@ -205,7 +203,7 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
     assert sorted(pair.root.rglob("*")) == before
     assert document["rounds"] == 3 and document["seconds"] > 0 and document["memory_bytes"] > 10**7
     for row in document["sites"]:
-        assert row["epsilon"] == pytest.approx(epsilon([plan(36, 8, 3, 1.4, 0.7)], 1e-5))
+        assert row["epsilon"] == pytest.approx(epsilon([plan_mechanism(36, 8, 3, 1.4, 0.7)], 1e-5))
         assert row["guarantee"] == "guaranteed"
         assert row["expected"] is None  # the study is of heads on features
     assert {row["guarantee"] for row in planned("privacy.mode=paper")["sites"]} == {"nominal"}
@@ -224,18 +222,18 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
     ],
 )
 def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
-    pipeline = study.pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
-    assert guarantee_of(METHODS[method], pipeline) == guarantee
+    pipeline = study.load_pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
+    assert find_guarantee(METHODS[method], pipeline) == guarantee
 
 
 def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
-    shutil.rmtree(pair.store("S1").parent)
+    shutil.rmtree(pair.store_path("S1").parent)
     write_store(pair, "S1", mpp=0.5)
     done = wsi_fl("train", "--json", cwd=pair.root)
     assert done.returncode == 2 and done.stdout == ""
-    assert not list(pair.runs.glob("0*"))
+    assert not list(pair.runs_path.glob("0*"))
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("wsi-fl: error:")]
-    assert line == "wsi-fl: error: sites disagree: S1 brings 0.5 as the resolution (µm/px), S0 1.0"
+    assert line == "wsi-fl: error: sites disagree: S1 has 0.5 as the resolution (µm/px), S0 1.0"
     assert "Traceback" not in done.stderr
 
 
@@ -246,7 +244,7 @@ def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch,
         (pair.root / run / "summary.json").unlink()
     before = sorted(pair.root.rglob("*"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
-    begun = (lambda: resume(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
+    begun = (lambda: resume_run(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
     refused(begun, "2 sites need 2 ranks, but 3 were started")
     assert sorted(pair.root.rglob("*")) == before
 
@@ -257,7 +255,7 @@ def test_two_jobs_on_one_run_are_refused(pair):
     words = "another job still works on this run; wait for it, or end it"
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        refused(lambda: resume(pair, path.name, backend="local"), words, error=WsiFlError)
+        refused(lambda: resume_run(pair, path.name, backend="local"), words, error=WsiFlError)
 
 
 def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
@@ -265,7 +263,7 @@ def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ("mpiexec was not found; install ", "wsi-fl[mpi]", "--backend local")
     refused(lambda: train(study, method="proxyfl"), *words, error=WsiFlError)
-    assert not study.runs.exists()
+    assert not study.runs_path.exists()
     beside = tmp_path / "mpiexec"
     beside.touch()
     assert launch.find_mpiexec() == str(beside)
@@ -282,4 +280,4 @@ def test_ranks_that_somebody_else_started_are_noticed(monkeypatch):
             monkeypatch.delenv(one, raising=False)
         if name:
             monkeypatch.setenv(name, value)
-        assert launched_ranks() == ranks, name
+        assert count_ranks() == ranks, name

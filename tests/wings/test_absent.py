@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 from conftest import REAL, make_study, refused
 
-from wsi_fl.hospitals.plans.approving import look, look_lines
-from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.report.words import absences
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
+from wsi_fl.report.words import describe_absences
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import summary_lines, train
-from wsi_fl.stages.work.console import render
+from wsi_fl.stages.work.console import print_lines
 from wsi_fl.types import WsiFlError
 
 
@@ -21,14 +21,14 @@ def planned(tmp_path, *overrides):
 
 def test_a_plan_says_who_must_be_there_how_long_others_wait_and_until_when(tmp_path, capsys):
     study, plan = planned(tmp_path, "train.min_sites=2", "comm.timeout_s=600", 'train.deadline="2027-01-31"')
-    said = document_of(plan)["waits"]
+    said = parse_plan_document(plan)["waits"]
     assert "silent for 10 min 0 s is left out" in said and "at least 2 of 3" in said and "2027-01-31" in said
-    render(look_lines(look(study, plan, "S0")))
+    print_lines(review_lines(review_plan(study, plan, "S0")))
     assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
-    said = document_of(planned(tmp_path)[1])["waits"]
+    said = parse_plan_document(planned(tmp_path)[1])["waits"]
     assert said == "All 3 hospitals are needed; when one is silent for 30 min 0 s, training stops."
 
 
@@ -40,9 +40,7 @@ def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
         (["train.min_sites=2", "privacy.noise='shared'"], "privacy.dropouts"),
     ],
 )
-def test_fewer_than_two_or_more_than_there_are_is_refused_and_shared_noise_has_its_own_key(
-    tmp_path, settings, words
-):
+def test_fewer_than_two_or_more_than_there_are_is_refused_and_shared_noise_has_its_own_key(tmp_path, settings, words):
     refused(lambda: planned(tmp_path, *settings), words)
 
 
@@ -62,7 +60,7 @@ def test_over_mpi_too_few_do_not_go_on(tmp_path, monkeypatch):
 def test_who_was_away_and_came_back_is_said_with_the_rounds():
     attended = {"A": [[1, 6]], "B": [[3, 6]], "C": []}
     rows = [{"site": site, "rounds_completed": rounds} for site, rounds in attended.items()]
-    assert list(absences(rows)) == ["B was away for a while; it took part in rounds 3 to 6."]
+    assert list(describe_absences(rows)) == ["B dropped out for a while; it took part in rounds 3 to 6."]
 
 
 def test_how_a_lost_site_comes_back_depends_on_who_joins_the_sites():

@@ -9,14 +9,14 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import approve, approved_plan
+from wsi_fl.hospitals.plans.signed import load_approved_plan, record_approval
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.work.backup import backup, restore, restored_lines
+from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.work.backup import restore_backup, restore_lines, write_backup
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.account import heads_of
-from wsi_fl.stages.site.lots import lots_of, lots_path
+from wsi_fl.stages.site.account import list_heads
+from wsi_fl.stages.site.lots import load_holdout_draw, secret_path
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
@@ -25,9 +25,9 @@ from wsi_fl.types import WsiFlError
 def template(tmp_path_factory):
     """Kits of two hospitals, and the study of one that has signed a plan."""
     root = tmp_path_factory.mktemp("bed") / "all"
-    provision(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
+    provision_federation(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
     study, kit = make_study(root / "study", 2, site_extra=REAL), Kit.open(root / "kits" / "S0")
-    approve(study, make_plan(study, method="fedavg", out=root / "plan.json"), kit.identity())
+    record_approval(study, make_plan(study, method="fedavg", out=root / "plan.json"), kit.load_identity())
     return root
 
 
@@ -42,32 +42,32 @@ def bed(template, tmp_path, monkeypatch):
 
 
 def ledger_of(study):
-    return LedgerFile(study.ledger("S0"), heads_of(study, "S0"))
+    return LedgerFile(study.ledger_path("S0"), list_heads(study, "S0"))
 
 
 def spend(study, *rounds):
-    study.ledger("S0").parent.mkdir(exist_ok=True)
-    with (ledger := ledger_of(study)).locked():
+    study.ledger_path("S0").parent.mkdir(exist_ok=True)
+    with (ledger := ledger_of(study)).hold_lock():
         for number in rounds:
             ledger.append({"run": "00001 a", "site": "S0", "round": number, "real": True})
 
 
 def test_what_was_lost_comes_back_and_goes_on(bed):
     root, study, kit = bed
-    digest, lots = approved_plan(study, kit.identity()).digest, lots_of(study, "S0")
-    made = backup(kit, study, root / "S0.tar")
+    digest, lots = load_approved_plan(study, kit.identity()).digest, load_holdout_draw(study, "S0")
+    made = write_backup(kit, study, root / "S0.tar")
     assert (made["name"], made["lines"]) == ("S0", 2)
     assert (root / "S0.tar").stat().st_mode & 0o777 == 0o600
     for folder in (kit.path, study.root, root / "state"):
         shutil.rmtree(folder)
-    said = restore(root / "S0.tar", kit.path, Study(root / "study"))
+    said = restore_backup(root / "S0.tar", kit.path, Study(root / "study"))
     assert (said["kept"], len(said["restored"])) == (0, made["files"])
     assert (kit.path / "startup" / "client.key").stat().st_mode & 0o777 == 0o600
-    assert approved_plan(study, Kit.open(kit.path).identity()).digest == digest
+    assert load_approved_plan(study, Kit.open(kit.path).load_identity()).digest == digest
     spend(study, 3)
     assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
-    assert lots_of(study, "S0") == lots and len(lots.secret) == 32  # so the same patients are held out
-    assert lots_path(study, "S0").stat().st_mode & 0o777 == 0o600
+    assert load_holdout_draw(study, "S0") == lots and len(lots.secret) == 32  # so the same patients are held out
+    assert secret_path(study, "S0").stat().st_mode & 0o777 == 0o600
 
 
 def test_restore_says_what_its_ledger_knows(bed):
@@ -76,59 +76,59 @@ def test_restore_says_what_its_ledger_knows(bed):
     line |= {"mechanism": {"sigma": 4.0, "clip": 1.0, "sample_rate": 0.1, "steps": 5}}
     line |= {"plan": {"n": 80, "batch_size": 8, "mode": "strict"}, "guarantee": "guaranteed"}
     line |= {"time": "2026-07-01T09:30:00+00:00"}
-    with (ledger := ledger_of(study)).locked():
+    with (ledger := ledger_of(study)).hold_lock():
         ledger.append(line)
-    backup(kit, study, root / "S0.tar")
-    study.ledger("S0").unlink()
-    said = restore(root / "S0.tar", kit.path, study)
+    write_backup(kit, study, root / "S0.tar")
+    study.ledger_path("S0").unlink()
+    said = restore_backup(root / "S0.tar", kit.path, study)
     spent = epsilon([Mechanism(4.0, 1.0, 0.1, 5)], 1e-5)
     assert said["ledger"] == {"runs": 2, "last": line["time"], "epsilon": pytest.approx(spent), "delta": 1e-5}
-    shown = [one.text for one in restored_lines(said)]
+    shown = [one.text for one in restore_lines(said)]
     assert f"runs in its ledger: 2, the last of 2026-07-01; ε = {spent:.2f} at δ = 1e-05" in shown[1]
 
 
 def test_an_older_ledger_is_refused_and_a_newer_one_stays(bed):
     root, study, kit = bed
-    backup(kit, study, root / "old.tar")
+    write_backup(kit, study, root / "old.tar")
     spend(study, 3)
     shutil.rmtree(kit.path)
-    said = restore(root / "old.tar", kit.path, study)  # the key was lost alone
+    said = restore_backup(root / "old.tar", kit.path, study)  # the key was lost alone
     assert str(kit.path / "startup" / "client.key") in said["restored"]
     assert len(ledger_of(study).entries) == 3
-    study.ledger("S0").unlink()
-    again = lambda: restore(root / "old.tar", kit.path, study)  # noqa: E731
+    study.ledger_path("S0").unlink()
+    again = lambda: restore_backup(root / "old.tar", kit.path, study)  # noqa: E731
     refused(again, "this is not the ledger that", "had 3 lines or more", error=WsiFlError)
-    assert not study.ledger("S0").exists()
+    assert not study.ledger_path("S0").exists()
 
 
 def test_another_ledger_or_key_is_not_replaced(bed):
     root, study, kit = bed
-    backup(kit, study, root / "S0.tar")
-    file = study.ledger("S0")
+    write_backup(kit, study, root / "S0.tar")
+    file = study.ledger_path("S0")
     file.write_text(file.read_text().splitlines(keepends=True)[0])
-    refused(lambda: restore(root / "S0.tar", kit.path, study), "move it away first", error=WsiFlError)
-    refused(lambda: restore(root / "S0.tar", root / "kits" / "S1", study), "another key is here")
-    refused(lambda: restore(root / "S0.tar", kit.path, None), "give --study DIR")
+    refused(lambda: restore_backup(root / "S0.tar", kit.path, study), "move it away first", error=WsiFlError)
+    refused(lambda: restore_backup(root / "S0.tar", root / "kits" / "S1", study), "another key is here")
+    refused(lambda: restore_backup(root / "S0.tar", kit.path, None), "give --study DIR")
 
 
 def test_a_kit_without_a_study_is_kept_too(bed):
     root, _, _ = bed
     server = Kit.open(root / "kits" / "server")
-    assert backup(server, None, root / "server.tar")["lines"] is None
+    assert write_backup(server, None, root / "server.tar")["lines"] is None
     shutil.rmtree(server.path)
-    assert restore(root / "server.tar", server.path, None)["ledger"] is None
-    assert Kit.open(server.path).identity().name == "server"
+    assert restore_backup(root / "server.tar", server.path, None)["ledger"] is None
+    assert Kit.open(server.path).load_identity().name == "server"
 
 
 def test_what_leads_out_of_its_folder_is_no_backup(bed):
     root, _, kit = bed
     for name in ("kit/../../up", "/kit/x", "kit//etc/../x"):
-        backup(kit, None, root / "bent.tar")
+        write_backup(kit, None, root / "bent.tar")
         with tarfile.open(root / "bent.tar", "a") as tar:
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-        refused(lambda: restore(root / "bent.tar", root / "new", None), "this is no backup")
+        refused(lambda: restore_backup(root / "bent.tar", root / "new", None), "this is no backup")
     (root / "none.tar").write_text("x")
-    refused(lambda: restore(root / "none.tar", root / "new", None), "this is no backup")
+    refused(lambda: restore_backup(root / "none.tar", root / "new", None), "this is no backup")
     assert not (root / "new").exists()
 
 
@@ -158,10 +158,7 @@ DOCUMENTS = [
 ]
 DAMAGES = [
     *(lambda files, text=text: files.update({"kit/federation.json": text}) for text in DOCUMENTS),
-    *(
-        lambda files, name=name: files.update({name: b"x"})
-        for name in (".", "kit", "study", "other", "kit/\0")
-    ),
+    *(lambda files, name=name: files.update({name: b"x"}) for name in (".", "kit", "study", "other", "kit/\0")),
     lambda files: files.update({"ledger.jsonl": b""}),
     lambda files: files.update({"ledger.jsonl": b'{"run": "half'}),
     lambda files: files.update({"ledger.jsonl": b"\xff\n"}),
@@ -175,21 +172,21 @@ DAMAGES = [
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger_behind(bed, damage):
     root, study, kit = bed
-    backup(kit, study, root / "S0.tar")
+    write_backup(kit, study, root / "S0.tar")
     rewrite(root / "S0.tar", damage)
     for folder in (kit.path, study.root, root / "state"):
         shutil.rmtree(folder)
-    refused(lambda: restore(root / "S0.tar", kit.path, Study(root / "study")), "", error=WsiFlError)
+    refused(lambda: restore_backup(root / "S0.tar", kit.path, Study(root / "study")), "", error=WsiFlError)
     assert not (root / "study" / "ledgers" / "S0.jsonl").exists()
 
 
 def test_a_letter_is_in_the_backup_beside_the_ledger_that_knows_it(bed):
     root, study, kit = bed
-    for path in (study.release("S0"), study.release_at_home("S0")):
+    for path in (study.release_path("S0"), study.local_release_path("S0")):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"a letter")
-    backup(kit, study, root / "S0.tar")
+    write_backup(kit, study, root / "S0.tar")
     for folder in (kit.path, study.root, root / "state"):
         shutil.rmtree(folder)
-    restore(root / "S0.tar", kit.path, study)
-    assert study.release("S0").read_bytes() == study.release_at_home("S0").read_bytes() == b"a letter"
+    restore_backup(root / "S0.tar", kit.path, study)
+    assert study.release_path("S0").read_bytes() == study.local_release_path("S0").read_bytes() == b"a letter"

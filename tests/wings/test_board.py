@@ -16,23 +16,23 @@ from test_advice import PACKAGE, _parses, _texts, ast
 from test_dossier import words_of
 from test_plan import made
 from test_report import Document
-from test_submit import checks, known_to_all, submitting, train
+from test_submit import checks, public_summary, submitting, train
 from typer.testing import CliRunner
 
 from wsi_fl import __version__
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.board import page as looking
-from wsi_fl.hospitals.board.page import _gather, board_lines, make_board
-from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, Facts, Member, next_steps
-from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.board.page import _collect_state, dashboard_lines, make_dashboard
+from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, FederationMember, FederationState, next_steps
+from wsi_fl.hospitals.lines.folder_line import FolderTransport
+from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan, code_digest
+from wsi_fl.hospitals.plans.signed import FederationPlan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import Writer
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.root import Root, revoke
-from wsi_fl.stages.work.console import render
+from wsi_fl.hospitals.trust.letters import MessageSealer
+from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.root import RootCA, revoke_site
+from wsi_fl.stages.work.console import print_lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import append_line
 from wsi_fl.types import WsiFlError
@@ -43,23 +43,17 @@ YEAR = NOW + timedelta(days=365)
 
 
 def hospital(name, **given):
-    return Member(name, "hospital", **({"until": YEAR, "signed": True, "connected": True} | given))
+    return FederationMember(name, "hospital", **({"until": YEAR, "signed": True, "connected": True} | given))
 
 
-READY = Facts(
+READY = FederationState(
     {
-        "coordinator": Member("coordinator", "coordinator", until=YEAR),
+        "coordinator": FederationMember("coordinator", "coordinator", until=YEAR),
         "C1": hospital("C1"),
         "C2": hospital("C2"),
     },
     **{"now": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
-    **{
-        "sites": ("C1", "C2"),
-        "method": "proxyfl",
-        "rounds": 3,
-        "patience_s": 600.0,
-        "kit": "fed/coordinator",
-    },
+    **{"sites": ("C1", "C2"), "method": "proxyfl", "rounds": 3, "patience_s": 600.0, "kit": "fed/coordinator"},
 )
 
 
@@ -71,12 +65,8 @@ def steps(facts):
     return [f"{one.who}: {one.what}: {one.command}" for one in next_steps(facts)]
 
 
-SIGN = (
-    "sign the plan, and send the approval to the coordinator: wsi-fl federation approve plan.json --kit KIT"
-)
-PLANNING = (
-    "make the plan, and send it to every hospital: wsi-fl federation plan --method proxyfl --kit FOUNDED"
-)
+SIGN = "sign the plan, and send the approval to the coordinator: wsi-fl federation approve plan.json --kit KIT"
+PLANNING = "make the plan, and send it to every hospital: wsi-fl federation plan --method proxyfl --kit FOUNDED"
 OWN = "federation/plan.json --kit '/srv/my kit'"
 REPORT = "result-1/report.html"
 SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
@@ -109,14 +99,11 @@ START = "wsi-fl federation start KIT --study DIR"
             "coordinator: the key of C2 was withdrawn: make a plan without it, or with its new key: "
             "wsi-fl federation plan --method proxyfl --kit FOUNDED",
         ),
-        (
-            replace(READY, me=""),
-            ": say --kit too: without it nothing is known of signatures, server and folder: ",
-        ),
+        (replace(READY, me=""), ": give --kit too: without it nothing is known of signatures, server and folder: "),
         (replace(with_c2(connected=None), over="folder"), f"C2: if it has not run yet: {START}"),
         (replace(with_c2(connected=False), over="folder"), f"C2: not connected: start: {START}"),
         (
-            replace(READY, members=READY.members | {"C9": Member("C9", "hospital", until=YEAR)}),
+            replace(READY, members=READY.members | {"C9": FederationMember("C9", "hospital", until=YEAR)}),
             f"coordinator: all have signed: submit: {SUBMIT}",
         ),
     ],
@@ -143,25 +130,22 @@ def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
         f"coordinator: go on from the last common round: {SUBMIT} --resume last",
     ]
     log, _ = steps(replace(facts, reason="site C2 failed; its own log says why (runs/C2.log)"))
-    assert log == "C2: look into your own log, runs/C2.log, and mend what it says: "
-    assert (
-        steps(replace(facts, over="folder"))[1]
-        == f"everybody: start; to start again is always right: {START}"
-    )
+    assert log == "C2: look into your own log, runs/C2.log, and fix what it reports: "
+    assert steps(replace(facts, over="folder"))[1] == f"everybody: start; to start again is always right: {START}"
 
 
 def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_asked_for_nothing(founded, tmp_path):
     folder = shutil.copytree(founded[0], tmp_path / "founded")
     for file in folder.glob("kits/*/federation.json"):
         file.write_text(file.read_text().replace(str(founded[0] / "share"), str(folder / "share")))
-    revoke("S1", folder / "kits")
+    revoke_site("S1", folder / "kits")
     plan = made(founded[1], tmp_path, "proxyfl", "sites=['S0']")
     study = Study(shutil.copytree(founded[1].root, tmp_path / "study"))
     for names in (["S0", "S1"], plan.sites):
-        facts = _gather(study, Kit.open(folder / "kits" / "coordinator"))
+        facts = _collect_state(study, Kit.open(folder / "kits" / "coordinator"))
         assert facts.sites == tuple(names)
-        document = looking._document_of(facts)
-        row = next(looking._cells(one, 1) for one in document["members"] if one["name"] == "S1")
+        document = looking._build_document(facts)
+        row = next(looking._member_cells(one, 1) for one in document["members"] if one["name"] == "S1")
         assert row[1] == f"withdrawn {datetime.now(UTC):%Y-%m-%d}"
         asked = [one for one in document["next"] if "S1" in f"{one['who']} {one['what']}"]
         assert [one["who"] for one in asked] == (["coordinator"] if "S1" in names else [])
@@ -205,11 +189,11 @@ def founded(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         (root / "share").mkdir()
-        provision(root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"])
+        provision_federation(root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"])
         study = larger_study(root / "study", n_sites=2, site_extra=REAL)
-        keys = Root.open(root / "kits").keys()
+        keys = RootCA.open(root / "kits").load_keys()
         plan = make_plan(study, method="proxyfl", out=study.root / "plan.json", keys=keys)
-        sign(study, look(study, plan, "S0"), Kit.open(root / "kits" / "S0").identity())
+        sign_plan(study, review_plan(study, plan, "S0"), Kit.open(root / "kits" / "S0").load_identity())
         yield root, study, plan
 
 
@@ -218,7 +202,7 @@ def kit_of(founded, name):
 
 
 def seen_by(founded, name):
-    return _gather(founded[1], kit_of(founded, name))
+    return _collect_state(founded[1], kit_of(founded, name))
 
 
 def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
@@ -237,17 +221,17 @@ def test_the_coordinator_sees_who_has_not_signed(founded):
     assert signed == {"coordinator": None, "S0": True, "S1": False}
     asked = [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)]
     assert asked == [("S0", "if it has not run yet"), ("S1", "sign the plan")]
-    board = make_board(founded[1], kit=kit_of(founded, "coordinator").path)
+    board = make_dashboard(founded[1], kit=kit_of(founded, "coordinator").path)
     assert "connected" in board["unknown"]["the hospital"]
 
 
 @contextmanager
 def greeted(founded, plan=None, by="S1"):
     """The line of S1, which has said hello to S0."""
-    digest, identity = plan or founded[2].digest, kit_of(founded, by).identity()
-    line, writer = FolderLine(str(founded[0] / "share"), "S1", founded[2].digest), Writer(identity)
+    digest, identity = plan or founded[2].digest, kit_of(founded, by).load_identity()
+    line, writer = (FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest), MessageSealer(identity))
     said = {"certificate": identity.certificate, "public": writer.public, "time": 1.78e9, "version": "9.9"}
-    hello = writer.hello({**said, "code": code_digest(), "gone": {}}, digest)
+    hello = writer.write_handshake({**said, "code": code_digest(), "gone": {}}, digest)
     assert line.send("S0", "hello", hello, 0.0) == ""
     yield line
     line.close()
@@ -275,7 +259,7 @@ def test_a_hospital_that_runs_is_connected_and_looking_changes_nothing(founded):
         return {p: p.read_bytes() for p in founded[0].rglob("*") if p.is_file() and p.name != ".lock"}
 
     before = files()
-    with kit_of(founded, "S0").alone():
+    with kit_of(founded, "S0").lock_kit():
         assert seen_by(founded, "S0").members["S0"].connected
     assert files() == before
 
@@ -300,27 +284,27 @@ def finished(founded, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
-        provision(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
+        provision_federation(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
         study = make_study(root / "study", 2, site_extra=REAL + '\nallow = ["scores"]')
         overrides = ["train.rounds=1", "privacy.sigma=4"]
         plan = made(study, study.root, "proxyfl", *overrides)
         summary = train(study, method="proxyfl", overrides=overrides, backend="local")
-        answers = {site: known_to_all(study, site, dict(summary)) for site in ("S0", "S1")}
-        patch.setattr(submitting, "_run", lambda *_: answers)
+        answers = {site: public_summary(study, site, dict(summary)) for site in ("S0", "S1")}
+        patch.setattr(submitting, "_run_job", lambda *_: answers)
         kit = Kit.open(root / "kits" / "coordinator")
-        submitting.submit(kit, plan, beside=study.root)
-        submitting._note_asked(kit, "job-1", plan, {"what": "work"}, plan.sites)
-        submitting._note_ended(kit, "job-1", run=summary["run"])
+        submitting.submit_plan(kit, plan, parent_folder=study.root)
+        submitting._log_submission(kit, "job-1", plan, {"what": "work"}, plan.sites)
+        submitting._log_end(kit, "job-1", run=summary["run"])
         job = {"id": "job-1", "status": "FINISHED:COMPLETED", "reason": None}
-        patch.setattr(looking, "status", lambda _: {"connected": ["S0"], "jobs": [job]})
-        patch.setattr(looking, "look", lambda _: iter(()))
+        patch.setattr(looking, "load_status", lambda _: {"connected": ["S0"], "jobs": [job]})
+        patch.setattr(looking, "check_connection", lambda _: iter(()))
         yield root / "kits" / "coordinator", study, summary
 
 
 @pytest.fixture(scope="module")
 def board(finished, tmp_path_factory):
     out = tmp_path_factory.mktemp("page") / "board.html"
-    return make_board(finished[1], kit=finished[0], out=out), out
+    return make_dashboard(finished[1], kit=finished[0], out=out), out
 
 
 def test_the_finished_run_has_its_matrix_and_its_report(finished, board):
@@ -338,12 +322,12 @@ def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
     kit, study, _ = finished
     kept = (kit / "jobs.jsonl").read_text()
     try:
-        line = {"id": "job-2", "what": "work", "plan": Plan.load(study.root / "plan.json").digest}
+        line = {"id": "job-2", "what": "work", "plan": FederationPlan.load(study.root / "plan.json").digest}
         append_line(kit / "jobs.jsonl", line)
         append_line(kit / "jobs.jsonl", {"id": "job-2", "reason": "site S1 took nothing (timeout) for 20 s"})
         down = WsiFlError("no way through to localhost port 1 (refused): is the server up")
-        monkeypatch.setattr(looking, "status", lambda _: (_ for _ in ()).throw(down))
-        found = make_board(study, kit=kit)
+        monkeypatch.setattr(looking, "load_status", lambda _: (_ for _ in ()).throw(down))
+        found = make_dashboard(study, kit=kit)
     finally:
         (kit / "jobs.jsonl").write_text(kept)
     whats = [one["what"] for one in found["next"]]
@@ -355,24 +339,22 @@ def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
 def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
     kit, study, _ = finished
     job = {"id": "job-1", "status": "RUNNING", "reason": None}
-    monkeypatch.setattr(looking, "status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
-    found = make_board(study, kit=kit)
+    monkeypatch.setattr(looking, "load_status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
+    found = make_dashboard(study, kit=kit)
     assert found["running"] and found["next"][-1]["what"] == "wait: the hospitals work"
     job |= {"status": "DEAD", "reason": "the server was stopped while it ran"}
-    assert make_board(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
+    assert make_dashboard(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
 
 
-def test_the_page_stands_alone_and_names_cannot_break_it_and_the_terminal_says_the_same(
-    board, finished, capsys
-):
+def test_the_page_stands_alone_and_names_cannot_break_it_and_the_terminal_says_the_same(board, finished, capsys):
     html = board[1].read_text()
     assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in Document(html).tags}
     assert str(finished[1].root) not in html
     said = words_of(html)
     assert "done: open result-" in said and "outlined cells are models" in said
     assert "The hospital can know: " in said and "ε spent" in said
-    assert "<script>" not in looking._render(board[0] | {"trouble": ["<script>alert(1)</script>"]})
-    render(board_lines(board[0]))
+    assert "<script>" not in looking._render_page(board[0] | {"trouble": ["<script>alert(1)</script>"]})
+    print_lines(dashboard_lines(board[0]))
     said = capsys.readouterr().err
     assert "next:" in said and "  coordinator: done: open result-" in said
     assert re.search(r"S0 .* yes .*", said) and "is known by the hospital: version" in said
@@ -386,7 +368,7 @@ def test_the_command_prints_the_json_and_writes_the_page(founded, tmp_path, monk
     found = json.loads(done.stdout)
     assert found["me"] == "S0" and {step["who"] for step in found["next"]} == {"S0", "S1"}
     assert out.is_file()
-    refused(lambda: make_board(study, kit=tmp_path), "this is no kit")
+    refused(lambda: make_dashboard(study, kit=tmp_path), "this is no kit")
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")

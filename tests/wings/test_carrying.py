@@ -17,18 +17,18 @@ from test_receive import unlabelled
 from test_release import HEADS, NOISE, rewritten, sums_at
 from wires import Wire, at_once
 
-from wsi_fl.federation.documents import NotAgreed
+from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.dossier import page
-from wsi_fl.hospitals.plans.approving import look, look_lines, sign
+from wsi_fl.hospitals.plans.approving import review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.rehearsing import rehearse
+from wsi_fl.hospitals.plans.rehearsing import dry_run_plan
 from wsi_fl.hospitals.work.taking_part import LAST, take_part
-from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.stages.site.account import head_of_user
+from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.stages.site.account import user_head_path
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import as_file
+from wsi_fl.stages.site.sums import encode_file
 from wsi_fl.stages.training import carrying, launch
-from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.release import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
@@ -62,7 +62,7 @@ class Hospitals:
 
     def release(self, *names):
         for name in names:
-            release(self.study(name), site=name, overrides=NOISE)
+            release_statistics(self.study(name), site=name, overrides=NOISE)
 
     def plan(self, *settings, method="oneshot"):
         overrides = [*SENT, *settings]
@@ -71,7 +71,7 @@ class Hospitals:
     def sign(self, plan):
         for name, identity in self.identities.items():
             study = self.study(name)
-            sign(study, look(study, plan, name), identity)
+            sign_plan(study, review_plan(study, plan, name), identity)
 
     def run(self, *names, **given):
         """What each hospital that takes part returned or raised, each in a thread of its own."""
@@ -83,7 +83,7 @@ class Hospitals:
         return at_once(be, names)
 
     def charges(self, name):
-        lines = read_lines(self.study(name).ledger(name))
+        lines = read_lines(self.study(name).ledger_path(name))
         return [line["mechanism"] for line in lines if "mechanism" in line]
 
     def head(self, name, summary):
@@ -91,17 +91,17 @@ class Hospitals:
 
     def require_heads_of_files(self, found, letters, at=()):
         """Each hospital's files are those of their sites, and `train` makes the same heads of them, for nothing."""
-        known = {one: sums_at(self.study(one).release(one)).digest[:8] for one in letters}
+        known = {one: sums_at(self.study(one).release_path(one)).digest[:8] for one in letters}
         for summary in found.values():
             assert isinstance(summary, dict) and summary["statistics"] == known, found
         for name in at or found:
             study = self.study(name)
             for one in letters:
-                assert study.release(one).read_bytes() == self.study(one).release(one).read_bytes()
-            before = study.ledger(name).read_bytes() if study.ledger(name).exists() else b""
+                assert study.release_path(one).read_bytes() == self.study(one).release_path(one).read_bytes()
+            before = study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b""
             by_files = train(study, method="oneshot", backend="local", overrides=SENT)
             assert same(self.head(name, found[name]), self.head(name, by_files))
-            assert before == (study.ledger(name).read_bytes() if study.ledger(name).exists() else b"")
+            assert before == (study.ledger_path(name).read_bytes() if study.ledger_path(name).exists() else b"")
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +122,18 @@ def all_released(hospitals):
 
 def said_at(hospitals, name, plan):
     """What people read before they sign."""
-    lines = look_lines(look(hospitals.study(name), plan, name))
+    lines = review_lines(review_plan(hospitals.study(name), plan, name))
     return "\n".join(line.text for line in lines if hasattr(line, "text"))
 
 
 def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_released):
     hospitals = all_released
     plan = hospitals.plan()
-    cost, said = look(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
+    cost, said = review_plan(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
-    assert "sends the letter that it released" in said and "nothing more is spent" in said
-    assert "letter that was released before" in said and "no ε is spent" in said
-    refused(lambda: rehearse(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
+    assert "sends the class statistics that it released" in said and "nothing more is spent" in said
+    assert "class statistics released before" in said and "no ε is spent" in said
+    refused(lambda: dry_run_plan(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S1"])
@@ -141,11 +141,11 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
         assert len(hospitals.charges(name)) == 1
         row = next(row for row in found[name]["sites"] if row["site"] == name)
         assert row["epsilon"] == row["lifetime_epsilon"] == pytest.approx(cost.letter)
-        _, once, again = read_lines(hospitals.study(name).ledger(name))
+        _, once, again = read_lines(hospitals.study(name).ledger_path(name))
         assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
     study = hospitals.study("S0")
-    (account,) = page._accounts(study, "S0", page.LedgerFile(study.ledger("S0")).entries, 1e-5, None)
-    assert page._released(study, "S0", account)["to"] == ["S1", "S2"]
+    (account,) = page._list_accounts(study, "S0", page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None)
+    assert page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
 
 
 @pytest.mark.slow
@@ -174,8 +174,8 @@ def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(all_released):
 
 def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hospitals):
     hospitals.release("S0", "S1")
-    plan, advice = hospitals.plan(), ("S2 has released no letter yet", "`wsi-fl statistics --site S2`")
-    refused(lambda: look(hospitals.study("S2"), plan, "S2"), *advice)
+    plan, advice = hospitals.plan(), ("S2 has released no statistics", "`wsi-fl statistics --site S2`")
+    refused(lambda: review_plan(hospitals.study("S2"), plan, "S2"), *advice)
     hospitals.release("S2")
     hospitals.sign(plan)
     hospitals.study("S2").release("S2").unlink()
@@ -189,14 +189,14 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     hospitals = all_released
     plan, study = hospitals.plan(), hospitals.study("S2")
     hospitals.sign(plan)
-    file = study.release("S2")
+    file = study.release_path("S2")
     good = file.read_bytes()
 
     def no_go(*said, error=WsiFlError):
         (found,) = hospitals.run("S2").values()
         assert isinstance(found, error) and all(word in str(found) for word in said), found
-        refused(lambda: look(study, plan, "S2"), *said, error=error)
-        assert len(read_lines(study.ledger("S2"))) == 2  # nothing was sent
+        refused(lambda: review_plan(study, plan, "S2"), *said, error=error)
+        assert len(read_lines(study.ledger_path("S2"))) == 2  # nothing was sent
         file.write_bytes(good)
 
     sums = sums_at(file)
@@ -204,45 +204,45 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     no_go("statistics/S2.safetensors", "edited since")
     other = sums.vector.copy()
     other[0] += 1
-    rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest(other))
+    rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest_values(other))
     no_go("lacks the release of statistics/S2.safetensors", error=UsageError)
     file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
-    no_go("these are the sums of site S1")
-    lines = study.ledger("S2").read_text().splitlines(keepends=True)
+    no_go("these are the statistics of site S1")
+    lines = study.ledger_path("S2").read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["sending"]
-    study.ledger("S2").write_text(lines[0])  # as where the machine stopped before
-    for head in (study.store("S2").parent / "ledger.head.json", head_of_user("S2")):
+    study.ledger_path("S2").write_text(lines[0])  # as where the machine stopped before
+    for head in (study.store_path("S2").parent / "ledger.head.json", user_head_path("S2")):
         head.unlink()
-    words = "does not say that it may leave", "wsi-fl statistics"
-    refused(lambda: look(study, plan, "S2"), *words, error=WsiFlError)
+    words = "not final in the ledger", "wsi-fl statistics"
+    refused(lambda: review_plan(study, plan, "S2"), *words, error=WsiFlError)
     hospitals.release("S2")
-    assert look(study, plan, "S2").cost.letter
+    assert review_plan(study, plan, "S2").cost.letter
 
 
 def test_a_letter_without_noise_is_sent_only_by_who_allows_it_still(hospitals):
     for one in hospitals.root.glob("*/sites/*.toml"):
         one.write_text(one.read_text() + '\nallow = ["model"]\n')
     for name in hospitals.identities:
-        release(hospitals.study(name), site=name, overrides=[*HEADS, "privacy.enabled=false"])
-    assert look(hospitals.study("S1"), hospitals.plan(), "S1").cost is not None
+        release_statistics(hospitals.study(name), site=name, overrides=[*HEADS, "privacy.enabled=false"])
+    assert review_plan(hospitals.study("S1"), hospitals.plan(), "S1").cost is not None
     for root in (hospitals.whole.root, hospitals.root / "S1"):
         for one in root.glob("sites/*.toml"):
             one.write_text(one.read_text().replace('allow = ["model"]', ""))
     plan, words = hospitals.plan(), ("S1.toml", "without differential privacy")
-    refused(lambda: look(hospitals.study("S1"), plan, "S1"), *words)
+    refused(lambda: review_plan(hospitals.study("S1"), plan, "S1"), *words)
 
 
 def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
     hospitals = Hospitals(tmp_path, identity, receiver=True)
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
-    assert look(hospitals.study("S3"), plan, "S3").cost.epsilon is None
-    assert "letter that was" not in said_at(hospitals, "S3", plan)
+    assert review_plan(hospitals.study("S3"), plan, "S3").cost.epsilon is None
+    assert "statistics released before" not in said_at(hospitals, "S3", plan)
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])
-    assert found["S3"]["inference_sites"] == ["S3"] and not hospitals.study("S3").ledger("S3").exists()
-    assert not any(hospitals.study(name).release("S3").exists() for name in found)
+    assert found["S3"]["inference_sites"] == ["S3"] and not hospitals.study("S3").ledger_path("S3").exists()
+    assert not any(hospitals.study(name).release_path("S3").exists() for name in found)
     heads = [hospitals.head(name, found[name])["sums"] for name in ("S0", "S3")]
     assert np.array_equal(*heads)
 
@@ -255,10 +255,7 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
     shutil.copy(theirs, hospitals.study("S0").release("S2"))
     found = hospitals.run("S0", "S1", without=["S2"], plan=plan.digest)
     for name in ("S0", "S1"):
-        assert list(found[name]["statistics"]) == [
-            "S0",
-            "S1",
-        ]  # S1 has no letter of S2, who alone may send it
+        assert list(found[name]["statistics"]) == ["S0", "S1"]  # S1 has no letter of S2, who alone may send it
     assert not hospitals.study("S1").release("S2").exists()
     back = hospitals.run("S0", "S1", "S2", resume=LAST, plan=plan.digest)
     for one in back.values():
@@ -272,7 +269,7 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
 
 
 def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
-    further = "which costs ε again"
+    further = "which cost ε again"
     plan = hospitals.plan("train.from_released=false", "privacy.sigma=5.0")
     assert further not in said_at(hospitals, "S0", plan)
     hospitals.release("S0")
@@ -287,32 +284,32 @@ def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals
 def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals):
     hospitals.release("S0", "S1")
     study, sums = hospitals.study("S0"), sums_at(hospitals.study("S1").release("S1"))
-    party = RunContext.of(study, study.pipeline(study.pipeline_name(None), SENT), "oneshot")
+    party = RunContext.create(study, study.load_pipeline(study.pipeline_name(None), SENT), "oneshot")
 
     def keep(content, name="S1"):
-        carrying._keep(party, "S0", name, content)
+        carrying._keep_statistics(party, "S0", name, content)
 
-    refused(lambda: keep("nothing!"), "no letter", error=NotAgreed)
+    refused(lambda: keep("nothing!"), "no statistics", error=ProtocolError)
     refused(lambda: keep(b64encode(b"x" * 99).decode()), "damaged release", error=WsiFlError)
-    good = b64encode(as_file(sums)).decode()
-    refused(lambda: keep(good, "S2"), "these are the sums of site S1", error=WsiFlError)
+    good = b64encode(encode_file(sums)).decode()
+    refused(lambda: keep(good, "S2"), "these are the statistics of site S1", error=WsiFlError)
     other = hospitals.study("S1").release("S1")
     rewritten(other, encoder="evil\nlines sha256:0")
     refused(lambda: keep(b64encode(other.read_bytes()).decode()), "encoder = evil?lines", error=UsageError)
-    assert [file.name for file in study.release("S0").parent.iterdir()] == ["S0.safetensors"]
+    assert [file.name for file in study.release_path("S0").parent.iterdir()] == ["S0.safetensors"]
     keep(good)
-    assert study.release("S1").stat().st_mode & 0o077 == 0
+    assert study.release_path("S1").stat().st_mode & 0o077 == 0
 
 
 def test_letters_that_all_have_or_that_fewer_sites_began_with():
     here = {"own": "a" * 64, "held": {"S0": "a" * 64, "S2": "c" * 64}, "began": None}
     there = {"own": "", "held": {"S2": "c" * 64}, "began": ["S0"]}
     names = ["S0", "S1", "S2", "S3"]
-    assert carrying._common({"S0": here, "S1": there | {"began": None}}, names) == ["S0", "S2"]
-    assert carrying._common({"S0": here, "S1": there}, names) == ["S0"]
-    assert carrying._common({"S0": here, "S1": there | {"held": {}, "began": None}}, names) == ["S0"]
+    assert carrying._find_common({"S0": here, "S1": there | {"began": None}}, names) == ["S0", "S2"]
+    assert carrying._find_common({"S0": here, "S1": there}, names) == ["S0"]
+    assert carrying._find_common({"S0": here, "S1": there | {"held": {}, "began": None}}, names) == ["S0"]
     odd = there | {"held": {"S2": "d" * 64}, "began": None}
-    assert carrying._common({"S0": here, "S1": odd}, names) == ["S0"]
+    assert carrying._find_common({"S0": here, "S1": odd}, names) == ["S0"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,16 @@ from test_synthesize import interrupted
 
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.synthesis import ddpm
-from wsi_fl.synthesis.ddpm import DdpmShape, DdpmState, Sampling, UNet, denoiser_from, drawn, step, vector_of
+from wsi_fl.synthesis.ddpm import (
+    DdpmShape,
+    DdpmState,
+    Sampling,
+    UNet,
+    build_denoiser,
+    draw_images,
+    flatten_parameters,
+    step,
+)
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.stages.ddpm import KIND
 from wsi_fl.synthesis.stages.sample import sample
@@ -46,7 +55,7 @@ def trained(steps, **terms):
 def test_a_training_goes_on_bit_for_bit():
     whole = trained(6, class_dropout=0.3)
     first = trained(3, class_dropout=0.3)
-    tensors, document = first.tensors(), first.document()
+    tensors, document = first.copy_tensors(), first.build_document()
     second = state_of(seed=7, class_dropout=0.3)
     second.load(tensors, document)
     for _ in range(3):
@@ -85,7 +94,7 @@ def test_guidance_is_the_formula():
         named = denoiser(x, t, y).sample
         unnamed = denoiser(x, t, torch.full((3,), SHAPE.null)).sample
         for g in (1.0, 0.0, 2.5):
-            found = ddpm._predicted_noise(denoiser, x, t, y, g)
+            found = ddpm._predict_noise(denoiser, x, t, y, g)
             assert torch.allclose(found, unnamed + g * (named - unnamed), atol=1e-5)
 
 
@@ -96,7 +105,7 @@ class Oracle(torch.nn.Module):
         super().__init__()
         self.shape = shape
         self.anchor = torch.nn.Parameter(torch.zeros(()))
-        self.kept = ddpm._scheduler_of(shape, Sampling("ddpm", 1)).alphas_cumprod
+        self.kept = ddpm._build_scheduler(shape, Sampling("ddpm", 1)).alphas_cumprod
 
     def forward(self, x, t, y):
         clean = (y.float() - 0.5)[:, None, None, None].expand_as(x)
@@ -108,7 +117,7 @@ class Oracle(torch.nn.Module):
 def test_every_sampler_finds_the_image_of_the_class(sampler, chain):
     shape = replace(SHAPE, chain=chain)
     how = Sampling(sampler, chain if sampler == "ddpm" else 10, batch_size=3)
-    images = torch.cat(list(drawn(Oracle(shape), np.array([0, 1, 0, 1, 1]), how, seed=0)))
+    images = torch.cat(list(draw_images(Oracle(shape), np.array([0, 1, 0, 1, 1]), how, seed=0)))
     expected = torch.tensor([64.0, 191.0])[torch.tensor([0, 1, 0, 1, 1])]
     assert torch.allclose(images.float().mean(dim=(1, 2, 3)), expected, atol=3)
     assert images.float().std(dim=(1, 2, 3)).max() < 6
@@ -125,7 +134,7 @@ class Gaussian(Oracle):
 
 def first_noise(n):
     """What `drawn` begins with, for seed 0 and one batch."""
-    return torch.randn((n, 1, 8, 8), generator=torch.Generator().manual_seed(ddpm._seed_of_batch(0, 0)))
+    return torch.randn((n, 1, 8, 8), generator=torch.Generator().manual_seed(ddpm._batch_seed(0, 0)))
 
 
 def exact_ddim(shape, steps, n):
@@ -147,7 +156,7 @@ def exact_ddim(shape, steps, n):
 def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps, schedule):
     shape = replace(SHAPE, chain=chain, schedule=schedule)
     labels = np.zeros(256, np.int64)
-    (images,) = drawn(Gaussian(shape), labels, Sampling("ddim", steps, batch_size=256), seed=0)
+    (images,) = draw_images(Gaussian(shape), labels, Sampling("ddim", steps, batch_size=256), seed=0)
     right = exact_ddim(shape, steps, 256)
     assert (images / 127.5 - 1 - right.clamp(-1, 1)).abs().max() < 0.012  # 1.5 of 255 grey levels
     if steps >= 122:
@@ -157,36 +166,36 @@ def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps,
 @pytest.mark.parametrize("steps", [1, 8, 25, 100])
 def test_where_steps_divide_the_chain_images_are_those_of_the_library(steps):
     shape = replace(SHAPE, chain=200)
-    (images,) = drawn(Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0)
+    (images,) = draw_images(Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0)
     plain = DDIMScheduler(**shape.diffusion, timestep_spacing="trailing")
     plain.set_timesteps(steps)
     x = first_noise(4)
     for t in plain.timesteps:
         x = plain.step(Gaussian(shape)(x, t, None).sample.float(), t, x).prev_sample
-    assert torch.equal(images, ddpm.to_pixels(x))
+    assert torch.equal(images, ddpm.quantize_images(x))
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm++"])
 def test_a_sampler_takes_as_many_steps_as_asked_and_all_within_the_chain(sampler):
     """Rounding gives the library a time before the chain's first in each of these: it stands for pure noise there."""
     for chain, steps in ((100, 29), (300, 7), (1000, 61), (1000, 122), (999, 13)):
-        found = ddpm._scheduler_of(replace(SHAPE, chain=chain), Sampling(sampler, steps))
+        found = ddpm._build_scheduler(replace(SHAPE, chain=chain), Sampling(sampler, steps))
         times = found.timesteps.tolist()
         assert len(times) == steps and times[0] == chain - 1 and times[-1] >= 0
         assert times == sorted(set(times), reverse=True)
     shape = replace(SHAPE, chain=300)
-    images = torch.cat([*drawn(Gaussian(shape), np.zeros(256, np.int64), Sampling(sampler, 7), seed=0)])
+    images = torch.cat([*draw_images(Gaussian(shape), np.zeros(256, np.int64), Sampling(sampler, 7), seed=0)])
     assert float((images / 127.5 - 1).mean()) == pytest.approx(0.2, abs=0.01)
     assert float((images / 127.5 - 1).std()) < 0.25
 
 
 def test_a_denoiser_travels_as_one_vector():
     state = trained(2)
-    again = denoiser_from(vector_of(state.average), SHAPE)
+    again = build_denoiser(flatten_parameters(state.average), SHAPE)
     assert same(state.average.state_dict(), again.state_dict())
-    assert vector_of(state.average).size == sum(p.numel() for p in UNet(SHAPE).parameters())
+    assert flatten_parameters(state.average).size == sum(p.numel() for p in UNet(SHAPE).parameters())
     with pytest.raises(ValueError, match="expected"):
-        denoiser_from(vector_of(state.average)[:-1], SHAPE)
+        build_denoiser(flatten_parameters(state.average)[:-1], SHAPE)
     assert SHAPE.schema != replace(SHAPE, chain=50).schema
 
 
@@ -199,9 +208,9 @@ def study(tmp_path_factory):
 
 def test_training_keeps_json_and_safetensors_alone(study):
     folder = KIND.folder(study, "S1")
-    document = folder.document()
-    assert document["finished"] and document["sha256"] == folder.digest("denoiser")
-    assert folder.metrics()[-1]["iteration"] == 6
+    document = folder.read_document()
+    assert document["finished"] and document["sha256"] == folder.compute_digest("denoiser")
+    assert folder.read_metrics()[-1]["iteration"] == 6
     kinds = {path.suffix for path in folder.path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert kinds == {".json", ".jsonl", ".safetensors", ".png"}
 
@@ -240,6 +249,6 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     train_generator(whole, site="S1", overrides=more)
     interrupted(other, more, signal.SIGKILL, 2, KIND)
     train_generator(other, site="S1", overrides=more)
-    assert same(*(load_file(one.denoiser("S1") / "denoiser.safetensors") for one in (whole, other)))
-    lines = [line["iteration"] for line in KIND.folder(other, "S1").metrics()]
+    assert same(*(load_file(one.denoiser_path("S1") / "denoiser.safetensors") for one in (whole, other)))
+    lines = [line["iteration"] for line in KIND.folder(other, "S1").read_metrics()]
     assert lines == sorted(set(lines))

@@ -21,14 +21,14 @@ from wsi_fl.cli.main import app
 from wsi_fl.hospitals.dossier import evidence as writing
 from wsi_fl.hospitals.dossier import page
 from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
-from wsi_fl.hospitals.dossier.page import _most_rows, _render, leave, make_dossier
-from wsi_fl.hospitals.plans.approving import look, sign
-from wsi_fl.hospitals.plans.making import document_of
-from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
-from wsi_fl.hospitals.trust.certificates import fingerprint
+from wsi_fl.hospitals.dossier.page import _largest_patient_rows, _render_page, make_dossier, write_departure
+from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
+from wsi_fl.hospitals.plans.making import parse_plan_document
+from wsi_fl.hospitals.plans.signed import approval_path, load_approved_plan, plan_path
+from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
-from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
@@ -45,14 +45,14 @@ ROUND = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1
 
 def spend(study, plan, rounds=2):
     """Put releases under a plan on the ledger of S0, and an audit beside them."""
-    terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
+    terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
     given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "named": {"agreement": plan.digest}}
-    ledger = PrivacyLedger(study.ledger("S0"), terms=terms, **given)
+    ledger = PrivacyLedger(study.ledger_path("S0"), terms=terms, **given)
     for number in range(1, rounds + 1):
         ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=ROUND, content="model")
     counts = np.arange(8, dtype=np.uint8)  # of test patients, whom no ε covers
     ledger.release(rounds + 1, counts, schema="x", mechanism=None, content="scores")
-    folder = study.runs / RUN
+    folder = study.runs_path / RUN
     write_sealed(folder / "manifest.json", {"id": "a" * 32, "config_sha256": ""})
     cost = {"seconds": 0.5, "epsilon": 1.0, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
     for number in range(1, rounds + 1):
@@ -71,7 +71,7 @@ def signed(tmp_path_factory, federation):
     folder = tmp_path_factory.mktemp("dossier")
     plan = made(larger_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
     kit, study = federation.kit(folder / "kit", "S0", federation="trial"), hospital(folder, "S0")
-    sign(study, look(study, plan, "S0"), Kit.open(kit).identity())
+    sign_plan(study, review_plan(study, plan, "S0"), Kit.open(kit).load_identity())
     return study, kit, plan, spend(study, plan)
 
 
@@ -87,16 +87,16 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     found, out = dossier
     assert json.loads(out.with_suffix(".json").read_text()) == found
     assert (found["site"], found["signed"], set(found["missing"])) == ("S0", ["S0"], {"S1", "S2"})
-    assert found["plan_sha256"] == plan.digest and found["plan"] == document_of(plan)
+    assert found["plan_sha256"] == plan.digest and found["plan"] == parse_plan_document(plan)
     assert found["spent"] == pytest.approx(ledger.epsilon(lifetime=True))
     (account,) = found["accounts"]
     assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
     assert account["epsilon"] == pytest.approx(ledger.epsilon())
-    assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.released()]
+    assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.list_releases()]
     assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
     (audited,) = found["audits"]
     assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
-    assert any("root key" in one for one in found["not_protected"])
+    assert any("root CA's key" in one for one in found["not_protected"])
     assert all(part["gaps"] for part in found["assessment"]) and len(found["assessment"]) == 5
 
 
@@ -130,7 +130,7 @@ def without(path):
 
 def test_what_was_not_done_is_said_and_names_cannot_break_the_page(signed, dossier, tmp_path):
     bare = {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
-    html = _render(dossier[0] | bare | {"not_protected": ["<script>alert(1)</script>"]})
+    html = _render_page(dossier[0] | bare | {"not_protected": ["<script>alert(1)</script>"]})
     assert "Nothing has left this site" in html and "No run of this study was audited" in html
     assert "known with --kit" in html and "<script>" not in html
     (tmp_path / "empty" / "sites").mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_what_is_not_known_of_patients_is_not_said_nor_are_bounds_of_an_audit_th
     assert any("how much less is not known here" in one for one in found["not_protected"])
     assert "not known: it was signed without the store" in page
     assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
-    with without(study.runs / RUN / "audit" / "audit.json"):
+    with without(study.runs_path / RUN / "audit" / "audit.json"):
         facts = " ".join(make(study, kit, tmp_path)[0]["assessment"][3]["facts"])
     assert "bounds" not in facts and "No model of the site was audited" in facts
 
@@ -206,17 +206,17 @@ def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_draw
 
 def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
     study, plan = with_a_plan(tmp_path, REAL)
-    terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
-    ledger = open_ledger(study, study.site("S0"), f"{RUN} {'a' * 32}", terms)
+    terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
+    ledger = open_ledger(study, study.load_site("S0"), f"{RUN} {'a' * 32}", terms)
     for number in (1, 2, 3):
         ledger.record(number, ROUND)
     assert make(study, None, tmp_path, site="S0")[0]["warning"] == ""
-    lines = study.ledger("S0").read_text().splitlines(keepends=True)
-    study.ledger("S0").write_text("".join(lines[:1]))
-    refused(lambda: look(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
+    lines = study.ledger_path("S0").read_text().splitlines(keepends=True)
+    study.ledger_path("S0").write_text("".join(lines[:1]))
+    refused(lambda: review_plan(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
     found, page = make(study, None, tmp_path, site="S0")
     assert found["warning"].startswith("ledgers/S0.jsonl") and str(study.root) not in found["warning"]
-    assert f"This ledger is not to be believed: {found['warning']}" in page
+    assert f"This ledger is invalid: {found['warning']}" in page
 
 
 @pytest.mark.parametrize(
@@ -234,16 +234,16 @@ def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
     (study, _, plan, ledger), kit = signed, Kit.open(signed[1])
     study = Study(shutil.copytree(study.root, tmp_path / "study"))
     approval = approval_path(study, "S0")
-    first = leave(study, kit, out=tmp_path / "leaving.json")
+    first = write_departure(study, kit, out=tmp_path / "leaving.json")
     assert approval.exists() and any(str(approval) in said for said in first["says"])
-    again = partial(leave, study, kit, out=tmp_path / "leaving.json", delete_approval=True)
-    with kit.alone():
+    again = partial(write_departure, study, kit, out=tmp_path / "leaving.json", delete_approval=True)
+    with kit.lock_kit():
         refused(again, "end it first", error=WsiFlError)
     assert approval.exists()
     found = again()
     assert json.loads((tmp_path / "leaving.json").read_text()) == json.loads(json.dumps(found))
     assert not approval.exists()
-    refused(lambda: approved_plan(study, kit.identity()), "has approved no plan")
+    refused(lambda: load_approved_plan(study, kit.load_identity()), "has approved no plan")
     (run,) = found["runs"]
     assert run["plan"] == plan.digest and run["epsilon"] == pytest.approx(ledger.epsilon())
     assert run["releases"] == []  # noted, and never sent
@@ -255,12 +255,12 @@ def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
 def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
     study, kit, _, ledger = signed
     study = Study(shutil.copytree(study.root, tmp_path / "study"))
-    copy = PrivacyLedger(study.ledger("S0"), site="S0", run=ledger.run, terms=ledger.terms)
-    copy.sending(3, ledger.released()[-1].split()[1])
-    (study.runs / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')
+    copy = PrivacyLedger(study.ledger_path("S0"), site="S0", run=ledger.run, terms=ledger.terms)
+    copy.record_transmission(3, ledger.list_releases()[-1].split()[1])
+    (study.runs_path / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')
     manifest = {"id": "a" * 32, "config_sha256": "", "method": "proxyfl"}
-    write_sealed(study.runs / RUN / "manifest.json", manifest)
-    found = leave(study, Kit.open(kit), out=tmp_path / "leaving.json")
+    write_sealed(study.runs_path / RUN / "manifest.json", manifest)
+    found = write_departure(study, Kit.open(kit), out=tmp_path / "leaving.json")
     (run,) = found["runs"]
     assert (run["method"], run["to"], len(run["releases"])) == ("proxyfl", ["S1", "S2"], 1)
     held = f"1 releases of S0 (scores; rounds 3 to 3; ε = {ledger.epsilon():.2f} per row)"
@@ -283,7 +283,7 @@ def copy(evidence, tmp_path):
 
 
 def root_of(signed):
-    return Kit.open(signed[1]).identity().root
+    return Kit.open(signed[1]).load_identity().root
 
 
 def answers(document, title):
@@ -309,7 +309,7 @@ def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evid
     assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    with without(study.runs / RUN / "audit" / "audit.json"):
+    with without(study.runs_path / RUN / "audit" / "audit.json"):
         document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
     asked = answers(document, "Is a model")
     assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
@@ -327,13 +327,9 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
     signed, evidence, tmp_path, monkeypatch
 ):
     study, kit, *_ = signed
-    file = study.runs / RUN / "audit" / "audit.json"
+    file = study.runs_path / RUN / "audit" / "audit.json"
     document, before = json.loads(file.read_text()), file.read_text()
-    stayed = {
-        "model": "private",
-        "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}},
-        "canaries": None,
-    }
+    stayed = {"model": "private", "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}}, "canaries": None}
     for row in document["sites"]:
         row["models"].append(stayed)
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
@@ -343,9 +339,7 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
     file.write_text(before)
     assert own["group"]["rows"] == 12 and [one["auroc"] for one in own["audits"]] == [0.51, 0.987]
     found = json.loads((tmp_path / "out" / "dossier.json").read_text())
-    told = [
-        value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")
-    ]
+    told = [value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")]
     assert told and set(map(str, told)) == {"None"}
     assert [(one["model"], one["auroc"]) for one in found["audits"]] == [("proxy", 0.51)]
     for path in (tmp_path / "out").iterdir():
@@ -356,13 +350,8 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
 def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, monkeypatch):
     study, kit, *_ = signed
     home = tmp_path / "home"
-    document = {
-        "components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]
-    }
-    document["properties"] = [
-        {"name": "python", "value": str(home / "python")},
-        {"name": "python", "value": "3"},
-    ]
+    document = {"components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]}
+    document["properties"] = [{"name": "python", "value": str(home / "python")}, {"name": "python", "value": "3"}]
 
     def tool(module, package, arguments, file):
         if package == "pip-audit":
@@ -370,14 +359,12 @@ def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, mon
         file.write_text(json.dumps(document))
         return file.name
 
-    make_tool = writing._tool
-    monkeypatch.setattr(writing, "_tool", tool)
-    monkeypatch.setattr(page, "_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
+    make_tool = writing._run_tool
+    monkeypatch.setattr(writing, "_run_tool", tool)
+    monkeypatch.setattr(page, "_load_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
     document_of_kit = json.loads((Path(kit) / "federation.json").read_text())
     shutil.copytree(kit, tmp_path / "kit")
-    (tmp_path / "kit" / "federation.json").write_text(
-        json.dumps(document_of_kit | {"folder": str(home / "share")})
-    )
+    (tmp_path / "kit" / "federation.json").write_text(json.dumps(document_of_kit | {"folder": str(home / "share")}))
     made = make_evidence(study, Kit.open(tmp_path / "kit"), tmp_path / "out")
     assert "pip-audit failed" in made["vulnerabilities"]
     for path in (tmp_path / "out").rglob("*"):
@@ -399,14 +386,14 @@ def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(e
 
 def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(signed, tmp_path):
     found, _ = make(*signed[:2], tmp_path)
-    assert "every attack" in writing._facts(found)["worth"]
+    assert "every attack" in writing._sheet_facts(found)["worth"]
     accounts = [account | {"guarantee": "nominal"} for account in found["accounts"]]
-    told = writing._facts(found | {"accounts": accounts})
+    told = writing._sheet_facts(found | {"accounts": accounts})
     assert (told["guarantee"], "every attack" in told["worth"]) == ("nominal", False)
 
 
 def test_a_tool_that_fails_is_told_in_its_own_words(tmp_path):
-    said = writing._tool("json.tool", "a-tool", [], tmp_path / "file.json")
+    said = writing._run_tool("json.tool", "a-tool", [], tmp_path / "file.json")
     assert said.startswith("not made; a-tool failed: ") and "file.json" in said
 
 
@@ -471,28 +458,31 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
     done = command("--kit", kit, "--verify", out)
     assert done.exit_code == 0 and said in done.stdout
-    assert "anybody can make such a root" not in done.output
-    done, identity = command("--verify", out), Kit.open(kit).identity()
-    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root" in done.output
-    assert fingerprint(identity.certificate) in done.output and fingerprint(identity.root) in done.output
+    assert "anybody can make such a root CA" not in done.output
+    done, identity = command("--verify", out), Kit.open(kit).load_identity()
+    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
+    assert key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
     assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")
 
 
 def account_of(study, run, document):
-    path = study.runs / run / "sites" / "S0" / "ledger.json"
+    path = study.runs_path / run / "sites" / "S0" / "ledger.json"
     path.parent.mkdir(parents=True)
     path.write_text(document if isinstance(document, str) else json.dumps(document))
 
 
 def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
     study, money = Study(tmp_path), {"epsilon": 1, "delta": 1e-5, "guarantee": "guaranteed", "unit": "row"}
-    assert _most_rows(study, "S0", None) is None
+    assert _largest_patient_rows(study, "S0", None) is None
     account_of(study, "00001-proxyfl-small", money | {"group": {"rows": 7}})
     account_of(study, "00002-proxyfl-small", money | {"group": None})
-    (study.runs / "notes.txt").touch()
-    assert (_most_rows(study, "S0", None), _most_rows(study, "S0", {"group": {"rows": 9}})) == (7, 9)
-    assert _most_rows(study, "S1", {"group": None}) is None
+    (study.runs_path / "notes.txt").touch()
+    assert (_largest_patient_rows(study, "S0", None), _largest_patient_rows(study, "S0", {"group": {"rows": 9}})) == (
+        7,
+        9,
+    )
+    assert _largest_patient_rows(study, "S1", {"group": None}) is None
 
 
 @pytest.mark.parametrize("document", ["[]", '{"epsilon": 1', "{}", '{"epsilon": 1, "delta": 1}', "\0\0"])
@@ -500,7 +490,7 @@ def test_a_damaged_account_of_a_run_is_named_and_not_left_out(tmp_path, document
     study = Study(tmp_path)
     account_of(study, "00003-fml-small", document)
     refused(
-        lambda: _most_rows(study, "S0", None),
+        lambda: _largest_patient_rows(study, "S0", None),
         "00003-fml-small/sites/S0/ledger.json",
         "--resume",
         error=WsiFlError,

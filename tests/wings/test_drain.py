@@ -13,9 +13,9 @@ from test_relayed import Said
 from test_relayed import together as three_together
 from wires import Wire
 
-from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.lines.relayed import SecureComm
 from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, applied
+from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = pytest.mark.story
@@ -38,10 +38,8 @@ class Turns(Group):
 
     def charges(self, site):
         """The lines that charged a site, by the approval that each names, the oldest first."""
-        lines = [e for e in LedgerFile(self.study(site).ledger(site)).entries if e.mechanism]
-        return {
-            one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)
-        }
+        lines = [e for e in LedgerFile(self.study(site).ledger_path(site)).entries if e.mechanism]
+        return {one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)}
 
 
 @pytest.mark.slow
@@ -52,14 +50,17 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
     start(group.root, turns + [group.turn("begins again")] * again)
     logs = [(group.root / site / "stderr.txt").read_text() for site in HONEST]
     told = sum(log.count("let its people approve the plan again; nothing was sent") for log in logs)
-    assert told >= spoils - MOST_ATTEMPTS  # who tells it first ends the run of the other
-    assert any("it has the sum, and makes another one only after its people" in log for log in logs)
+    assert told >= spoils - MAX_ATTEMPTS  # who tells it first ends the run of the other
+    assert any("it has the sum, and takes part in another one only after its people" in log for log in logs)
     for site in HONEST:
         first, second = group.charges(site).values()
-        assert (len(first), len(second)) == (MOST_ATTEMPTS, 1)
+        assert (len(first), len(second)) == (MAX_ATTEMPTS, 1)
         one = first[0].mechanism.mechanism
-        spent, approved = epsilon(applied([*first, *second]), 1e-5), epsilon([one] * 2 * MOST_ATTEMPTS, 1e-5)
-        assert spent == pytest.approx(epsilon([one] * (MOST_ATTEMPTS + 1), 1e-5)) and spent < approved
+        spent, approved = (
+            epsilon(collect_mechanisms([*first, *second]), 1e-5),
+            epsilon([one] * 2 * MAX_ATTEMPTS, 1e-5),
+        )
+        assert spent == pytest.approx(epsilon([one] * (MAX_ATTEMPTS + 1), 1e-5)) and spent < approved
         assert group.result(site)["lost"] == []  # of the finished run, whoever said hello
         assert [line["round"] for line in metrics(group.run(site), site)] == [1]
 
@@ -85,15 +86,13 @@ def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tm
 TIMEOUT_S = 3.0
 
 
-@pytest.mark.parametrize(
-    ("phase", "ends"), [(PHASES[0], "ends"), *nightly(*((one, "is gone") for one in PHASES))]
-)
+@pytest.mark.parametrize(("phase", "ends"), [(PHASES[0], "ends"), *nightly(*((one, "is gone") for one in PHASES))])
 def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, federation, phase, ends):
     """Whether it is just gone, or says that it ended, which is a word that ends all that comes after the sum."""
     identities, wires = {name: federation.identity(name) for name in NAMES}, {}
 
     def comm_of(k):
-        comm = RelayedComm(identities[NAMES[k]], NAMES, range(4), Wire(NAMES[k], wires), TIMEOUT_S)
+        comm = SecureComm(identities[NAMES[k]], NAMES, range(4), Wire(NAMES[k], wires), TIMEOUT_S)
         comm.leave = comm.abort if ends == "ends" else comm.close
         return killed_before(comm, phase) if k == 2 else comm
 
@@ -128,7 +127,7 @@ def test_hospitals_finish_without_one_that_was_killed_at_no_second_charge(tmp_pa
     first[3] |= {"kill": {"where": "_masked", "round": 0}, "gone": True}
     start(group.root, [SimpleNamespace(jobs=jobs) for jobs in (first, again)])
     logs = {site: (group.root / site / "stderr.txt").read_text() for site in four[:3]}
-    said = "the sum of those who stayed is kept, go on --without it"
+    said = "the sum of the remaining sites is kept, go on --without it"
     assert any(said in log for log in logs.values()), logs
     for site in four[:3]:
         assert group.result(site)["lost"] == ["S3"] and len(charged(group.study(site), site)) == 1

@@ -17,19 +17,19 @@ import pytest
 import torch
 from conftest import make_study, refused
 
-from wsi_fl.hospitals.plans.signed import Plan, is_request
+from wsi_fl.hospitals.plans.signed import FederationPlan, is_request
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.slides.layouts.common import rows_of
+from wsi_fl.slides.layouts.common import read_rows
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.slides.patching.outline_files import outlines_of
-from wsi_fl.stages.prepare.check import check
+from wsi_fl.slides.patching.outline_files import read_outlines
+from wsi_fl.stages.prepare.check import check_sites
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import load_pipeline
+from wsi_fl.study.folder import load_run_pipeline
 from wsi_fl.system.files import read_json, read_lines
 from wsi_fl.system.tensors import load_tensors, load_weights
 from wsi_fl.types import WsiFlError
@@ -216,13 +216,13 @@ READERS = {
     "patches": PatchStore,
     "JSON": read_json,
     "JSON lines": read_lines,
-    "safetensors": partial(load_tensors, what="model"),
+    "safetensors": partial(load_tensors, kind="model"),
     "weights": partial(load_weights, advice=""),
     "segmenter": load_segmenter,
-    "table": partial(rows_of, needed=["slide"]),
-    "outlines": outlines_of,
-    "pipeline": load_pipeline,
-    "plan": Plan.load,
+    "table": partial(read_rows, needed=["slide"]),
+    "outlines": read_outlines,
+    "pipeline": load_run_pipeline,
+    "plan": FederationPlan.load,
     "request": is_request,
     "data set": read_data_set,
     "encoder": read_weights,
@@ -259,11 +259,11 @@ def test_nobody_waits_for_a_pipe(tmp_path):
 def test_check_names_a_pipe_among_a_site_s_files_and_reads_on(tmp_path):
     study = make_study(tmp_path / "study", 1)
     site = study.site_names()[0]
-    path = sorted(study.store(site).parent.glob("slides/*.h5"))[0]
+    path = sorted(study.store_path(site).parent.glob("slides/*.h5"))[0]
     path.unlink()
     os.mkfifo(path)
     with at_most(20):
-        (row,) = check(study, site=site)["sites"]
+        (row,) = check_sites(study, site=site)["sites"]
     assert len(row["damaged"]) == 1 and f"{path}: is a pipe" in row["damaged"][0] and row["read"] > 1
 
 

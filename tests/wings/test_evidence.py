@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
 from wsi_fl.synthesis import evidence
-from wsi_fl.synthesis.evidence import COPY, doubts, judged, nearest, nearest_other
+from wsi_fl.synthesis.evidence import COPY_THRESHOLD, find_nearest, find_nearest_other, judge_copies, list_doubts
 
 
 def normal(n, d, seed=0, shift=0.0, scale=1.0):
@@ -62,44 +62,43 @@ def distances(n, seed, low=0.1):
 
 def test_a_generator_of_the_distribution_passes():
     found = [
-        evidence._compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
+        evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
     ]
-    failed = [one for one in found if one.reasons("nearest sample")]
-    assert len(failed) <= 1 and doubts({"nearest sample": found[0]}, 200) == []
+    failed = [one for one in found if one.list_reasons("nearest sample")]
+    assert len(failed) <= 1 and list_doubts({"nearest sample": found[0]}, 200) == []
     assert 0.4 < found[0].nearer < 0.6
 
 
 @pytest.mark.parametrize(
-    ("memorised", "word"),
-    [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "met almost exactly")],
+    ("memorised", "word"), [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "reproduced almost exactly")]
 )
 def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
     training = distances(300, 0)
     training[: round(memorised * 300)] *= 0.05
-    found = evidence._compared(
-        training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2)))
+    found = evidence._compare_distances(
+        training, distances(200, 1), copy_below=COPY_THRESHOLD * float(np.median(distances(200, 2)))
     )
-    reasons = doubts({"projection": found}, 200)
+    reasons = list_doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
-    nearer = evidence._compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
-    assert nearer.copies_training == 0 and nearer.nearer > 0.6 and doubts({"nearest sample": nearer}, 200)
+    nearer = evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    assert nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
 
 
 def test_without_held_out_images_or_a_comparison_nothing_passes():
-    assert "only 3 held-out" in doubts({}, 3)[0] and doubts({}, 200)
+    assert "only 3 held-out" in list_doubts({}, 3)[0] and list_doubts({}, 200)
     training = films(40, 1)
     for n in (0, 5):
-        found = judged(nearest(films(20, 3), training), nearest(films(n, 2), training), 0)
+        found = judge_copies(find_nearest(films(20, 3), training), find_nearest(films(n, 2), training), 0)
         assert "held-out images" in found.reasons[0] and found.copy_below is None
 
 
 def test_spread_and_paired_shift():
     before = distances(60, 0)
-    assert evidence.spread(before).q05 == pytest.approx(np.quantile(before, 0.05))
+    assert evidence.summarize_distances(before).q05 == pytest.approx(np.quantile(before, 0.05))
     up, down, same = (
-        evidence.moved(before + 0.01, before),
-        evidence.moved(before - 0.01, before),
-        evidence.moved(before, before),
+        evidence.compare_paired(before + 0.01, before),
+        evidence.compare_paired(before - 0.01, before),
+        evidence.compare_paired(before, before),
     )
     assert (up.raised, down.raised) == (1.0, 0.0)
     assert up.p < 1e-6 and down.p > 0.99 and same.p is None
@@ -119,14 +118,12 @@ def apart(a, b):
     return np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(len(a), len(b), -1).mean(-1)) / 255
 
 
-@given(
-    st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000)
-)
+@given(st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000))
 @settings(max_examples=20, deadline=None)
 def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
-    found, every = nearest(a, b, memory_bytes=memory), apart(a, b)
+    found, every = find_nearest(a, b, memory_bytes=memory), apart(a, b)
     assert np.allclose(found.distance, every.min(1)) and (found.row == every.argmin(1)).all()
     usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
@@ -134,12 +131,12 @@ def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
 
 def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
     training, held_out = films(150, 1), films(60, 2)
-    calibration = nearest(held_out, training)
-    honest = judged(nearest(films(200, 3), training), calibration, 0)
+    calibration = find_nearest(held_out, training)
+    honest = judge_copies(find_nearest(films(200, 3), training), calibration, 0)
     assert (honest.reasons, honest.copies) == ([], 0)
     copies = training.astype(int) + np.random.default_rng(4).integers(-3, 4, training.shape)
     planted = np.concatenate([films(190, 5), copies[:10].clip(0, 255).astype(np.uint8)])
-    caught = judged(nearest(planted, training), calibration, 0)
+    caught = judge_copies(find_nearest(planted, training), calibration, 0)
     assert caught.copies == 10 and "10 of 200 generated images are copies" in caught.reasons[0]
 
 
@@ -147,7 +144,7 @@ def test_a_fixed_threshold_would_have_failed_the_honest_one():
     """Images so much alike that all are nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
     rng = np.random.default_rng(0)
     alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
-    found = judged(nearest(alike[2], alike[0]), nearest(alike[1], alike[0]), 0)
+    found = judge_copies(find_nearest(alike[2], alike[0]), find_nearest(alike[1], alike[0]), 0)
     assert (found.below_paper, found.held_out_below_paper, found.reasons) == (100, 60, [])
 
 
@@ -157,7 +154,7 @@ def test_twins_among_real_images_do_not_condemn():
     held_out[:6] = training[:6]
     generated = films(200, 3)
     generated[:5] = training[10:15]
-    found = judged(nearest(generated, training), nearest(held_out, training), 0)
+    found = judge_copies(find_nearest(generated, training), find_nearest(held_out, training), 0)
     assert (found.copies, found.held_out_copies, found.reasons) == (5, 6, [])
 
 
@@ -168,11 +165,11 @@ def test_the_nearest_other_is_never_oneself(n, seed, memory):
     patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
     every = apart(a, a)
     every[(patient[:, None] == patient) | (every == 0)] = np.inf
-    assert np.allclose(nearest_other(a, patient, memory_bytes=memory), every.min(1))
+    assert np.allclose(find_nearest_other(a, patient, memory_bytes=memory), every.min(1))
 
 
 def quotients(images, others, usual):
-    return evidence._over_usual(nearest(images, others).distance, usual)
+    return evidence._relative_distances(find_nearest(images, others).distance, usual)
 
 
 def numbered(images):
@@ -181,8 +178,8 @@ def numbered(images):
 
 def relative(training, patient, held_out, generated):
     """The comparison as the check makes it."""
-    usual = nearest_other(training, patient), nearest(held_out, training).distance
-    return evidence._compared(*map(quotients, (training, held_out), (generated, generated), usual))
+    usual = find_nearest_other(training, patient), find_nearest(held_out, training).distance
+    return evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
 
 
 def of_patients(n, each, seed):
@@ -198,12 +195,12 @@ def test_images_of_the_same_patient_hide_no_memory():
     training, patient = of_patients(20, 10, 1)
     held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
     found = relative(training, patient, held_out, honest)
-    assert found.reasons("honest") == [] and 0.35 < found.nearer < 0.65
+    assert found.list_reasons("honest") == [] and 0.35 < found.nearer < 0.65
     copies = np.concatenate([honest, (training[:20] // 2 * 2)])
-    assert relative(training, patient, held_out, copies).reasons("twenty copies")
+    assert relative(training, patient, held_out, copies).list_reasons("twenty copies")
     rng = np.random.default_rng(4)
     alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
-    assert relative(training, patient, held_out, alike).reasons("knows the patients")
+    assert relative(training, patient, held_out, alike).list_reasons("knows the patients")
 
 
 def test_training_images_with_a_twin_are_not_left_out():
@@ -213,22 +210,22 @@ def test_training_images_with_a_twin_are_not_left_out():
     copier = np.concatenate([honest, training[:40]])
     assert relative(training, numbered(training), held_out, honest).copies_training == 0
     found = relative(training, numbered(training), held_out, copier)
-    assert found.copies_training == 80 and found.reasons("twins")
+    assert found.copies_training == 80 and found.list_reasons("twins")
 
 
 def test_a_chance_split_is_no_verdict_but_remembering_is():
     """Held-out images that are far from everything are far from an honest generator too."""
     training, odd = films(150, 1), films(60, 2).astype(int)
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
-    among, outside = nearest_other(training, numbered(training)), nearest(odd, training).distance
+    among, outside = find_nearest_other(training, numbered(training)), find_nearest(odd, training).distance
     honest = films(300, 3)
-    bare = evidence._compared(
-        nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0
+    bare = evidence._compare_distances(
+        find_nearest(training, honest).distance, find_nearest(odd, honest).distance, copy_below=0.0
     )
-    assert bare.reasons("bare"), "this is what dividing is for"
+    assert bare.list_reasons("bare"), "this is what dividing is for"
     over = [quotients(training, honest, among), quotients(odd, honest, outside)]
-    assert evidence._compared(*over, copy_below=COPY).reasons("over") == []
+    assert evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over") == []
     noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
     remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
     over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
-    assert evidence._compared(*over, copy_below=COPY).reasons("over")
+    assert evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over")

@@ -12,7 +12,7 @@ from conftest import refused
 from opened import Opened
 from wires import needs_flare
 
-from wsi_fl.hospitals.demo import Place, children, federation_demo
+from wsi_fl.hospitals.demo import DemoMachine, child_processes, run_federation_demo
 from wsi_fl.types import WsiFlError
 
 pytestmark = pytest.mark.story
@@ -34,7 +34,7 @@ def place_of(root, name):
     (root / name / "wsi_fl").mkdir(parents=True)
     (root / name / "wsi_fl" / "__main__.py").write_text(WAITS)
     (root / name / "wsi_fl" / "__init__.py").touch()
-    return Place(name, root / name, root / name)
+    return DemoMachine(name, root / name, root / name)
 
 
 def gone(place):
@@ -49,8 +49,8 @@ def gone(place):
 @pytest.mark.parametrize("by", [KeyboardInterrupt, WsiFlError])
 def test_whatever_runs_ends_with_the_demo(tmp_path, by):
     place = place_of(tmp_path, "A")
-    with pytest.raises(by), children() as crew:
-        crew.start(place, "waits")
+    with pytest.raises(by), child_processes() as crew:
+        crew.start_server(place, "waits")
         assert not gone(place)
         if by is WsiFlError:
             crew.run(place_of(tmp_path, "B"), "fails")
@@ -61,19 +61,19 @@ def test_whatever_runs_ends_with_the_demo(tmp_path, by):
 def test_one_failure_ends_the_others_at_once_and_is_told_in_one_line(tmp_path):
     places = [place_of(tmp_path, name) for name in "AB"]
     began = time.monotonic()
-    with children() as crew:
+    with child_processes() as crew:
         work = lambda place: crew.run(place, "fails" if place.name == "B" else "waits")  # noqa: E731
-        refused(lambda: crew.each(work, places), "B: wsi-fl fails: so it is", error=WsiFlError)
+        refused(lambda: crew.run_parallel(work, places), "B: wsi-fl fails: so it is", error=WsiFlError)
     assert all(gone(place) for place in places) and time.monotonic() - began < 30
 
 
 @needs_flare
 def test_a_folder_of_something_else_is_left_alone_and_a_finished_demo_as_it_is(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
-    refused(lambda: federation_demo(tmp_path), "is not empty and no finished demo")
+    refused(lambda: run_federation_demo(tmp_path), "is not empty and no finished demo")
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
     (tmp_path / "demo.json").write_text(json.dumps({"report": "there"}))
-    assert federation_demo(tmp_path) == {"report": "there"}
+    assert run_federation_demo(tmp_path) == {"report": "there"}
 
 
 @needs_flare
@@ -87,7 +87,7 @@ def test_four_hospitals_come_to_a_matrix_and_open_no_file_of_another(tmp_path, m
     root = tmp_path / "demo"
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
-        document = federation_demo(root)
+        document = run_federation_demo(root)
     names = {"C1", "C2", "C3", "C4"}
     assert set(document["scores"]["models"]) == set(document["scores"]["hospitals"]) == names
     assert all(row["epsilon"] <= row["max_epsilon"] for row in document["sites"])

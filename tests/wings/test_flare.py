@@ -12,10 +12,10 @@ from hospitals import Bed, digests
 from opened import opening
 from wires import needs_flare
 
-from wsi_fl.hospitals.demo import free_port
-from wsi_fl.hospitals.trust.kit import LIST, Kit, look
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.root import revoke, take_list
+from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit, check_connection
+from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.root import install_revocation_list, revoke_site
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.story, needs_flare]
@@ -34,7 +34,7 @@ def test_two_hospitals_learn_together_over_flare(tmp_path):
         assert set(expected[site]) == {"private.safetensors", "proxy.safetensors"}
         other = next(name for name in bed.sites if name != site)
         assert not list((bed.root / site / "runs").rglob(f"sites/{other}/*"))
-        entries = LedgerFile(bed.study(site).ledger(site)).entries
+        entries = LedgerFile(bed.study(site).ledger_path(site)).entries
         assert {entry.agreement for entry in entries if entry.mechanism} == {plan.digest}
     local = json.loads((bed.simulated / summary["run"] / "summary.json").read_text())
     assert summary["communication"]["bytes"] == local["communication"]["bytes"]
@@ -50,21 +50,23 @@ def _nobody_opened_a_file_of_another(bed):
         if name in bed.sites:
             assert bed.root / name / "federation" / "plan.json" in seen
             # HDF5 is read by a library of C
-            assert bed.study(name).store(name) in seen or not bed.opened.strace
-    store = bed.study("S1").store("S1")
+            assert bed.study(name).store_path(name) in seen or not bed.opened.strace
+    store = bed.study("S1").store_path("S1")
     subprocess.run(bed.opened.watched("S0", opening(store)), check=True)
     assert bed.strangers("S0") == [store]
 
 
 def test_the_server_refuses_a_withdrawn_certificate(tmp_path):
-    provision(tmp_path / "kits", federation="trial", server=f"localhost:{free_port()}", sites=["S0", "S1"])
-    revoke("S1", tmp_path / "kits")
-    assert take_list(tmp_path / "kits" / "root" / LIST, tmp_path / "kits" / "server")["newer"]
+    provision_federation(
+        tmp_path / "kits", federation="trial", server=f"localhost:{find_free_port()}", sites=["S0", "S1"]
+    )
+    revoke_site("S1", tmp_path / "kits")
+    assert install_revocation_list(tmp_path / "kits" / "root" / REVOCATIONS_FILE, tmp_path / "kits" / "server")["newer"]
     command = [sys.executable, "-m", "wsi_fl", "federation", "start", str(tmp_path / "kits" / "server")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert "listens on port" in server.stderr.readline()
-            steps = {name: list(look(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")}
+            steps = {name: list(check_connection(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")}
         finally:
             server.terminate()
     assert [step.ok for step in steps["S0"]] == [True] * 4
@@ -81,19 +83,14 @@ def processors(monkeypatch):
 
     before = list(ClientRequestProcessors.request_processors)
     monkeypatch.setattr(ClientRequestProcessors, "request_processors", before)
-    processes.narrow()
+    processes.restrict_client()
     return {topic: one for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
 
 
 def test_nobody_is_left_who_reads_files_or_deletes_folders(processors):
     from nvflare.private.defs import SysCommandTopic, TrainingTopic
 
-    refused = {
-        SysCommandTopic.SHELL,
-        SysCommandTopic.SYS_INFO,
-        TrainingTopic.DELETE_RUN,
-        TrainingTopic.SHUTDOWN,
-    }
+    refused = {SysCommandTopic.SHELL, SysCommandTopic.SYS_INFO, TrainingTopic.DELETE_RUN, TrainingTopic.SHUTDOWN}
     assert not refused & set(processors)
     assert {TrainingTopic.DEPLOY, TrainingTopic.START_JOB, TrainingTopic.ABORT} <= set(processors)
 
@@ -119,11 +116,11 @@ def test_a_job_by_another_name_than_an_id_is_refused(processors, job):
 
 
 def test_a_job_that_brings_files_is_refused():
-    from wsi_fl.hospitals.flare.processes import brings_more
+    from wsi_fl.hospitals.flare.processes import explain_extra_files
 
     names = ("evil/config.toml", "custom/x.py", "config/x.json", "../config_fed_client.json")
-    assert brings_more(archive(*USUAL)) == ""
+    assert explain_extra_files(archive(*USUAL)) == ""
     for more in (*names, "a/b/config_fed_client.json"):
-        assert "is refused" in brings_more(archive(*USUAL, more))
-    assert "is refused" in brings_more(b"no archive")
-    assert "is refused" in brings_more(bytes(2 << 20))
+        assert "is refused" in explain_extra_files(archive(*USUAL, more))
+    assert "is refused" in explain_extra_files(b"no archive")
+    assert "is refused" in explain_extra_files(bytes(2 << 20))

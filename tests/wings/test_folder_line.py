@@ -23,21 +23,21 @@ from test_oneshot import HEADS, rows_of
 from test_relayed import right, rounds_of, together
 from wires import NAMES, Federation
 
-from wsi_fl.federation.comm import PeerLate
-from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.lines.relayed import Attendance, KnownToAll, RelayedComm
-from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve, code_digest
+from wsi_fl.federation.comm import PeerTimeout
+from wsi_fl.hospitals.lines.folder_line import FolderTransport
+from wsi_fl.hospitals.lines.relayed import ReportableError, SecureComm, SitePresence
+from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, FederationPlan, code_digest, record_approval
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.hospitals.trust.letters import MessageSealer
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
-from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.going_on import RunRequest, choose_run, select_run
+from wsi_fl.stages.training.release import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import alone, read_lines
+from wsi_fl.system.files import file_lock, read_lines
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 pytestmark = pytest.mark.story
@@ -59,7 +59,7 @@ def line_of(share):
     made = []
 
     def make(name, address=None, **options):
-        made.append(FolderLine(str(address or share), name, TOPIC, **(PAUSES | options)))
+        made.append(FolderTransport(str(address or share), name, TOPIC, **(PAUSES | options)))
         return made[-1]
 
     yield make
@@ -177,7 +177,7 @@ def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkey
     line_of("C2").listen(Desk("refused"))
     sender, missed = line_of("C1"), []
     sender.listen(Desk())
-    look = sender._sending.entries
+    look = sender._outgoing.list_entries
 
     def misses(*parts):
         there = look(*parts)
@@ -186,7 +186,7 @@ def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkey
             return {name: one for name, one in there.items() if not name.startswith("C1~")}
         return there
 
-    monkeypatch.setattr(sender._sending, "entries", misses)
+    monkeypatch.setattr(sender._outgoing, "list_entries", misses)
     assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it" and missed
 
 
@@ -212,16 +212,16 @@ def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_
         line.listen(Desk())
     for line in (dead, alive):
         assert line.send("C1", "hello", b"here I am", 5.0) == ""
-    until(lambda: alive.signs().keys() == set(NAMES) and looks.silent_s("C2") < 1 > looks.silent_s("C3"))
+    until(lambda: alive.list_signs().keys() == set(NAMES) and looks.silence_s("C2") < 1 > looks.silence_s("C3"))
     dead._stop.set()  # its hello and its last sign stay
-    until(lambda: looks.silent_s("C2") > 0.5)
-    assert looks.silent_s("C3") < 0.5 and looks.waiting() == {"C2", "C3"}
+    until(lambda: looks.silence_s("C2") > 0.5)
+    assert looks.silence_s("C3") < 0.5 and looks.waiting() == {"C2", "C3"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starting, "_LEAVING_S", 0.3)
-        assert not starting._still_wait(looks, {"C2"}) and starting._still_wait(looks, {"C2", "C3"})
+        assert not starting._has_waiting_peer(looks, {"C2"}) and starting._has_waiting_peer(looks, {"C2", "C3"})
     (hello,) = inbox(share, "C1").glob("C3~hello~*")
     hello.unlink()  # another process of C3 gives signs, and says another hello
-    until(lambda: looks.silent_s("C3") > 0.5)
+    until(lambda: looks.silence_s("C3") > 0.5)
 
 
 def test_what_an_earlier_process_left_is_removed_when_the_next_begins(share, line_of):
@@ -285,15 +285,15 @@ def test_letters_can_be_used_by_whoever_can_use_the_folder(share, line_of):
 
 def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, line_of):
     """C1 has met a newer process of C2 before it begins again itself."""
-    old, new = (Writer(identities["C2"], since=time.time() - age) for age in (60, 1))
-    attendance = Attendance(identities["C1"], NAMES[:2])
+    old, new = (MessageSealer(identities["C2"], started_at=time.time() - age) for age in (60, 1))
+    attendance = SitePresence(identities["C1"], NAMES[:2])
 
     def hello(of):
-        said = {"certificate": of.identity.certificate, "public": of.public, "time": of.since}
-        return of.hello({**said, "version": "", "code": "0" * 64, "gone": {}}, "")
+        said = {"certificate": of.identity.certificate, "public": of.public, "time": of.started_at}
+        return of.write_handshake({**said, "version": "", "code": "0" * 64, "gone": {}}, "")
 
     def session(limit_s):
-        comm = RelayedComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, attendance=attendance)
+        comm = SecureComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, presence=attendance)
         comm.close()
         return comm._session
 
@@ -302,7 +302,7 @@ def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, 
     first = session(5.0)
     line.close()
     line.send("C1", "hello", hello(old), 1.0)
-    with pytest.raises(PeerLate):
+    with pytest.raises(PeerTimeout):
         session(0.5)
     line.send("C1", "hello", hello(new), 1.0)
     assert session(5.0) == first
@@ -380,7 +380,7 @@ def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, w
         right(found)
         return
     failed = [one for one in found.values() if isinstance(one, Exception)]
-    assert failed and all(isinstance(one, KnownToAll) and "\n" not in str(one) for one in failed), found
+    assert failed and all(isinstance(one, ReportableError) and "\n" not in str(one) for one in failed), found
 
 
 SITES, EXTRA = ("S0", "S1", "S2"), "[replay]\nbuffer = 10\n"
@@ -409,11 +409,11 @@ def furnish(study, method, site, k):
 
 
 def plan_of(study, method, overrides, sites=SITES, name="small"):
-    pipeline = study.pipeline(name, overrides)
+    pipeline = study.load_pipeline(name, overrides)
     settings = dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test")
     said = {"format": FORMAT, "version": VERSION, "pipeline": name, "method": method, "settings": settings}
     said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest()}
-    return Plan(json.dumps(said | {"most_bytes": 1 << 24}))
+    return FederationPlan(json.dumps(said | {"most_bytes": 1 << 24}))
 
 
 class Group:
@@ -429,7 +429,7 @@ class Group:
                 (study.root / "sites" / f"{one}.toml").write_text(f'name = "{one}"\n{REAL}\n')
             furnish(study, method, site, k)
             identity = federation.identity(site)
-            approve(study, plan_of(study, method, overrides, sites), identity)
+            record_approval(study, plan_of(study, method, overrides, sites), identity)
             kit = federation.kit(root / f"kit-{site}", site, identity, folder=str(self.share))
             self.jobs.append({"study": str(study.root), "kit": str(kit)})
 
@@ -468,9 +468,7 @@ def models(run, site):
 
 def charged(study, site):
     """(round, mechanism) of all that a ledger was charged, in order."""
-    return [
-        (line["round"], line["mechanism"]) for line in read_lines(study.ledger(site)) if line.get("mechanism")
-    ]
+    return [(line["round"], line["mechanism"]) for line in read_lines(study.ledger_path(site)) if line.get("mechanism")]
 
 
 def start(root, groups):
@@ -555,7 +553,7 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
     for site in SITES:
         assert group.result(site)["inference_sites"] == [listener]
         assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
-    assert not heads[listener]["released"].any() and not group.study(listener).ledger(listener).exists()
+    assert not heads[listener]["released"].any() and not group.study(listener).ledger_path(listener).exists()
     assert all(len(charged(group.study(site), site)) == 1 for site in givers)
 
 
@@ -565,14 +563,14 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_
     settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     group = Group(tmp_path / "letters", "oneshot", settings, federation)
     for site in SITES:
-        release(group.study(site), site=site, overrides=settings)
+        release_statistics(group.study(site), site=site, overrides=settings)
     group.jobs[1]["kill"] = {"where": "_train", "round": 0}
     start(tmp_path, [group])
     for site in SITES:
         study, run = group.study(site), group.run(site)
         assert list(group.result(site)["statistics"]) == list(SITES)
         for one in SITES:
-            assert study.release(one).read_bytes() == group.study(one).release(one).read_bytes()
+            assert study.release_path(one).read_bytes() == group.study(one).release_path(one).read_bytes()
         by_files = train(study, method="oneshot", overrides=settings, backend="local")
         assert models(study.root / by_files["run"], site) == models(run, site)
         assert len(charged(study, site)) == 1
@@ -580,7 +578,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_
 
 def require_the_same(group):
     study = group.expected()
-    (run,) = study.runs.glob("0*")
+    (run,) = study.runs_path.glob("0*")
     for site in SITES:
         group.result(site)
         assert models(group.run(site), site) == models(run, site)
@@ -633,7 +631,7 @@ def test_sites_go_on_with_the_last_run_that_all_have(first, second, chosen):
 @pytest.mark.parametrize(("first", "second"), [(has(("a", 2)), has()), (has(("b", 0)), has(("a", 1)))])
 def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, second):
     words = ("has not; put its folder back into runs/", "spends its ε once more")
-    refused(lambda: choose_run({"C1": first, "C2": second}), *words, error=KnownToAll)
+    refused(lambda: choose_run({"C1": first, "C2": second}), *words, error=ReportableError)
 
 
 @pytest.fixture
@@ -641,7 +639,7 @@ def agreed(tmp_path):
     """A study of two sites, their plan, and what a run of it knows."""
     study = make_study(tmp_path / "study", n_sites=2)
     plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
-    return study, plan, RunContext.of(study, plan.pipeline(), "proxyfl")
+    return study, plan, RunContext.create(study, plan.pipeline(), "proxyfl")
 
 
 def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(agreed):
@@ -652,37 +650,37 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(agreed):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
         return Told({"runs": list(runs)}, offered, {"claimed": True})
 
-    asked = Asked(plan.name, last=True, agreement=plan.digest)
-    first = which_run(party, asked, told("1"))
-    second = which_run(party, asked, told("2"))
-    assert first.name == second.name and [p.name for p in study.runs.glob("0*")] == [second.name]
-    assert second.agreement == plan.digest
+    asked = RunRequest(plan.name, resumes_last=True, agreement=plan.digest)
+    first = select_run(party, asked, told("1"))
+    second = select_run(party, asked, told("2"))
+    assert first.name == second.name and [p.name for p in study.runs_path.glob("0*")] == [second.name]
+    assert second.agreement_digest == plan.digest
     both = {"identity": second.id, "rounds": 0, "lost": []}
-    assert which_run(party, asked, told("3", both)).id == second.id
+    assert select_run(party, asked, told("3", both)).id == second.id
     lacking = replace(asked, without=["S0"])
-    refused(lambda: which_run(party, lacking, told("4")), "begins with all its sites", error=KnownToAll)
+    refused(lambda: select_run(party, lacking, told("4")), "begins with all its sites", error=ReportableError)
 
 
 def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_so(agreed):
     """Whoever claims that the others went on without it in a run that it does not know would make it spend again."""
     _, plan, party = agreed
     offered = {"number": 1, "name": "proxyfl-small", "identity": "1" * 32}
-    asked = Asked(plan.name, last=True, agreement=plan.digest, approved="monday")
-    mine = which_run(party, asked, Told({"runs": []}, offered, {"claimed": True}))
-    state = mine.site("S1").path / "state"
+    asked = RunRequest(plan.name, resumes_last=True, agreement=plan.digest, approved="monday")
+    mine = select_run(party, asked, Told({"runs": []}, offered, {"claimed": True}))
+    state = mine.site_folder("S1").path / "state"
     state.mkdir(parents=True)
     (state / "round_00001.safetensors").touch()
     own, lie = {"identity": mine.id, "rounds": 1, "lost": []}, {"identity": "9" * 32, "rounds": 5}
     told, words = {"runs": [own, lie | {"lost": ["S1"]}]}, "S1 has a run of this plan of its own"
-    refused(lambda: which_run(party, asked, Told(told)), words, error=KnownToAll)
+    refused(lambda: select_run(party, asked, Told(told)), words, error=ReportableError)
     again = replace(asked, approved="tuesday")  # by its people
-    assert which_run(party, again, Told(told)).id == lie["identity"]
+    assert select_run(party, again, Told(told)).id == lie["identity"]
 
 
 def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation):
     group = Group(tmp_path / "two", "proxyfl", BASE, federation)
     study, kit = group.study("S0"), Kit.open(group.root / "kit-S0")
-    with alone(study.root / "federation" / ".S0.lock"):
+    with file_lock(study.root / "federation" / ".S0.lock"):
         words = "another process of this study takes part"
         refused(lambda: take_part_by_folder(study, kit), words, error=WsiFlError)
     unknown = Kit(kit.path, {**kit.document, "folder": None})
@@ -709,7 +707,7 @@ def test_generators_travel_over_a_folder_as_in_one_process(tmp_path, federation)
             file.write_text(file.read_text().replace("real = false", REAL))
         plan = plan_of(Study(folder), "mpcpa", [], sites, "mpcpa_tiny")
         identity = federation.identity(site)
-        approve(Study(folder), plan, identity)
+        record_approval(Study(folder), plan, identity)
         kit = federation.kit(tmp_path / f"kit-{site}", site, identity, folder=str(group.share))
         group.jobs.append({"study": str(folder), "kit": str(kit)})
     start(tmp_path, [group])

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.lines.share import Share
+from wsi_fl.hospitals.lines.folder_line import FolderTransport
+from wsi_fl.hospitals.lines.share import SharedFolder
 
 pytestmark = pytest.mark.story
 
@@ -47,7 +47,7 @@ def line_of(tmp_path, monkeypatch):
         monkeypatch.setitem(conf, "webdav", told)
 
         def make(name):
-            made.append(FolderLine("webdav://", name, TOPIC, **PAUSES))
+            made.append(FolderTransport("webdav://", name, TOPIC, **PAUSES))
             return made[-1]
 
         yield make
@@ -58,7 +58,7 @@ def line_of(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("status", "expected"), [(404, FileNotFoundError), (500, RuntimeError)])
 def test_a_file_that_goes_before_it_is_read_is_gone_and_no_failure(status, expected):
     """Its sender may take a hello back after a look into the folder, and webdav4 has an error of HTTP for that."""
-    share = Share("memory://gone")
+    share = SharedFolder("memory://gone")
 
     def read(fs, root):
         error = RuntimeError("not found")
@@ -66,8 +66,8 @@ def test_a_file_that_goes_before_it_is_read_is_gone_and_no_failure(status, expec
         raise error
 
     with pytest.raises(expected):
-        share.do(read)
-    assert (share._connected is not None) == (status == 404)
+        share.run_action(read)
+    assert (share._connection is not None) == (status == 404)
 
 
 def until(true, limit_s=20.0):

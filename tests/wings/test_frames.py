@@ -11,19 +11,31 @@ from conftest import REAL, larger_study, refused
 from hospitals import INSECURE, Bed, one_installation  # noqa: F401
 from wires import Wire, at_once
 
-from wsi_fl.hospitals.lines.share import Share
+from wsi_fl.hospitals.lines.share import SharedFolder
 from wsi_fl.hospitals.plans import frames
-from wsi_fl.hospitals.plans.admitting import _outside, admit, make_frame, outside_by_text, with_code
-from wsi_fl.hospitals.plans.approving import look, sign
-from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, withdraw, write_frame
+from wsi_fl.hospitals.plans.admitting import (
+    _explain_rejection,
+    add_codes,
+    admit_plan,
+    explain_text_rejection,
+    make_preapproval,
+)
+from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
+from wsi_fl.hospitals.plans.frames import (
+    load_preapproval,
+    preapproval_entries,
+    preapproval_path,
+    revoke_preapproval,
+    write_preapproval,
+)
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
-from wsi_fl.hospitals.trust.certificates import fingerprint
-from wsi_fl.hospitals.trust.root import Root
-from wsi_fl.hospitals.work.start import _take_laid
+from wsi_fl.hospitals.plans.signed import FederationPlan, approval_path, approval_time, load_approved_plan
+from wsi_fl.hospitals.trust.certificates import key_fingerprint
+from wsi_fl.hospitals.trust.root import RootCA
+from wsi_fl.hospitals.work.start import _admit_shared_plan
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.privacy.guarantee import Terms, applied
+from wsi_fl.privacy.guarantee import PrivacyTerms, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.system.files import read_lines
@@ -55,19 +67,19 @@ def plan(study, identities):
 
 
 def made(study, identities, *overrides, method="proxyfl", out="plan.json", **keys):
-    known = {name: fingerprint(one.certificate) for name, one in identities.items()} | keys
+    known = {name: key_fingerprint(one.certificate) for name, one in identities.items()} | keys
     given = [*PATIENTS, *overrides]
     return make_plan(study, method=method, overrides=given, out=study.root / out, keys=known)
 
 
 def log_of(study):
-    return frame_path(study).with_suffix(".log")
+    return preapproval_path(study).with_suffix(".log")
 
 
 def framed(study, identities, plan, site="S0", **given):
     limits = {"epsilon": 3.0, "until": (TODAY + timedelta(30)).isoformat(), "runs": 3} | given
-    frame = make_frame(study, plan, site, **limits)
-    write_frame(study, frame, identities[site])
+    frame = make_preapproval(study, plan, site, **limits)
+    write_preapproval(study, frame, identities[site])
     return frame
 
 
@@ -76,7 +88,7 @@ def together(studies, identities, plan):
     ends = {}
 
     def be(name):
-        given = {"plan": plan.digest, "brought": plan}
+        given = {"plan": plan.digest, "received_plan": plan}
         return take_part(studies[name], identities[name], Wire(name, ends), **given)
 
     found = at_once(be, studies)
@@ -91,11 +103,11 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     assert allows["classes"] == [["healthy", "tumor"]]
     assert [one.split()[0] for one in allows["partners"]] == list(SITES)
     assert "proxy model" in allows["leaves"] and not any("without diff" in one for one in allows["leaves"])
-    looked = look(study, plan, "S0", frame)
-    assert open_frame(study, identities["S0"]) == frame
+    looked = review_plan(study, plan, "S0", frame)
+    assert load_preapproval(study, identities["S0"]) == frame
 
     def why(frame=frame, looked=looked, today=TODAY, n=0):
-        return outside_by_text(frame, plan, today, n) or _outside(frame, looked)
+        return explain_text_rejection(frame, plan, today, n) or _explain_rejection(frame, looked)
 
     def only(**given):
         return {"frame": {**frame, "allows": {**allows, **given}}}
@@ -139,69 +151,69 @@ def test_what_a_frame_cannot_allow(study, identities, plan):
 
 
 def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, me, plan, capsys):
-    admit(study, me, plan)  # without a frame nothing changes
+    admit_plan(study, me, plan)  # without a frame nothing changes
     assert not approval_path(study, "S0").exists() and not log_of(study).exists()
     frame = framed(study, identities, plan)
-    admit(study, me, plan)
+    admit_plan(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
     assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
-    assert approved_plan(study, me).digest == plan.digest and approved_at(study, "S0").endswith(frame["id"])
+    assert load_approved_plan(study, me).digest == plan.digest and approval_time(study, "S0").endswith(frame["id"])
     assert (study.root / "federation" / "plans" / f"{plan.digest}.json").read_text() == plan.text
-    assert f"plan {plan.digest[:8]} was approved in the frame" in capsys.readouterr().err
-    before = approved_at(study, "S0")
-    admit(study, me, plan)
-    assert approved_at(study, "S0") == before
+    assert f"plan {plan.digest[:8]} was approved by the standing approval" in capsys.readouterr().err
+    before = approval_time(study, "S0")
+    admit_plan(study, me, plan)
+    assert approval_time(study, "S0") == before
     other = made(study, identities, method="fedavg")
-    refused(lambda: admit(study, me, other), f"plan {other.digest[:8]} lies outside the frame of S0: method")
+    refused(
+        lambda: admit_plan(study, me, other), f"plan {other.digest[:8]} exceeds the standing approval of S0: method"
+    )
     dear = made(study, identities, "privacy.sigma=1.5")
-    refused(lambda: admit(study, me, dear), "privacy.sigma: 1.5, where the frame has 5", "or more")
+    refused(lambda: admit_plan(study, me, dear), "privacy.sigma: 1.5, where the standing approval has 5", "or more")
     stranger = made(study, identities, S1="0" * 64)
-    refused(lambda: admit(study, me, stranger), "partners")
-    edited = Plan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
-    refused(lambda: admit(study, me, edited), "S0 cannot approve", "frame.log says why")
+    refused(lambda: admit_plan(study, me, stranger), "partners")
+    edited = FederationPlan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
+    refused(lambda: admit_plan(study, me, edited), "S0 cannot approve", "frame.log says why")
     assert "changed by hand" in log_of(study).read_text()
-    assert approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
+    assert load_approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
 def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
     frame = framed(study, identities, plan)
-    path = frame_path(study)
+    path = preapproval_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
     words = "federation/preapproval.json cannot be used", "not signed"
-    refused(lambda: admit(study, identities["S0"], plan), *words)
-    write_frame(study, frame, identities["S1"])
-    refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
+    refused(lambda: admit_plan(study, identities["S0"], plan), *words)
+    write_preapproval(study, frame, identities["S1"])
+    refused(lambda: admit_plan(study, identities["S0"], plan), "not a standing approval of S0")
     earlier = {key: value for key, value in frame.items() if key != "settings"} | {"format": "wsi-fl frame 1"}
-    write_frame(study, earlier, identities["S0"])  # it fixed too little
-    refused(lambda: admit(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
+    write_preapproval(study, earlier, identities["S0"])  # it fixed too little
+    refused(lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
 
 
-def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
-    study, identities, me, plan, monkeypatch
-):
+def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
-    admit(study, me, plan)
+    admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
-        patch.setattr(frames, "is_over", lambda *_: True)
-        refused(lambda: approved_plan(study, me), f"allowed this plan until {frame['until']}")
-    assert approved_plan(study, me)
-    withdraw(study, me)
-    refused(lambda: approved_plan(study, me), "withdrew the frame")
-    refused(lambda: withdraw(study, me), "has signed no frame")
+        patch.setattr(frames, "has_expired", lambda *_: True)
+        refused(lambda: load_approved_plan(study, me), f"allowed this plan until {frame['until']}")
+    assert load_approved_plan(study, me)
+    revoke_preapproval(study, me)
+    refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
+    refused(lambda: revoke_preapproval(study, me), "has signed no standing approval")
     gone = study.root / "federation" / f"preapproval-{frame['id']}-withdrawn.json"
-    frame_path(study).write_text(gone.read_text())  # as it comes back from a backup
-    assert open_frame(study, me) is None
-    refused(lambda: approved_plan(study, me), "withdrew the frame")
+    preapproval_path(study).write_text(gone.read_text())  # as it comes back from a backup
+    assert load_preapproval(study, me) is None
+    refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
     framed(study, identities, plan)  # another frame brings no old approval back
-    refused(lambda: approved_plan(study, me), "withdrew the frame")
-    sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
-    withdraw(study, me)
-    assert approved_plan(study, me)
+    refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
+    sign_plan(study, review_plan(study, plan, "S0"), me)  # a person's own approval needs none
+    revoke_preapproval(study, me)
+    assert load_approved_plan(study, me)
 
 
 def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, me, plan, monkeypatch):
     framed(study, identities, plan)
-    looked = look(study, plan, "S0", open_frame(study, me))
+    looked = review_plan(study, plan, "S0", load_preapproval(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
     above = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
     dear = replace(looked, cost=replace(looked.cost, framed=3.01))
@@ -216,82 +228,81 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
 
     reasons = [lambda *_, one=one: one for one in (dear, strange, gone)]
     for why in (*reasons, fails(UsageError("slide S_7")), fails(WsiFlError("S_7")), fails(KeyError("S_7"))):
-        monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", why)
+        monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", why)
         with pytest.raises(UsageError) as told:
-            admit(study, me, plan)
-        words = f"site S0 cannot approve plan {plan.digest[:8]} in its frame; its own federation/frame.log says why"
+            admit_plan(study, me, plan)
+        log = "its own federation/frame.log says why"
+        words = f"site S0 cannot approve plan {plan.digest[:8]} by its standing approval; {log}"
         assert (type(told.value), str(told.value)) == (UsageError, words)
     log = log_of(study).read_text()
     assert "ε = 3.01 of 3" in log and "classes" in log and log.count("S_7") == 3
     # a refusal would tell how many rows the patient with the most has: by plans of more noise as exactly as one likes
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: above)
-    admit(study, me, plan)
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *_: above)
+    admit_plan(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
-    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no frame is for such plans")
+    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no standing approval is for such plans")
 
 
 def spend(study, me, run, rounds):
     """What a run of the approved plan writes on the ledger."""
-    site, named = study.site(me.name), {"approved": approved_at(study, me.name)}
-    terms = Terms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
+    site, named = study.load_site(me.name), {"approved": approval_time(study, me.name)}
+    terms = PrivacyTerms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
     ledger = open_ledger(study, site, run, terms, named=named)
     for _ in range(rounds):
-        ledger.sending(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
+        ledger.record_transmission(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
 
 
 def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities, me, plan):
     """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
     framed(study, identities, plan, epsilon=2.0, runs=2)
-    admit(study, me, plan)
+    admit_plan(study, me, plan)
     spend(study, me, "a" * 32, 2)
-    assert approved_plan(study, me)
+    assert load_approved_plan(study, me)
     spend(study, me, "b" * 32, 2)
-    assert approved_plan(study, me)
+    assert load_approved_plan(study, me)
     spend(study, me, "a" * 32, 3)
-    refused(lambda: approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its frame")
+    refused(lambda: load_approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its standing approval")
     framed(study, identities, plan, epsilon=9.0, runs=2)
-    admit(study, me, plan)
+    admit_plan(study, me, plan)
     for run in "cde":
-        assert approved_plan(study, me)
+        assert load_approved_plan(study, me)
         spend(study, me, run * 32, 1)
-    refused(lambda: approved_plan(study, me), "began 3 runs in a frame for 2")
+    refused(lambda: load_approved_plan(study, me), "began 3 runs under a standing approval for 2")
 
 
-def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
-    study, identities, me, plan, monkeypatch
-):
+def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, me, plan, monkeypatch):
     """Lines on the ledger would name another approval than that of the plan that is done."""
-    sign(study, look(study, plan, "S0"), me)  # by a person
+    sign_plan(study, review_plan(study, plan, "S0"), me)  # by a person
     framed(study, identities, plan)
     other, seen = made(study, identities, "train.lr=0.5", out="other.json"), []
 
     def meanwhile(*given):
         if not seen:
-            seen.append(admit(study, me, other))
-        return approved_plan(*given)
+            seen.append(admit_plan(study, me, other))
+        return load_approved_plan(*given)
 
-    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.approved_plan", meanwhile)
+    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.load_approved_plan", meanwhile)
     part = partial(take_part, study, me, Wire("S0", {}), plan=other.digest)
     refused(part, "approved another plan just now", error=NoCommonPlan)
 
 
 def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
-    admit(study, me, plan)
+    admit_plan(study, me, plan)
     for name in ("signed", "admitting", "making"):
         monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
-    refused(lambda: look(study, plan, "S0", frame), "install the plan's version")
-    write_frame(study, with_code(frame), me)
-    listed = open_frame(study, me)
+    refused(lambda: review_plan(study, plan, "S0", frame), "install the plan's version")
+    write_preapproval(study, add_codes(frame), me)
+    listed = load_preapproval(study, me)
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
-    assert _outside(listed, look(study, plan, "S0", listed)) == ""
-    assert outside_by_text(listed, plan, TODAY, 1) == ""
-    refused(lambda: look(study, plan, "S0"), "install the plan's version")  # a person approves one code
+    assert _explain_rejection(listed, review_plan(study, plan, "S0", listed)) == ""
+    assert explain_text_rejection(listed, plan, TODAY, 1) == ""
+    refused(lambda: review_plan(study, plan, "S0"), "install the plan's version")  # a person approves one code
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
-    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._open_comm", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
         patch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: frame["allows"]["code"][0])
-        patch.setattr("wsi_fl.hospitals.plans.signed.packages", lambda: {"torch": "0"})
+        patch.setattr("wsi_fl.hospitals.plans.signed.package_versions", lambda: {"torch": "0"})
         refused(part, "the plan is for ", "install the plan's version", error=NoCommonPlan)
     with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
         part()
@@ -301,16 +312,16 @@ def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, stu
     share = tmp_path / "share"
     share.mkdir()
     (share / "plan.json").write_text(plan.text)
-    _take_laid(study, me, str(share))
+    _admit_shared_plan(study, me, str(share))
     assert not approval_path(study, "S0").exists()
     framed(study, identities, plan)
-    _take_laid(study, me, str(share))
-    assert approved_plan(study, me).digest == plan.digest
+    _admit_shared_plan(study, me, str(share))
+    assert load_approved_plan(study, me).digest == plan.digest
     other = made(study, identities, method="fedavg")
     (share / "plan.json").write_text(other.text)
-    refused(lambda: _take_laid(study, me, str(share)), "lies outside the frame of S0: method")
-    Share(str(share)).write(b"{}", "plan.json")
-    refused(lambda: _take_laid(study, me, str(share)), "plan.json of the shared folder: this is no plan")
+    refused(lambda: _admit_shared_plan(study, me, str(share)), "exceeds the standing approval of S0: method")
+    SharedFolder(str(share)).write(b"{}", "plan.json")
+    refused(lambda: _admit_shared_plan(study, me, str(share)), "plan.json of the shared folder: this is no plan")
 
 
 @pytest.fixture
@@ -349,12 +360,12 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
             assert inside == (plan.digest in ran), came
     assert len(ran) == 10 and len(refused_) == 10
     for name, study in studies.items():
-        entries = LedgerFile(study.ledger(name)).entries
+        entries = LedgerFile(study.ledger_path(name)).entries
         assert {entry.agreement for entry in entries if entry.mechanism} == set(ran)
-        frame = open_frame(study, identities[name])
-        assert of_frame(entries, name, frame["id"]) == entries
-        spent = epsilon(applied(entries), 1e-5)
-        assert 2.5 < spent <= 3.0 < 10 * epsilon(applied(entries)[:1], 1e-5)  # composed, not added
+        frame = load_preapproval(study, identities[name])
+        assert preapproval_entries(entries, name, frame["id"]) == entries
+        spent = epsilon(collect_mechanisms(entries), 1e-5)
+        assert 2.5 < spent <= 3.0 < 10 * epsilon(collect_mechanisms(entries)[:1], 1e-5)  # composed, not added
 
 
 @pytest.mark.usefixtures("plan")
@@ -367,10 +378,8 @@ def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation
     assert json.loads(done.stdout)["epsilon"] == 2 and "ε = 2 in all" in done.stderr
     done = wsi_fl("federation", "preapprove", "--kit", kit, "--add-code", "--yes", "--json", cwd=study.root)
     assert done.returncode == 0 and len(json.loads(done.stdout)["allows"]["code"]) == 1
-    assert (
-        wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
-    )
-    assert not frame_path(study).exists()
+    assert wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
+    assert not preapproval_path(study).exists()
 
 
 @pytest.mark.slow
@@ -382,35 +391,33 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
     def planned(method, k):
         given = {
             "overrides": [*INSECURE, f"train.lr={(k + 1) / 1000}"],
-            "keys": Root.open(bed.root / "kits").keys(),
+            "keys": RootCA.open(bed.root / "kits").load_keys(),
         }
         return make_plan(bed.study("S0"), method=method, pipeline_name=bed.pipeline, out=file, **given)
 
     for site in bed.sites:
         plan, limits = planned("proxyfl", 0), {"epsilon": None, "until": "2099-01-31", "runs": 5}
-        made_here = make_frame(bed.study(site), plan, site, **limits)
-        write_frame(bed.study(site), made_here, bed.kit(site).identity())
+        made_here = make_preapproval(bed.study(site), plan, site, **limits)
+        write_preapproval(bed.study(site), made_here, bed.kit(site).load_identity())
     with bed.running():
         plan = planned("proxyfl", 1)
         done = bed.submit("--plan", str(file))
         assert done.returncode == 0, done.stderr
         for site in bed.sites:
-            lines = [line for line in read_lines(bed.study(site).ledger(site)) if line.get("released")]
+            lines = [line for line in read_lines(bed.study(site).ledger_path(site)) if line.get("released")]
             assert {line["agreement"] for line in lines} == {plan.digest}
         planned("fedavg", 2)
         done = bed.submit("--plan", str(file))
-        assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
-        said = bed.command(
-            "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1"
-        )
+        assert done.returncode != 0 and "exceeds the standing approval of S" in done.stderr
+        said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
         assert said.returncode == 0, said.stderr
         planned("proxyfl", 3)
         done = bed.submit("--plan", str(file))
-        assert done.returncode != 0 and "S1 withdrew the frame" in done.stderr
+        assert done.returncode != 0 and "S1 withdrew the standing approval" in done.stderr
         terminal = bed.processes["S0"]
         bed.stop("S1")
         terminal.terminate()
-        assert f"plan {plan.digest[:8]} was approved in the frame" in terminal.stdout.read()
+        assert f"plan {plan.digest[:8]} was approved by the standing approval" in terminal.stdout.read()
 
 
 @pytest.mark.slow
@@ -418,13 +425,13 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
-    keys = Root.open(bed.root / "kits").keys()
+    keys = RootCA.open(bed.root / "kits").load_keys()
     given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
     like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.lr=0.9"], **given)
     for site in bed.sites:
         limits = {"epsilon": None, "until": "2099-01-31", "runs": 1}
-        study, identity = bed.study(site), bed.kit(site).identity()
-        write_frame(study, make_frame(study, like, site, **limits), identity)
+        study, identity = bed.study(site), bed.kit(site).load_identity()
+        write_preapproval(study, make_preapproval(study, like, site, **limits), identity)
 
     def all_start():
         processes = [bed.start(site, wait=False) for site in bed.sites]
@@ -435,7 +442,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
         said = all_start()
         assert [one[1] for one in said] == [status] * len(bed.sites), said
         assert all(plan.digest[:8] in one[0] for one in said)
-        assert status == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
+        assert status == 0 or all("the standing approval is for 1 runs, and it had them" in one[0] for one in said)
     bed.processes.clear()
 
 
@@ -443,7 +450,7 @@ def with_said(plan, **changed):
     """A plan that says something else; `learns` is what of its data, keys that stay as they are left out."""
     document = json.loads(plan.text)
     learns = document["learns"] | changed.pop("learns", {})
-    return Plan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
+    return FederationPlan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
 
 
 DOTS = "a." * 20
@@ -462,8 +469,8 @@ def test_settings_that_plans_never_write_are_refused_unread(study, identities, m
     framed(study, identities, plan)
     sent, read, loads = with_said(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
     monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
-    refused(lambda: admit(study, me, sent), f"plan {sent.digest[:8]} is damaged")
-    refused(lambda: look(study, sent, "S0"), "settings are not as plans write them")
+    refused(lambda: admit_plan(study, me, sent), f"plan {sent.digest[:8]} is damaged")
+    refused(lambda: review_plan(study, sent, "S0"), "settings are not as plans write them")
     assert not any(odd in text and "[[" not in odd for text in read)
 
 
@@ -481,23 +488,23 @@ def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, id
         ({"parameters": None}, "learns.parameters"),
     ):
         sent = with_said(plan, learns=learns)
-        refused(lambda sent=sent: look(study, sent, "S0"), f"does not match its settings ({odd})")
-        refused(lambda sent=sent: admit(study, me, sent), "S0 cannot approve")
-    assert look(study, plan, "S0")
+        refused(lambda sent=sent: review_plan(study, sent, "S0"), f"does not match its settings ({odd})")
+        refused(lambda sent=sent: admit_plan(study, me, sent), "S0 cannot approve")
+    assert review_plan(study, plan, "S0")
 
 
 def test_who_comes_first_in_a_plan_is_part_of_a_frame(study, identities, me, plan):
     """The first site of a star gets each letter, the others their mean."""
     framed(study, identities, plan)
     other = made(study, identities, 'sites=["S1", "S0"]')
-    refused(lambda: admit(study, me, other), "order: S1, S0, where the frame has S0, S1")
+    refused(lambda: admit_plan(study, me, other), "order: S1, S0, where the standing approval has S0, S1")
 
 
 @pytest.mark.parametrize("count", ['{"plans": ""}', '{"plans": 3}', "{}", '{"plans": [3]}'])
 def test_a_count_of_plans_that_is_damaged_is_not_taken_for_none(study, identities, me, plan, count):
     frame = framed(study, identities, plan)
-    admit(study, me, plan)
+    admit_plan(study, me, plan)
     path = study.root / "federation" / f"preapproval-{frame['id']}-admitted.json"
     path.write_text(count)
     other = made(study, identities, "train.rounds=1")
-    refused(lambda: admit(study, me, other), "admitted.json: damaged", error=WsiFlError)
+    refused(lambda: admit_plan(study, me, other), "admitted.json: damaged", error=WsiFlError)

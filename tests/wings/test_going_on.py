@@ -63,9 +63,7 @@ def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
 
 
 @pytest.mark.parametrize(("least", "late"), [(2, {"slow_s": 12}), (3, {"begins_s": 25})])
-def test_who_is_slow_and_alive_is_waited_for_and_all_are_below_the_plans_number(
-    group_of, tmp_path, least, late
-):
+def test_who_is_slow_and_alive_is_waited_for_and_all_are_below_the_plans_number(group_of, tmp_path, least, late):
     group = group_of(f"train.min_sites={least}")
     group.jobs[2] |= late
     start(tmp_path, [group])

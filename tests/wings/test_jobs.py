@@ -11,18 +11,16 @@ from conftest import refused
 from wires import needs_flare
 
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.making import provision_federation
 from wsi_fl.hospitals.work import submit as submitting
-from wsi_fl.stages.work.console import render
+from wsi_fl.stages.work.console import print_lines
 from wsi_fl.types import UsageError, WsiFlError
 
 pytestmark = needs_flare
 
 SITES = ["C1", "C2"]
 SETTINGS = SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(min_sites=None))
-PLAN = SimpleNamespace(
-    sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS
-)
+PLAN = SimpleNamespace(sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS)
 FAILED = ("7", "FINISHED:EXECUTION_EXCEPTION")
 WORK = {"what": "work", "plan": PLAN.digest, "resume": None, "without": []}
 
@@ -86,7 +84,7 @@ class Server:
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs") / "kits"
-    provision(folder, federation="one", server="localhost:1")
+    provision_federation(folder, federation="one", server="localhost:1")
     return folder / "coordinator"
 
 
@@ -101,7 +99,7 @@ def asking(monkeypatch, kit):
     from wsi_fl.hospitals.flare import jobs
 
     def ask(server):
-        monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(server))
+        monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(server))
         monkeypatch.setattr(jobs, "time", server)
         return server
 
@@ -109,15 +107,15 @@ def asking(monkeypatch, kit):
 
 
 def submit(kit, job=WORK):
-    return submitting._run(kit, PLAN, SITES, job, submitting.Silent())
+    return submitting._run_job(kit, PLAN, SITES, job, submitting.SilentProgress())
 
 
 def test_a_hospital_that_was_stopped_is_not_there_although_the_server_lists_it(asking, kit):
     server = asking(Server(status=lambda _: "SUBMITTED", away=lambda _: ("C2",)))
     refused(lambda: submit(kit), "C2 not connected", "(connected: C1)", error=UsageError)
-    assert server.now == 0 and submitting.status(kit)["connected"] == ["C1"]
+    assert server.now == 0 and submitting.load_status(kit)["connected"] == ["C1"]
     asking(Server(status=lambda _: "", away=lambda now: "slow" if now < 2 else ("C1",)))
-    assert submitting.status(kit)["connected"] == ["C2"]
+    assert submitting.load_status(kit)["connected"] == ["C2"]
 
 
 AWAY = {"away": lambda now: ("C2",) if now > 5 else ()}
@@ -156,13 +154,13 @@ def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, 
     said = {"C1": {"error": "the job was ended by others"}, "C2": {"error": why}}
     listed = [("9", "RUNNING"), ("8", "RUNNING"), FAILED, ("6", "FINISHED:ABORTED")]
     server = asking(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
-    document = submitting.status(kit)
+    document = submitting.load_status(kit)
     states = {job["id"]: job["status"] for job in document["jobs"]}
     assert states == dict(listed) | {"8": "DEAD"}
     reasons = {job["id"]: job["reason"] for job in document["jobs"]}
     assert (reasons["9"], reasons["7"], server.fetched) == (None, why, ["7", "6"])
     assert reasons["8"].startswith("the server was stopped while it ran")
-    render(submitting.status_lines(document))
+    print_lines(submitting.status_lines(document))
     shown = capsys.readouterr().err
     assert "8: the server was stopped while it ran" in shown and "2026-01-02 03:00" in shown
 
@@ -172,7 +170,7 @@ def test_status_knows_of_what_was_submitted_here(asking, kit):
     asking(Server(status=lambda _: "FINISHED:EXECUTION_EXCEPTION", said=failed))
     refused(lambda: submit(kit), "the clock of C2", error=WsiFlError)
     server = asking(Server(status=lambda _: "", listed=[FAILED]))
-    (job,) = submitting.status(kit)["jobs"]
+    (job,) = submitting.load_status(kit)["jobs"]
     assert (job["what"], job["plan"], job["method"], job["sites"]) == ("work", PLAN.digest, "proxyfl", SITES)
     assert job["reason"] == failed["C2"]["error"] and not server.fetched
 
@@ -180,10 +178,10 @@ def test_status_knows_of_what_was_submitted_here(asking, kit):
 @pytest.mark.parametrize("said", [None, [], "x", {"C1": {"error": "\x1b[2J"}}, {"\x1b": {"error": "fine"}}])
 def test_a_server_that_says_something_else_of_a_failure_is_not_repeated(asking, kit, said):
     server = asking(Server(status=lambda _: "", said=said, listed=[FAILED]))
-    (job,) = submitting.status(kit)["jobs"]
+    (job,) = submitting.load_status(kit)["jobs"]
     assert server.fetched == ["7"]
     assert "no hospital said why" in job["reason"] or job["reason"] == "fine"
 
 
 def test_a_dead_server_is_not_said_to_refuse(kit):
-    refused(lambda: submitting.status(kit), "no way through to localhost port 1", error=WsiFlError)
+    refused(lambda: submitting.load_status(kit), "no way through to localhost port 1", error=WsiFlError)

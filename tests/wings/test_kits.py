@@ -15,25 +15,25 @@ from wires import needs_flare
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust import making
-from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
-from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look, server_of
-from wsi_fl.hospitals.trust.making import provision, request
+from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate
+from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_likely_reason, server_address
+from wsi_fl.hospitals.trust.making import create_request, provision_federation
 from wsi_fl.types import WsiFlError
 
-approve_request, join = (partial(one, unchecked=True) for one in (making.approve_request, making.join))
+approve_request, join = (partial(one, unchecked=True) for one in (making.approve_request, making.install_certificate))
 
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("federation")
-    provision(folder / "one", federation="one", server="localhost:1")
-    provision(folder / "two", federation="two", shared_folder=str(folder / "share"), sites=["C9"])
+    provision_federation(folder / "one", federation="one", server="localhost:1")
+    provision_federation(folder / "two", federation="two", shared_folder=str(folder / "share"), sites=["C9"])
     return folder
 
 
 def asked(folder, name="C1", **given):
     """The file of a request."""
-    made = request(folder / name, name=name, organization="A hospital", **given)
+    made = create_request(folder / name, name=name, organization="A hospital", **given)
     return Path(made["file"]), made["fingerprint"]
 
 
@@ -44,9 +44,9 @@ def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
     certificate = approve_request(file, founded / "one", fingerprint)
     assert "PRIVATE" not in Path(certificate["file"]).read_text()
     joined = join(kit / "certificate-C1.json", kit, certificate["root_fingerprint"])
-    assert joined["name"] == Kit.open(kit).identity().name == "C1"
+    assert joined["name"] == Kit.open(kit).load_identity().name == "C1"
     allowed = json.loads((kit / "local" / "resources.json").read_text())
-    assert allowed["class_allow_list"] == ["wsi_fl.hospitals.flare.roles.Hospital"]
+    assert allowed["class_allow_list"] == ["wsi_fl.hospitals.flare.roles.HospitalExecutor"]
     assert not allowed["allow_log_streaming"]
     rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
     assert set(rights) == {"project_admin"}
@@ -112,7 +112,7 @@ def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_
     forged = tmp_path / "forged.json"
     forged.write_text(json.dumps(json.loads(own.read_text()) | {"name": "C8"}))
     refused(lambda: join(forged, tmp_path / "C6"), "says C8", "belongs to C6")
-    assert Kit.open(tmp_path / "C6").identity().name == Kit.open(tmp_path / "C6").name == "C6"
+    assert Kit.open(tmp_path / "C6").load_identity().name == Kit.open(tmp_path / "C6").name == "C6"
     asked(tmp_path / "again", "C6")
     refused(lambda: join(own, tmp_path / "again" / "C6"), "belongs to another key")
 
@@ -155,7 +155,7 @@ def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(fou
     subject = x509.load_pem_x509_certificate(certificate.encode()).subject
     assert [one.oid for one in subject] == [NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME]
     root = (founded / "one" / "root" / "rootCA.pem").read_text()
-    refused(lambda: verified(root, root), "may sign others", error=NotTrusted)
+    refused(lambda: verify_certificate(root, root), "may sign others", error=NotTrusted)
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"x"', "{}", '{"name": "C1"}', "{", "\xff"])
@@ -171,21 +171,21 @@ def test_nonsense_is_refused(founded, tmp_path):
         lambda: approve_request(tmp_path / "none.json", founded / "one"),
         lambda: join(tmp_path / "x.json", tmp_path),
         lambda: Kit.open(tmp_path),
-        lambda: request(tmp_path / "kit", name="../up", organization="x"),
-        lambda: provision(founded, federation="again", server="localhost:1"),
-        lambda: provision(tmp_path / "new", federation="x"),
-        lambda: provision(tmp_path / "new", federation="x", server="localhost:http"),
-        lambda: provision(tmp_path / "new", federation="x", server="evil -m /x --set a=b:8602"),
+        lambda: create_request(tmp_path / "kit", name="../up", organization="x"),
+        lambda: provision_federation(founded, federation="again", server="localhost:1"),
+        lambda: provision_federation(tmp_path / "new", federation="x"),
+        lambda: provision_federation(tmp_path / "new", federation="x", server="localhost:http"),
+        lambda: provision_federation(tmp_path / "new", federation="x", server="evil -m /x --set a=b:8602"),
     ):
         refused(action, error=WsiFlError)
 
 
 def test_a_server_that_is_not_there_is_named_and_over_a_folder_none_is_asked_for(founded):
     kit = Kit.open(founded / "one" / "coordinator")
-    assert [step.ok for step in look(kit)] == [True, True, False]
-    assert "no way through to localhost port 1" in likely_reason(kit)
+    assert [step.ok for step in check_connection(kit)] == [True, True, False]
+    assert "no way through to localhost port 1" in find_likely_reason(kit)
     kit = Kit.open(founded / "two" / "C9")
     assert kit.folder == str(founded / "share")
-    assert [step.what for step in look(kit)] == ["certificate"]
-    refused(lambda: server_of(kit), "has no server")
+    assert [step.what for step in check_connection(kit)] == ["certificate"]
+    refused(lambda: server_address(kit), "has no server")
     assert not (kit.path / "startup" / "fed_client.json").exists()

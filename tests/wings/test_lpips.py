@@ -9,18 +9,18 @@ from scipy.ndimage import gaussian_filter
 from torch.nn import functional
 
 from wsi_fl.synthesis.lpips import (
-    _HEADS,
+    _HEADS_FILE,
     Keepaway,
     Lpips,
-    _hinged,
+    _hinge_loss,
     _pairwise_lpips,
-    clamped,
-    embeddings,
+    clamp_images,
+    compute_margin,
+    embed_images,
+    find_nearest_lpips,
     load_lpips,
-    margin_of,
-    nearest_lpips,
 )
-from wsi_fl.synthesis.state import to_images
+from wsi_fl.synthesis.state import normalize_pixels
 from wsi_fl.types import UsageError, WsiFlError
 
 WEIGHTS = SHARED / "weights" / "vgg16_features.fp16.safetensors"
@@ -50,7 +50,7 @@ def by_definition(lpips: Lpips, a, b):
             x, y = functional.max_pool2d(x, 2), functional.max_pool2d(y, 2)
         x, y = block(x), block(y)
         unit = [one / (one.square().sum(1, keepdim=True).sqrt() + 1e-10) for one in (x, y)]
-        weights = load_file(_HEADS)[f"lin{k}"].view(1, -1, 1, 1)
+        weights = load_file(_HEADS_FILE)[f"lin{k}"].view(1, -1, 1, 1)
         total += ((unit[0] - unit[1]).square() * weights).sum(1).mean(dim=(1, 2))
     return total
 
@@ -67,16 +67,16 @@ def test_the_squared_length_is_the_definition_of_all_pairs_in_chunks_of_any_size
 def test_the_nearest_other_image_is_not_the_image_itself(lpips):
     given = {"dtype": torch.uint8, "generator": torch.Generator().manual_seed(0)}
     images = torch.randint(0, 256, (6, 3, 32, 32), **given)
-    units = to_images(images)
+    units = normalize_pixels(images)
     wanted = _pairwise_lpips(lpips, units, units).double().numpy().copy()
-    assert nearest_lpips(lpips, images, images).tolist() == [0.0] * 6
+    assert find_nearest_lpips(lpips, images, images).tolist() == [0.0] * 6
     whose = np.array(["a", "a", "b", "c", "d", "e"])
     wanted[whose[:, None] == whose] = np.inf
-    found = nearest_lpips(lpips, images, images, (whose, whose))
+    found = find_nearest_lpips(lpips, images, images, (whose, whose))
     np.testing.assert_allclose(found, wanted.min(1), rtol=1e-6)
     twins, whose = torch.cat([images, images[:1]]), np.array(list("abcdefg"))
-    assert (nearest_lpips(lpips, twins, twins, (whose, whose)) > 0.001).all(), "a twin is no measure"
-    assert nearest_lpips(lpips, images[:1], images[:1], (whose[:1], whose[:1])).tolist() == [np.inf]
+    assert (find_nearest_lpips(lpips, twins, twins, (whose, whose)) > 0.001).all(), "a twin is no measure"
+    assert find_nearest_lpips(lpips, images[:1], images[:1], (whose[:1], whose[:1])).tolist() == [np.inf]
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path, lpips):
@@ -95,11 +95,11 @@ def test_blur_is_as_far_as_published():
     lpips = load_lpips(str(WEIGHTS))
     assert lpips.trained
     pixels = np.load(PCAM)["x"][:3].astype(np.float64)
-    sharp = to_images(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    sharp = normalize_pixels(torch.from_numpy(pixels).permute(0, 3, 1, 2))
     found = []
     for sigma in (0.5, 1, 2, 4):
         blurred = gaussian_filter(pixels, (0, sigma, sigma, 0))
-        soft = to_images(torch.from_numpy(blurred).permute(0, 3, 1, 2))
+        soft = normalize_pixels(torch.from_numpy(blurred).permute(0, 3, 1, 2))
         found.append(float(paired_lpips(lpips, sharp, soft).mean()))
     assert found == pytest.approx([0.09, 0.34, 0.47, 0.54], abs=0.05)
 
@@ -110,13 +110,13 @@ def test_the_loss_is_the_sum_over_all_pairs_and_kept_images_stand_for_those_of_t
     margin = float(distances.median())
     expected = (1 - distances / margin).clamp_min(0).square().sum() / 4
     assert float(Keepaway(lpips, margin)(real, synthetic)) == pytest.approx(float(expected), rel=1e-3)
-    kept = Keepaway(lpips, margin, embeddings(lpips, real, piece=2))(images(1, seed=3), synthetic)
+    kept = Keepaway(lpips, margin, embed_images(lpips, real, piece=2))(images(1, seed=3), synthetic)
     assert float(kept) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_the_loss_is_bounded_and_silent_beyond_the_margin():
     distances = torch.linspace(0, 100, 1001, requires_grad=True)
-    loss = _hinged(distances, 0.7)
+    loss = _hinge_loss(distances, 0.7)
     loss.sum().backward()
     assert (loss.max().item(), loss.min().item()) == (1.0, 0.0)
     assert bool((distances.grad[distances >= 0.7] == 0).all())
@@ -128,7 +128,7 @@ def test_the_loss_is_bounded_and_silent_beyond_the_margin():
 def test_a_step_down_the_loss_moves_images_apart_and_then_stops(lpips):
     real = images(2, 16)
     synthetic = (real + 0.02 * images(2, 16, seed=1)).requires_grad_(True)
-    margin = margin_of(lpips, images(12, 16, seed=2), 0.5)
+    margin = compute_margin(lpips, images(12, 16, seed=2), 0.5)
     first = float(paired_lpips(lpips, real, synthetic).min())
     optimizer = torch.optim.Adam([synthetic], lr=0.02)
     losses = []
@@ -138,5 +138,5 @@ def test_a_step_down_the_loss_moves_images_apart_and_then_stops(lpips):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert float(paired_lpips(lpips, real, clamped(synthetic)).min()) > 5 * first and losses[0] <= 2
+    assert float(paired_lpips(lpips, real, clamp_images(synthetic)).min()) > 5 * first and losses[0] <= 2
     assert losses[-1] < 0.2 * losses[0]

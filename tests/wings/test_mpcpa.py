@@ -9,12 +9,12 @@ import torch
 from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
-from wsi_fl.hospitals.plans.making import document_of, make_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work.console import Silent
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.prepare.partition import partition_images
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -57,7 +57,7 @@ def make_study(root, *, n_sites=3, n=180):
     y = np.arange(n) % 2
     np.savez(root / "data.npz", x=patches_of(rng, y, 16, (0, 0, 0)), y=y)
     study = Study(root)
-    partition(study, root / "data.npz", n_sites=n_sites, test_fraction=0.4)
+    partition_images(study, root / "data.npz", n_sites=n_sites, test_fraction=0.4)
     return study
 
 
@@ -105,7 +105,7 @@ def test_classifiers_learn_from_own_and_the_others_images(trained):
         package = read_json(folder(study, summary) / f"sites/{row['site']}/package.json")["images"]
         assert set(package) == set(SITES) - {row["site"]} and row["n_train"] == 36 + 2 * 2 * 5
         for key in package.values():
-            with PatchStore(study.generated(key)) as store:
+            with PatchStore(study.synthetic_path(key)) as store:
                 assert np.bincount(store.table.label).tolist() == [5, 5]
                 assert store.meta.generator is not None
 
@@ -114,7 +114,7 @@ def test_releases_are_on_record_without_privacy_and_the_server_has_every_classif
     study, summary = trained
     for row in summary["sites"]:
         assert row["epsilon"] is None and row["guarantee"] == "none"
-        lines = read_lines(study.ledger(row["site"]))
+        lines = read_lines(study.ledger_path(row["site"]))
         released = [line["released"].split()[0] for line in lines if line.get("released")]
         assert released == ["generator", "model"]
         held = load_file(folder(study, summary) / f"aggregate/{row['site']}.safetensors")["parameters"]
@@ -126,7 +126,7 @@ def test_releases_are_on_record_without_privacy_and_the_server_has_every_classif
 def test_an_external_set_is_measured_with_every_row_of_it(own):
     study, y = own, np.arange(30) % 2
     np.savez(study.root / "other.npz", x=patches_of(np.random.default_rng(5), y, 16, (9, 0, 0)), y=y)
-    partition(study, study.root / "other.npz", n_sites=1, prefix="X")
+    partition_images(study, study.root / "other.npz", n_sites=1, prefix="X")
     settings = ['sites=["S1", "S2", "S3"]', "train.rounds=1", 'evaluate.external=["X1"]']
     summary = train(study, method="regular", backend="local", overrides=settings)
     found = evaluate(study, summary["run"])["external_set"]
@@ -139,9 +139,9 @@ def test_an_external_set_is_measured_with_every_row_of_it(own):
 def test_a_finished_run_and_a_lost_package_are_resumed(trained, own):
     study, summary = trained
     (folder(own, summary) / "summary.json").unlink()
-    before = read_lines(own.ledger("S1"))
-    assert resume(own, summary["run"], backend="local")["communication"]["messages"] == 9
-    after = read_lines(own.ledger("S1"))  # nothing new left, and what was sent again is on record
+    before = read_lines(own.ledger_path("S1"))
+    assert resume_run(own, summary["run"], backend="local")["communication"]["messages"] == 9
+    after = read_lines(own.ledger_path("S1"))  # nothing new left, and what was sent again is on record
     assert after[: len(before)] == before and all(line.get("again") for line in after[len(before) :])
     a, b = (load_file(folder(one, summary) / "sites/S2/private.safetensors") for one in (study, own))
     assert all(np.array_equal(a[name], b[name]) for name in a)
@@ -151,7 +151,7 @@ def test_a_real_site_must_allow_both_by_name_and_were_that_forgotten_the_ledger_
     for missing in ("model", "generator"):
         real(own, "S2", [what for what in ("generator", "model", "patches") if what != missing])
         refused(lambda: run(own), "sites/S2.toml", f"a {missing} without")
-    monkeypatch.setattr("wsi_fl.stages.training.checks._check_leave", lambda *_: None)
+    monkeypatch.setattr("wsi_fl.stages.training.checks._check_disclosures", lambda *_: None)
     words = "sites/S2.toml", "generator without differential privacy"
     refused(lambda: run(own), *words, error=WsiFlError)
 
@@ -160,7 +160,7 @@ def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(own):
     for site in SITES:
         real(own, site, ["model", "generator"])
     plan = make_plan(own, method="mpcpa", out=own.root / "plan.json")
-    one, package, classifier = [row for row in document_of(plan)["leaves"] if row["large"]]
+    one, package, classifier = [row for row in parse_plan_document(plan)["leaves"] if row["large"]]
     assert package["bytes"] == 2 * one["bytes"] > classifier["bytes"] > 0
     assert plan.most_bytes == 2 * package["bytes"] + 32_000_000
 
@@ -170,25 +170,25 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):
     study, six = own, "ddpm.samples_per_class=6"
 
     def planted(denoiser, labels, sampling, *, seed, told=None):
-        with PatchStore(study.store("S1")) as store:
+        with PatchStore(study.store_path("S1")) as store:
             rows = np.flatnonzero(store.table.split == "train")[: len(labels)]
             pixels = store.read(rows).reshape(len(rows), 8, 2, 8, 2, 3).mean((2, 4)).round().astype(int)
         noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
         yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
 
-    monkeypatch.setattr("wsi_fl.synthesis.stages.ddpm.drawn", planted)
+    monkeypatch.setattr("wsi_fl.synthesis.stages.ddpm.draw_images", planted)
     document = check(study, site="S1", overrides=["ddpm.seed=0", six])
     found = document["memorization"]
     assert not document["passed"] and (found["copies"], found["held_out_copies"]) == (12, 0)
-    before = read_lines(study.ledger("S1"))
+    before = read_lines(study.ledger_path("S1"))
     refused(lambda: run(study, six), "S1", "is not released", "copies of training images", error=WsiFlError)
-    assert [line for line in read_lines(study.ledger("S1")) if line.get("released")] == [
+    assert [line for line in read_lines(study.ledger_path("S1")) if line.get("released")] == [
         line for line in before if line.get("released")
     ]
-    pipeline = study.pipeline(study.pipeline_name(None), [six, "mpcpa.unchecked=true"])
-    _ready(study, pipeline, "S1", Silent())
+    pipeline = study.load_pipeline(study.pipeline_name(None), [six, "mpcpa.unchecked=true"])
+    _ready(study, pipeline, "S1", SilentProgress())
     real(study, "S1", ["generator", "model"])
-    refused(lambda: _ready(study, pipeline, "S1", Silent()), "S1", "is not released", error=WsiFlError)
+    refused(lambda: _ready(study, pipeline, "S1", SilentProgress()), "S1", "is not released", error=WsiFlError)
 
 
 @pytest.mark.slow
@@ -205,16 +205,16 @@ def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(own):
     assert document["curve"][0]["mean"] == rows["mean A"]
     assert document["curve"][-1]["aggregated"] == rows["aggregated B"]
     assert set(document["curve"][1]["sites"]) == set(SITES)
-    n_runs = len(list(study.runs.glob("0*")))
+    n_runs = len(list(study.runs_path.glob("0*")))
     baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
-    assert len(list(study.runs.glob("0*"))) == n_runs, "runs that are there are not made again"
+    assert len(list(study.runs_path.glob("0*"))) == n_runs, "runs that are there are not made again"
     more = lambda: baselines(study, backend="local", overrides=["mpcpa.curve=[6]"])  # noqa: E731
     refused(more, "6 images", "5 are drawn")
-    page = report(study, document["run"]).read_text(encoding="utf-8")
+    page = write_report(study, document["run"]).read_text(encoding="utf-8")
     assert "How many generated images" in page and "9 transfers" in page
     assert page.count("generated by the denoiser of") == 3 * 2 * 5, "five of each class of each denoiser"
-    regular = report(study, document["runs"]["regular"]).read_text(encoding="utf-8")
-    fewer = sorted(path.name for path in study.runs.glob("0*-mpcpa-*"))[-1]
+    regular = write_report(study, document["runs"]["regular"]).read_text(encoding="utf-8")
+    fewer = sorted(path.name for path in study.runs_path.glob("0*-mpcpa-*"))[-1]
     assert document["run"].split("/")[-1] in regular and fewer not in document["run"]
     assert fewer not in regular, "a point of the curve is no method of its own"
     path = study.root / document["run"] / "mpcpa.json"
@@ -222,7 +222,7 @@ def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(own):
     assert "mpcpa.unchecked</code> although" not in page
     table["memorization"][0]["passed"] = False
     path.write_text(json.dumps(table))
-    assert "mpcpa.unchecked</code> although" in report(study, document["run"]).read_text(encoding="utf-8")
+    assert "mpcpa.unchecked</code> although" in write_report(study, document["run"]).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_denoiser_that_saw_a_dozen_images_a_thousand_times_is_caught(tmp_path)
     study = make_study(tmp_path / "study")
     data = {"x_train": images.x[few], "y_train": images.y[few]}
     np.savez(tmp_path / "dozen.npz", x_test=images.x[others], y_test=images.y[others], **data)
-    partition(study, tmp_path / "dozen.npz", n_sites=1, prefix="D")
+    partition_images(study, tmp_path / "dozen.npz", n_sites=1, prefix="D")
     settings = ["ddpm.resolution=32", "ddpm.channels=[32,64,64]", "ddpm.chain=1000", "ddpm.sampling_steps=25"]
     settings += ["ddpm.checkpoint_every=500", "ddpm.steps=1500", "ddpm.batch_size=16", "ddpm.lr=2e-3"]
     settings += ["ddpm.samples_per_class=50"]

@@ -10,13 +10,13 @@ import pytest
 from conftest import refused
 
 from wsi_fl.hospitals.dossier.evidence import verify_evidence
-from wsi_fl.hospitals.lines.share import Share
-from wsi_fl.hospitals.plans.census import read_census
-from wsi_fl.hospitals.plans.signed import Plan
-from wsi_fl.hospitals.trust.root import exchange_list
+from wsi_fl.hospitals.lines.share import SharedFolder
+from wsi_fl.hospitals.plans.census import read_response
+from wsi_fl.hospitals.plans.signed import FederationPlan
+from wsi_fl.hospitals.trust.root import sync_revocation_list
 from wsi_fl.hospitals.work import start
-from wsi_fl.hospitals.work.backup import restore
-from wsi_fl.system.files import alone, remove_abandoned
+from wsi_fl.hospitals.work.backup import restore_backup
+from wsi_fl.system.files import file_lock, remove_abandoned
 from wsi_fl.types import WsiFlError
 
 
@@ -50,13 +50,13 @@ def odd(request, tmp_path):
 
 def test_a_share_reads_no_such_thing(odd):
     with pytest.raises((WsiFlError, OSError)):  # a socket cannot even be opened
-        Share(str(odd.parent)).read(100, odd.name)
+        SharedFolder(str(odd.parent)).read(100, odd.name)
 
 
 def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capfd):
-    monkeypatch.setattr(start, "open_frame", lambda *_: {"id": "1"})
-    monkeypatch.setattr(start, "admit", lambda *_: pytest.fail("there is no plan"))
-    start._take_laid(None, SimpleNamespace(name="S0"), str(odd.parent))
+    monkeypatch.setattr(start, "load_preapproval", lambda *_: {"id": "1"})
+    monkeypatch.setattr(start, "admit_plan", lambda *_: pytest.fail("there is no plan"))
+    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(odd.parent))
     said = capfd.readouterr().err
     assert said.count("\n") <= 1
     if not odd.is_socket():
@@ -65,18 +65,18 @@ def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capf
 
 def test_a_list_of_withdrawn_certificates_neither(odd):
     odd.rename(odd.with_name("withdrawn.pem"))
-    kit = SimpleNamespace(take=lambda _: False, withdrawn=lambda: SimpleNamespace(text=""))
-    assert "\n" not in exchange_list(kit, str(odd.parent))
+    kit = SimpleNamespace(update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text=""))
+    assert "\n" not in sync_revocation_list(kit, str(odd.parent))
 
 
 @pytest.mark.parametrize(
     "read",
     [
-        Plan.load,
-        lambda path: read_census(path, ""),
-        lambda path: restore(path, path.with_name("kit"), None),
+        FederationPlan.load,
+        lambda path: read_response(path, ""),
+        lambda path: restore_backup(path, path.with_name("kit"), None),
         lambda path: verify_evidence(path.parent, None),
-        lambda path: alone(path, "busy").__enter__(),
+        lambda path: file_lock(path, "busy").__enter__(),
     ],
 )
 def test_what_others_send_is_looked_at_before_it_is_opened(odd, read):
@@ -93,4 +93,4 @@ def test_leftovers_that_are_pipes_are_passed_over(tmp_path):
 def test_a_backup_is_still_read(tmp_path):
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass
-    refused(lambda: restore(tmp_path / "empty.tar", tmp_path / "kit", None), "this is no backup")
+    refused(lambda: restore_backup(tmp_path / "empty.tar", tmp_path / "kit", None), "this is no backup")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.hospitals.flare.jobs import JobFailed, SiteBack
+from wsi_fl.hospitals.flare.jobs import JobFailed, SiteReconnected
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.types import WsiFlError
 
@@ -21,7 +21,7 @@ def world(monkeypatch, tmp_path):
     """
     clock = SimpleNamespace(now=0.0, said=[], awaited=[])
     identity = SimpleNamespace(root="")
-    kit = SimpleNamespace(path=tmp_path, identity=lambda: identity)
+    kit = SimpleNamespace(path=tmp_path, load_identity=lambda: identity)
 
     def done(there, ends, *, until=None, resume=None, sites=SITES, gone=()):
         ends, asked, clock.now = list(ends), [], 0.0
@@ -55,14 +55,14 @@ def world(monkeypatch, tmp_path):
         time = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
         for where, name, stand_in in (
             (submitting, "time", time),
-            (submitting, "_run", run),
-            (submitting, "withdrawn", lambda _: SimpleNamespace(keys=gone)),
-            (submitting, "check_withdrawn", refuse),
-            (submitting.jobs, "connected", connected),
+            (submitting, "_run_job", run),
+            (submitting, "parse_revocation_list", lambda _: SimpleNamespace(keys=gone)),
+            (submitting, "check_revoked", refuse),
+            (submitting.jobs, "list_connected", connected),
         ):
             monkeypatch.setattr(where, name, stand_in)
         watcher = SimpleNamespace(say=lambda text, public: clock.said.append(text))
-        found = submitting._until_done(kit, plan, list(sites), resume, watcher)
+        found = submitting._run_until_done(kit, plan, list(sites), resume, watcher)
         assert list(found) == list(asked[-1][1])
         return asked
 
@@ -71,7 +71,7 @@ def world(monkeypatch, tmp_path):
 
 
 def failed(*blamed):
-    return JobFailed(f"site {blamed[0] if blamed else '?'} was lost", blamed, again=True)
+    return JobFailed(f"site {blamed[0] if blamed else '?'} was lost", blamed, can_retry=True)
 
 
 def test_who_is_missing_is_waited_for_as_long_as_the_plan_says_and_then_left_out(world):
@@ -84,12 +84,12 @@ def test_who_is_missing_is_waited_for_as_long_as_the_plan_says_and_then_left_out
 
 
 def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run_and_a_lost_server_is_waited_for(world):
-    back = SiteBack("C is there again; the job was ended")
+    back = SiteReconnected("C is there again; the job was ended")
     asked = world({0: "ABC", 20: "AB", 100: "ABC"}, [failed("C"), back, None])
     assert [one[1:] for one in asked] == [("ABC", None, ""), ("AB", "last", "C"), ("ABC", "last", "")]
     assert world.awaited == [{}, {"C": 0.0}, {}]
     assert any("C is there again" in said for said in world.said)
-    lost = JobFailed("the server was lost", again=True)
+    lost = JobFailed("the server was lost", can_retry=True)
     assert world({0: "ABC", 20: None, 300: "ABC"}, [lost, None])[1][0] >= 300
 
 
@@ -105,7 +105,7 @@ def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried
 
 
 def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
-    gone = JobFailed("site C withdrew the frame of this plan; the run ends here", ["C"], again=True)
+    gone = JobFailed("site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True)
     assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
     assert world.awaited == [{}] * 3
     with pytest.raises(JobFailed, match="site C withdrew"):
@@ -120,7 +120,7 @@ def test_whose_certificate_was_withdrawn_is_not_waited_for_though_it_is_connecte
 
 
 def test_what_no_other_job_mends_ends_it(world):
-    for end in (JobFailed("C has approved another plan"), JobFailed("no hospital said why", again=True)):
+    for end in (JobFailed("C has approved another plan"), JobFailed("no hospital said why", can_retry=True)):
         with pytest.raises(JobFailed, match=str(end)):
             world({0: "ABC"}, [end])
     with pytest.raises(WsiFlError, match="good until 2020-01-01"):

@@ -18,30 +18,30 @@ from wires import Federation, Wire, at_once
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import signed as signed_plans
-from wsi_fl.hospitals.plans.approving import cost_words, look, look_lines, sign
-from wsi_fl.hospitals.plans.making import document_of, make_plan
+from wsi_fl.hospitals.plans.approving import describe_cost, review_lines, review_plan, sign_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.signed import (
-    Plan,
+    FederationPlan,
     approval_path,
-    approvals,
-    approve,
-    changes,
     code_digest,
+    collect_approvals,
+    describe_changes,
     plan_path,
+    record_approval,
 )
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import fingerprint
+from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.taking_part import take_part
-from wsi_fl.models import build
-from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
+from wsi_fl.models import create_model
+from wsi_fl.models.directions import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.privacy.accounting import epsilon, group_epsilon
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.going_on import Asked, describe_run
+from wsi_fl.stages.training.going_on import RunRequest, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines
-from wsi_fl.stages.work.console import render
+from wsi_fl.stages.work.console import print_lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import Images, WsiFlError
@@ -57,7 +57,7 @@ def kits(federation, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def identities(kits):
-    return {name: Kit.open(path).identity() for name, path in kits.items()}
+    return {name: Kit.open(path).load_identity() for name, path in kits.items()}
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,12 @@ def made(study, tmp_path, method="proxyfl", *overrides):
 
 def changed(plan, **given):
     """The plan with other words."""
-    return Plan(json.dumps(plan.document | given, indent=2, ensure_ascii=False) + "\n")
+    return FederationPlan(json.dumps(plan.document | given, indent=2, ensure_ascii=False) + "\n")
 
 
 def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, plan, tmp_path):
-    said = document_of(plan)
-    model = build("mlp", n_classes=2, shape=Images(3, 16), seed=5)
+    said = parse_plan_document(plan)
+    model = create_model("mlp", n_classes=2, shape=Images(3, 16), seed=5)
     n_bytes = 4 * sum(p.numel() for p in model.parameters())
     proxy = said["leaves"][0]
     assert proxy["what"] == "proxy model (mlp)" and (proxy["bytes"], proxy["times"]) == (n_bytes, 3)
@@ -117,7 +117,7 @@ def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, plan, 
 
 def test_a_plan_without_privacy_says_so(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = true\nallow = ["model"]')
-    document = document_of(made(study, tmp_path, "fedavg", "privacy.enabled=false"))
+    document = parse_plan_document(made(study, tmp_path, "fedavg", "privacy.enabled=false"))
     assert "no differential privacy" in document["privacy"]["says"]
     assert document["leaves"][0]["what"] == "central model (cnn1)"
     assert document["leaves"][0]["to"].startswith("the first site")
@@ -128,11 +128,11 @@ def test_a_plan_without_privacy_says_so(tmp_path):
 def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
-    said = document_of(made(study, tmp_path, "proxyfl", *heads))
+    said = parse_plan_document(made(study, tmp_path, "proxyfl", *heads))
     assert said["learns"]["n_features"] is None and said["leaves"][0]["bytes"] is None
     assert "must agree" in said["learns"]["says"] and said["most_bytes"] > 500_000_000
-    oneshot = document_of(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
-    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("sums of features")
+    oneshot = parse_plan_document(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
+    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("class statistics")
     assert oneshot["leaves"][0]["often"] == "once"
 
 
@@ -142,24 +142,22 @@ def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path,
     own = with_features(hospital(tmp_path / "h", "S0", said), 8)
     settings = ("train.data='features'", "privacy.noise='shared'", "privacy.target_epsilon=1")
     plan = made(study, tmp_path, "oneshot", *settings)
-    assert "at most 1 may collude." in document_of(plan)["privacy"]["says"]
-    lossy = document_of(made(study, tmp_path / "lossy", "oneshot", *settings, "privacy.dropouts=1"))
+    assert "at most 1 may collude." in parse_plan_document(plan)["privacy"]["says"]
+    lossy = parse_plan_document(made(study, tmp_path / "lossy", "oneshot", *settings, "privacy.dropouts=1"))
     assert "at most 1 may collude and 1 go away while it is made." in lossy["privacy"]["says"]
-    sums = document_of(plan)["leaves"][0]
+    sums = parse_plan_document(plan)["leaves"][0]
     assert sums["times"] == 3 and "at most 3 times under one approval" in sums["often"]
-    looked = look(own, plan, "S0")
-    render(look_lines(looked))
+    looked = review_plan(own, plan, "S0")
+    print_lines(review_lines(looked))
     assert "scores without DP; shared noise" in capsys.readouterr().err
     cost = looked.cost
     assert cost.epsilon == pytest.approx(1, rel=1e-3) and 1.5 < cost.most_epsilon < 3
-    assert f"3 times in all at ε = {cost.most_epsilon:.2f}" in cost_words(cost)
-    often = changed(plan, leaves=[sums | {"times": 99}, *document_of(plan)["leaves"][1:]])
-    refused(lambda: look(own, often, "S0"), "(leaves)", "changed by hand")
+    assert f"3 times in all at ε = {cost.most_epsilon:.2f}" in describe_cost(cost)
+    often = changed(plan, leaves=[sums | {"times": 99}, *parse_plan_document(plan)["leaves"][1:]])
+    refused(lambda: review_plan(own, often, "S0"), "(leaves)", "changed by hand")
 
 
-def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
-    plan, file, tmp_path, kits, wsi_fl
-):
+def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(plan, file, tmp_path, kits, wsi_fl):
     study = hospital(tmp_path, "S1")
     given = ("federation", "approve", file, "--kit", kits["S1"], "--yes", "--yes-per-row", "--json")
     done = wsi_fl(*given, cwd=study.root)
@@ -169,9 +167,9 @@ def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
     assert document["epsilon"] == document["lifetime_epsilon"] == pytest.approx(3.78, abs=0.01)
     for words in ("what leaves your hospital", "proxy model (mlp) →", "777.6 kB each", "36 rows at your"):
         assert words in done.stderr
-    assert [study.site(name).max_epsilon for name in SITES] == [50.0] * 3
-    assert study.site("S2").slides is None and study.site("S1").slides == "none/*.tif"
-    found = approvals(study, plan, Kit.open(kits["S1"]).identity().root)
+    assert [study.load_site(name).max_epsilon for name in SITES] == [50.0] * 3
+    assert study.load_site("S2").slides is None and study.load_site("S1").slides == "none/*.tif"
+    found = collect_approvals(study, plan, Kit.open(kits["S1"]).load_identity().root)
     assert found.signed == ("S1",) and set(found.missing) == {"S0", "S2"}
     assert "has not arrived" in found.missing["S0"]
 
@@ -181,7 +179,7 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
     given = ("federation", "plan", "--method", "proxyfl", "--set", "train.rounds=2", "--out", out)
     done = wsi_fl(*given, "--json", cwd=coordinator.root)
     assert done.returncode == 0, done.stderr
-    plan = Plan.load(out)
+    plan = FederationPlan.load(out)
     assert json.loads(done.stdout)["sha256"] == plan.digest and plan.pipeline().train.rounds == 2
     assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
 
@@ -189,14 +187,14 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
 def test_who_signs_again_is_told_what_changed(coordinator, identities, tmp_path):
     study = Study(shutil.copytree(coordinator.root, tmp_path / "study"))
     first = made(study, tmp_path, "proxyfl", "train.rounds=1")
-    approve(study, first, identities["S0"])
-    assert not any("lies here" in note for note in look(study, first, "S0").notes)
+    record_approval(study, first, identities["S0"])
+    assert not any("lies here" in note for note in review_plan(study, first, "S0").notes)
     second = made(study, tmp_path, "proxyfl", "train.rounds=2")
-    told = f"beside plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
-    assert told in look(study, second, "S0").notes
+    told = f"compared with plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
+    assert told in review_plan(study, second, "S0").notes
     fewer = changed(second, sites=second.document["sites"][:2])
-    assert changes(first, fewer) == ["without S2", "train.rounds 1 → 2"]
-    assert changes(fewer, second) == ["with S2"]
+    assert describe_changes(first, fewer) == ["without S2", "train.rounds 1 → 2"]
+    assert describe_changes(fewer, second) == ["with S2"]
 
 
 def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, identities, tmp_path, capfd):
@@ -205,32 +203,30 @@ def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, ide
     first = made(study, study.root, "proxyfl", "train.rounds=1")
     assert "is kept" not in capfd.readouterr().err
     for _ in range(2):  # for another run of the same plan
-        approve(study, first, identities["S0"])
+        record_approval(study, first, identities["S0"])
     assert sorted(one.name for one in folder.glob("*.json")) == ["approval-S0.json", "plan.json"]
     second = made(study, study.root, "proxyfl", "train.rounds=2")
     tag, said = first.digest[:8], capfd.readouterr().err
     assert f"plan-{tag}.json" in said and f"approval-S0-{tag}.json" in said
-    assert Plan.load(study.root / f"plan-{tag}.json") == first
-    assert Plan.load(study.root / "plan.json") == second
-    approve(study, second, identities["S0"])
-    assert Plan.load(folder / f"plan-{tag}.json") == first and Plan.load(plan_path(study)) == second
+    assert FederationPlan.load(study.root / f"plan-{tag}.json") == first
+    assert FederationPlan.load(study.root / "plan.json") == second
+    record_approval(study, second, identities["S0"])
+    assert FederationPlan.load(folder / f"plan-{tag}.json") == first and FederationPlan.load(plan_path(study)) == second
     assert json.loads((folder / f"approval-S0-{tag}.json").read_text())["plan"] == first.digest
-    assert approvals(study, second, identities["S0"].root).signed == ("S0",)
+    assert collect_approvals(study, second, identities["S0"].root).signed == ("S0",)
     approval_path(study, "S0").write_text('{"plan": "../../x"}')  # not by us
-    approve(study, second, identities["S0"])
+    record_approval(study, second, identities["S0"])
     assert len(list(folder.glob("*.json"))) == 4
 
 
 ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 76.7"
 
 
-def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
-    plan, file, tmp_path, kits, wsi_fl, monkeypatch
-):
+def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(plan, file, tmp_path, kits, wsi_fl, monkeypatch):
     study, asked = hospital(tmp_path, "S0"), []
-    assert "A patient with many rows is protected much less" in document_of(plan)["privacy"]["says"]
-    cost = look(study, plan, "S0").cost
-    assert cost is not None and cost.group is not None and cost.above == cost.lifetime_group
+    assert "A patient with many rows is protected much less" in parse_plan_document(plan)["privacy"]["says"]
+    cost = review_plan(study, plan, "S0").cost
+    assert cost is not None and cost.group is not None and cost.group_over_budget == cost.lifetime_group
     step = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
     assert cost.group["epsilon"] == pytest.approx(group_epsilon([step] * 3, 1e-5, 12))
     assert cost.group["rows"] == 12 and cost.epsilon == pytest.approx(epsilon([step] * 3, 1e-5))
@@ -241,7 +237,7 @@ def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
     refused_ = approve("--yes")
     assert refused_.returncode == 1 and not plan_path(study).exists()
     assert f"nothing was signed, for {ALL_ROWS}" in refused_.stderr and "--yes-per-row" in refused_.stderr
-    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "say --yes")):
+    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "give --yes")):
         monkeypatch.setattr("sys.stdin", io.StringIO())
         unasked = approve(*more)
         assert unasked.returncode == 2 and not plan_path(study).exists()
@@ -264,11 +260,11 @@ def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_
         given = (f"privacy.unit='{unit}'", "privacy.target_epsilon=3.78")
         plan = made(coordinator, tmp_path, "proxyfl", *given)
         study = hospital(tmp_path / unit, "S0", said)
-        cost = look(study, plan, "S0").cost
-        assert cost is not None and cost.above is None and (cost.group is None) == (unit == "patient")
+        cost = review_plan(study, plan, "S0").cost
+        assert cost is not None and cost.group_over_budget is None and (cost.group is None) == (unit == "patient")
         given = ("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], "--yes")
         assert wsi_fl(*given, cwd=study.root).returncode == 0
-        assert ("A patient with many rows" in document_of(plan)["privacy"]["says"]) == (unit == "row")
+        assert ("A patient with many rows" in parse_plan_document(plan)["privacy"]["says"]) == (unit == "row")
 
 
 def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, capsys):
@@ -276,7 +272,7 @@ def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, cap
     document = dry_run(study, method="proxyfl", backend="local")
     group = document["sites"][0]["group"]
     assert group["rows"] == 12 and group["epsilon"] == pytest.approx(76.7, abs=0.1)
-    render(plan_lines(document))
+    print_lines(plan_lines(document))
     assert f"{ALL_ROWS}, which is above its max_epsilon = 50" in capsys.readouterr().err
     per_patient = ["privacy.unit='patient'", "train.batch_size=3"]
     document = dry_run(study, method="proxyfl", backend="local", overrides=per_patient)
@@ -293,10 +289,10 @@ def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, cap
 )
 def test_what_a_site_file_does_not_permit_is_refused(plan, tmp_path, said, word):
     study = hospital(tmp_path, "S0", said)
-    refused(lambda: look(study, plan, "S0"), word)
-    refused(lambda: look(study, plan, "S7"), "S7 is not in this plan")
+    refused(lambda: review_plan(study, plan, "S0"), word)
+    refused(lambda: review_plan(study, plan, "S7"), "S7 is not in this plan")
     (study.root / "sites" / "S0.toml").unlink()
-    refused(lambda: look(study, plan, "S0"), "sites/S0.toml is missing", "max_epsilon")
+    refused(lambda: review_plan(study, plan, "S0"), "sites/S0.toml is missing", "max_epsilon")
 
 
 def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_path):
@@ -304,7 +300,7 @@ def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_pa
     for limit in ("0.5", "3.0"):
         said = REAL.replace("50.0", limit)
         plan = made(make_study(tmp_path / f"c{limit}", n_sites=3, site_extra=said), tmp_path)
-        looked[limit] = partial(look, hospital(tmp_path / limit, "S0", said), plan, "S0")
+        looked[limit] = partial(review_plan, hospital(tmp_path / limit, "S0", said), plan, "S0")
     refused(looked["0.5"], "max_epsilon = 0.5", "not enough")
     some = looked["3.0"]()
     assert some.cost is not None and 0 < some.cost.rounds < 3
@@ -313,7 +309,7 @@ def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_pa
 
 def test_words_that_do_not_follow_from_the_settings_are_refused(plan, tmp_path):
     study, said = hospital(tmp_path, "S0"), plan.document
-    assert look(study, plan, "S0").cost
+    assert review_plan(study, plan, "S0").cost
     first, *others = said["sites"]
     for given, *words in (
         ({"rounds": 2}, "(rounds)", "changed by hand"),
@@ -327,14 +323,14 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(plan, tmp_path):
         ({"learns": said["learns"] | {"says": "fine\x1b[8m"}}, "hides something", "do not sign it"),
         ({"pipeline": "a\x1b[2K"}, "hides something", "do not sign it"),
     ):
-        refused(partial(look, study, changed(plan, **given), "S0"), *words)
-    twice = Plan(plan.text.replace('"rounds": 3', '"rounds": 1, "rounds": 3', 1))
-    refused(lambda: look(study, twice, "S0"), "changed by hand")
-    document_of(changed(plan, created="2026-07-01T09:30:00+02:00"))
-    without = Plan(json.dumps({key: value for key, value in said.items() if key != "created"}))
+        refused(partial(review_plan, study, changed(plan, **given), "S0"), *words)
+    twice = FederationPlan(plan.text.replace('"rounds": 3', '"rounds": 1, "rounds": 3', 1))
+    refused(lambda: review_plan(study, twice, "S0"), "changed by hand")
+    parse_plan_document(changed(plan, created="2026-07-01T09:30:00+02:00"))
+    without = FederationPlan(json.dumps({key: value for key, value in said.items() if key != "created"}))
     wrong = ("2026-07-01T09:30:00", "20260701T093000+0000", "sign at once", 5)
     for one in (without, *(changed(plan, created=created) for created in wrong)):
-        refused(partial(document_of, one), "damaged", "created")
+        refused(partial(parse_plan_document, one), "damaged", "created")
 
 
 @pytest.fixture
@@ -347,11 +343,7 @@ def package(tmp_path):
 def test_one_byte_of_what_runs_is_another_digest(package):
     before = code_digest(package)
     assert before == code_digest()
-    for file in (
-        "hospitals/dossier/dossier.html.j2",
-        "synthesis/lpips_vgg16.safetensors",
-        "privacy/ledger.py",
-    ):
+    for file in ("hospitals/dossier/dossier.html.j2", "synthesis/lpips_vgg16.safetensors", "privacy/ledger.py"):
         good = (package / file).read_bytes()
         (package / file).write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
         assert code_digest(package) != before
@@ -368,7 +360,7 @@ def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(plan, 
     installed = signed_plans.version
     monkeypatch.setattr(signed_plans, "version", lambda one: "1.2.3" if one == name else installed(one))
     assert code_digest() != before
-    refused(lambda: look(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
+    refused(lambda: review_plan(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
     monkeypatch.setattr(signed_plans, "version", lambda one: installed(one).partition("+")[0] + "+own")
     assert code_digest() == before
 
@@ -382,80 +374,84 @@ def with_features(study, d):
 
 def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_file(tmp_path):
     def write(study, seed):
-        origin = Origin(encoder="tiny sha256:0", sources=[Source(name="a.svs", rows=50, sha256="0" * 64)])
-        found = public_directions(np.random.default_rng(seed).normal(size=(50, 5)).astype("f4"), origin, 3)
-        write_directions(study.root / "d.safetensors", found)
+        origin = ProjectionOrigin(
+            encoder="tiny sha256:0", sources=[ProjectionSource(name="a.svs", rows=50, sha256="0" * 64)]
+        )
+        found = fit_projection(np.random.default_rng(seed).normal(size=(50, 5)).astype("f4"), origin, 3)
+        write_projection(study.root / "d.safetensors", found)
         return found.digest
 
     coordinator = with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5)
     digest = write(coordinator, 0)
     plan = made(coordinator, tmp_path, "oneshot", "train.data='features'", "model.projection='d.safetensors'")
-    said = document_of(plan)
+    said = parse_plan_document(plan)
     assert said["learns"]["projection"] == digest and said["leaves"][0]["bytes"] == 4 * 2 * (3 + 2)
     own = with_features(hospital(tmp_path, "S0"), 5)
-    refused(lambda: look(own, plan, "S0"), "d.safetensors", "copy it here", error=WsiFlError)
+    refused(lambda: review_plan(own, plan, "S0"), "d.safetensors", "copy it here", error=WsiFlError)
     write(own, 1)
-    refused(lambda: look(own, plan, "S0"), "directions with the SHA-256", digest)
+    refused(lambda: review_plan(own, plan, "S0"), "directions with the SHA-256", digest)
     write(own, 0)
-    assert look(own, plan, "S0").cost
+    assert review_plan(own, plan, "S0").cost
 
 
 def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path, monkeypatch):
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     coordinator = with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5)
     plan = made(coordinator, tmp_path, "proxyfl", *heads)
-    assert document_of(plan)["learns"]["encoder"] == "tiny sha256:0"
+    assert parse_plan_document(plan)["learns"]["encoder"] == "tiny sha256:0"
     other = with_features(hospital(tmp_path / "other", "S0"), 6)
-    refused(lambda: look(other, plan, "S0"), "features per patch 5, but S0 has 6")
-    same, real = with_features(hospital(tmp_path / "same", "S0"), 5), approving.of_store
-    assert look(same, plan, "S0").cost
+    refused(lambda: review_plan(other, plan, "S0"), "features per patch 5, but S0 has 6")
+    same, real = with_features(hospital(tmp_path / "same", "S0"), 5), approving.describe_store
+    assert review_plan(same, plan, "S0").cost
     for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):
         found = {key: value}
-        monkeypatch.setattr(approving, "of_store", lambda *given, found=found: real(*given) | found)
-        refused(lambda: look(same, plan, "S0"), key)
+        monkeypatch.setattr(approving, "describe_store", lambda *given, found=found: real(*given) | found)
+        refused(lambda: review_plan(same, plan, "S0"), key)
 
 
 def test_existing_files_of_others_stay_and_a_difference_is_told(plan, tmp_path, identities):
     study = hospital(tmp_path, "S0")
     own = 'name = "S1"\nreal = true\nmax_epsilon = 1.0\ndelta = 1e-5\n'
     (study.root / "sites" / "S1.toml").write_text(own)
-    looked = look(study, plan, "S0")
+    looked = review_plan(study, plan, "S0")
     assert "sites/S1.toml says another max_epsilon" in looked.notes[1]
-    sign(study, looked, identities["S0"])
+    sign_plan(study, looked, identities["S0"])
     assert (study.root / "sites" / "S1.toml").read_text() == own
-    refused(lambda: sign(study, looked, identities["S1"]), "this kit belongs to S1")
+    refused(lambda: sign_plan(study, looked, identities["S1"]), "this kit belongs to S1")
 
 
 def test_a_plan_pins_the_keys_that_speak_for_sites_and_shows_all(coordinator, tmp_path, identities, capfd):
-    keys = {name: fingerprint(identities[name].certificate) for name in SITES}
+    keys = {name: key_fingerprint(identities[name].certificate) for name in SITES}
     pinned = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
     study = hospital(tmp_path, "S0")
-    looked = look(study, pinned, "S0")
+    looked = review_plan(study, pinned, "S0")
     assert not any("pins no keys" in note for note in looked.notes)
-    render(look_lines(looked))
+    print_lines(review_lines(looked))
     shown = capfd.readouterr().err
     for name, key in keys.items():
         assert f"{name}: {key}\n" in shown and len(bytes.fromhex(key.replace(":", ""))) == 32
-    sign(study, looked, identities["S0"])
-    assert approvals(study, pinned, identities["S0"].root).signed == ("S0",)
+    sign_plan(study, looked, identities["S0"])
+    assert collect_approvals(study, pinned, identities["S0"].root).signed == ("S0",)
     false = {**keys, "S0": keys["S1"]}
     other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
-    refused(lambda: sign(study, look(study, other, "S0"), identities["S0"]), "another key of S0", "telephone")
+    refused(
+        lambda: sign_plan(study, review_plan(study, other, "S0"), identities["S0"]), "another key of S0", "telephone"
+    )
 
 
 def test_approvals_of_another_plan_site_or_federation_do_not_count(plan, tmp_path, identities):
     study, root = hospital(tmp_path, "S0"), identities["S0"].root
-    path = sign(study, look(study, plan, "S0"), identities["S0"])
+    path = sign_plan(study, review_plan(study, plan, "S0"), identities["S0"])
     text = path.read_text()
     (path.parent / "approval-S1.json").write_text(text)
-    found = approvals(study, plan, root)
+    found = collect_approvals(study, plan, root)
     assert found.signed == ("S0",) and "another plan" in found.missing["S1"]
     later = changed(plan, created="later")
-    assert "another plan" in approvals(study, later, root).missing["S0"]
-    assert "does not belong to this federation" in approvals(study, plan, Federation().root).missing["S0"]
+    assert "another plan" in collect_approvals(study, later, root).missing["S0"]
+    assert "does not belong to this federation" in collect_approvals(study, plan, Federation().root).missing["S0"]
     for damaged in ("[]", "{}", "no JSON", text.replace('"signature": "', '"signature": "00')):
         path.write_text(damaged)
-        assert approvals(study, plan, root).signed == ()
+        assert collect_approvals(study, plan, root).signed == ()
 
 
 @pytest.fixture(scope="module")
@@ -464,7 +460,7 @@ def all_signed(plan, identities, tmp_path_factory):
     folder = tmp_path_factory.mktemp("signed")
     for name in SITES:
         study = hospital(folder, name)
-        sign(study, look(study, plan, name), identities[name])
+        sign_plan(study, review_plan(study, plan, name), identities[name])
     return folder
 
 
@@ -487,11 +483,11 @@ def test_whatever_a_ledger_released_names_the_plan(plan, signed, identities):
     summaries = at_once(be, SITES)
     assert [row["site"] for row in summaries["S0"]["sites"]] == list(SITES)
     for name, study in signed.items():
-        lines = [line for line in read_lines(study.ledger(name)) if line.get("released")]
+        lines = [line for line in read_lines(study.ledger_path(name)) if line.get("released")]
         assert [line.get("agreement") for line in lines] == [plan.digest] * 3
     words = ("for one run, and has it: 00001-", "--resume last", "approve the plan again")
     refused(part(signed, identities), "S0 approved plan", *words)
-    promised = look(signed["S0"], plan, "S0")
+    promised = review_plan(signed["S0"], plan, "S0")
     row = summaries["S0"]["sites"][0]
     assert promised.cost is not None and promised.cost.epsilon == pytest.approx(row["epsilon"])
     assert promised.cost.lifetime_epsilon > row["epsilon"]  # once more, on top of what was spent
@@ -536,9 +532,9 @@ def test_another_plan_or_a_run_elsewhere_or_of_other_settings(plan, signed, iden
     (evil / "config.toml").write_text("")
     for asked in (str(evil), "../evil", "runs/../../evil", "nothing", ""):
         refused(part(signed, identities, resume=asked), "is not in this hospital's runs/")
-    weak = study.pipeline("small", ["privacy.sigma=0.1"])
-    party = RunContext.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
+    weak = study.load_pipeline("small", ["privacy.sigma=0.1"])
+    party = RunContext.create(study, weak, plan.method, RunFolder(study.runs_path / "00007-proxyfl-small"))
     party.run.path.mkdir(parents=True)
-    describe_run(party, Asked("small", agreement=plan.digest), "ab" * 16, party.run)
+    describe_run(party, RunRequest("small", agreement=plan.digest), "ab" * 16, party.run)
     again = part(signed, identities, resume="00007-proxyfl-small")
     refused(again, "has other settings", "nothing was begun")

@@ -18,19 +18,19 @@ from torch.nn import functional
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.exchange import pass_buffers
-from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack, received
+from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack_message, unpack_message
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import BufferShape, reissue_buffer, release_buffer
-from wsi_fl.federation.topology import receivers, senders
-from wsi_fl.learning.examples import Examples, tensor_of
-from wsi_fl.learning.units import TrainingSet, _replayed_rows, rows_alone
-from wsi_fl.models import build
+from wsi_fl.federation.topology import list_receivers, list_senders
+from wsi_fl.learning.examples import Examples, build_tensor
+from wsi_fl.learning.units import TrainingSet, _draw_replayed, row_units
+from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.stages.training.workshop import build_site
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
@@ -50,7 +50,7 @@ def plant(study, site, *, seed=0, passed=True):
     """An untrained generator, as if it had been trained on the site's store and checked."""
     torch.manual_seed(seed)
     shape = GanShape(16, 3, 2, z_dim=8, w_dim=8, mapping_layers=1, channel_base=64, channel_max=8)
-    folder = GeneratorFolder(study.generator(site))
+    folder = GeneratorFolder(study.generator_path(site))
     digest = folder.save_generator("before", Generator(shape))
     store = open_store(study, site)
     known = {"sha256": store_digest(store), **pixels_digest(store), "classes": list(store.meta.classes)}
@@ -77,19 +77,19 @@ def run(study, variant="replay", *overrides):
 
 
 def predecessor(site, round_, n=3, seed=0):
-    (matrix,) = METHODS["replay"].graph(seed)(n, round_ - 1, 0.0)
-    return senders(matrix, site)[0]
+    (matrix,) = METHODS["replay"].build_graph(seed)(n, round_ - 1, 0.0)
+    return list_senders(matrix, site)[0]
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_every_round_is_one_cycle_through_all_sites_and_buffers_go_with_models(n):
     orders, method = set(), METHODS["replay"]
     for round_ in range(12):
-        (models,), (buffers,) = (share.graph(3)(n, round_, 0.0) for share in method.shares)
+        (models,), (buffers,) = (share.build_graph(3)(n, round_, 0.0) for share in method.disclosures)
         assert np.array_equal(models, buffers)
-        assert np.array_equal(models, method.graph(3)(n, round_, 0.0)[0])  # on another rank
+        assert np.array_equal(models, method.build_graph(3)(n, round_, 0.0)[0])  # on another rank
         walked = [0]
-        while (after := receivers(models, walked[-1])) != [0]:
+        while (after := list_receivers(models, walked[-1])) != [0]:
             walked += after
         assert sorted(walked) == list(range(n))
         orders.add(tuple(walked))
@@ -99,7 +99,7 @@ def test_every_round_is_one_cycle_through_all_sites_and_buffers_go_with_models(n
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), n=st.integers(1, 7), seed=st.integers(0, 9))
 def test_replayed_rows_take_turns(sizes, n, seed):
-    drawn = _replayed_rows(sizes, n, CipherStream.seeded(seed))
+    drawn = _draw_replayed(sizes, n, CipherStream.from_seed(seed))
     assert [len(rows) for rows in drawn] == sizes
     flat = np.concatenate(drawn)
     for start in range(0, len(flat), n):
@@ -116,31 +116,31 @@ def images(rng, n, size_px=16):
 def test_the_loss_of_a_batch_is_half_of_equation_4():
     rng = np.random.default_rng(0)
     own, buffer = images(rng, 11), images(rng, 5)
-    lesson = TrainingSet(own, rows_alone(11), buffer)
-    net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=0)
+    lesson = TrainingSet(own, row_units(11), buffer)
+    net = create_model("cnn1", n_classes=2, shape=Images(3, 16), seed=0)
 
     def loss(examples, rows):
-        logits = net(tensor_of(examples.read(rows)))
+        logits = net(build_tensor(examples.read(rows)))
         return functional.cross_entropy(logits, torch.from_numpy(examples.label[rows]))
 
-    batches = lesson.rows(4, 2, sampler=CipherStream.seeded(0))
+    batches = lesson.epoch_batches(4, 2, sampler=CipherStream.from_seed(0))
     assert [len(rows) for rows in batches] == [8, 8, 6] * 2
     for rows in batches:
         mine, theirs = rows[rows < 11], rows[rows >= 11] - 11
         assert len(mine) == len(theirs)
-        torch.testing.assert_close(2 * loss(lesson.examples(), rows), loss(own, mine) + loss(buffer, theirs))
+        torch.testing.assert_close(2 * loss(lesson.join_examples(), rows), loss(own, mine) + loss(buffer, theirs))
 
 
 def seen_by(study, variant, monkeypatch):
     """(round, site) → where the rows of its batches came from, counted: {"real S0": 36, "buffer S1": 36}; the run."""
-    drawn, order = loop.batches, []
+    drawn, order = loop.load_batches, []
 
     def spy(examples, rows, **settings):
         chosen = list(rows)
         order.append([examples.read(one) for one in chosen])
         return drawn(examples, iter(chosen), **settings)
 
-    monkeypatch.setattr(loop, "batches", spy)
+    monkeypatch.setattr(loop, "load_batches", spy)
     path = run(study, variant, "train.local_baseline=false")
     origin = {}
     for site in SITES:
@@ -148,8 +148,8 @@ def seen_by(study, variant, monkeypatch):
         rows = np.flatnonzero(store.table.split == "train")
         origin |= {pixels.tobytes(): f"real {site}" for pixels in store.read(rows)}
         if variant != "no_buffer":
-            values, _ = RunFolder(path).site(site).buffer()
-            samples = BufferShape(N_BUFFER, 16, 3, 2).unpacked(values)
+            values, _ = RunFolder(path).site_folder(site).read_buffer()
+            samples = BufferShape(N_BUFFER, 16, 3, 2).unpack_samples(values)
             origin |= {pixels.tobytes(): f"buffer {site}" for pixels in samples.read(np.arange(len(samples)))}
     return [Counter(origin[x.tobytes()] for batch in batches for x in batch) for batches in order], path
 
@@ -173,9 +173,7 @@ def test_each_variant_learns_from_what_its_paper_says(study, variant, monkeypatc
             assert found == expected, (round_, site)
 
 
-@pytest.mark.parametrize(
-    "variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")]
-)
+@pytest.mark.parametrize("variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")])
 def test_what_travels_is_counted_and_on_the_ledger(study, variant):
     path = run(study, variant)
     models = variant in ("replay", "no_buffer", "synthetic_only")
@@ -188,7 +186,7 @@ def test_what_travels_is_counted_and_on_the_ledger(study, variant):
             expected = models * size + buffers * shape.n_bytes
             assert expected <= line["bytes"] <= expected + 128 * line["messages"]
             assert line["epsilon"] is None
-        account = read_lines(study.ledger(site))
+        account = read_lines(study.ledger_path(site))
         let_go = [entry["released"] for entry in account if entry.get("released")]
         buffers = [one for one in let_go if one.startswith("buffer")]
         assert sum(one.startswith("model") for one in let_go) == 2 * models
@@ -199,13 +197,13 @@ def test_what_travels_is_counted_and_on_the_ledger(study, variant):
 
 def test_a_buffer_is_balanced_drawn_from_its_own_generator_and_another_for_another_seed(study):
     one, two = (run(study, "replay", "train.rounds=1", f"train.seed={seed}") for seed in (0, 1))
-    found = [RunFolder(path).site("S1").buffer() for path in (one, two)]
+    found = [RunFolder(path).site_folder("S1").read_buffer() for path in (one, two)]
     for values, provenance in found:
-        assert np.bincount(BufferShape(N_BUFFER, 16, 3, 2).unpacked(values).label).tolist() == [5, 5]
-        assert provenance["sha256"] == GeneratorFolder(study.generator("S1")).digest("before")
+        assert np.bincount(BufferShape(N_BUFFER, 16, 3, 2).unpack_samples(values).label).tolist() == [5, 5]
+        assert provenance["sha256"] == GeneratorFolder(study.generator_path("S1")).compute_digest("before")
         assert (provenance["check"], provenance["differential_privacy"]) == ("passed", False)
     assert not np.array_equal(found[0][0], found[1][0])
-    assert not np.array_equal(found[0][0], RunFolder(one).site("S0").buffer()[0])
+    assert not np.array_equal(found[0][0], RunFolder(one).site_folder("S0").read_buffer()[0])
 
 
 def test_a_hospital_lets_go_only_what_its_file_names(study):
@@ -225,13 +223,13 @@ def test_a_hospital_lets_go_only_what_its_file_names(study):
         ("central", ["model"], "buffer"),
     ):
         refused(partial(allowed, variant, *allow), "sites/S1.toml", f"a {missing} without", "add allow = [")
-    assert not study.ledger("S1").exists()
+    assert not study.ledger_path("S1").exists()
     allowed("buffer_only", "buffer")
     allowed("no_buffer", "model")
 
 
 def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=Terms(1e-5, allow=("model",)))
+    ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
     given = {"schema": "ab" * 32, "mechanism": None, "content": "buffer"}
     words = "a buffer without differential privacy may not leave"
     refused(lambda: ledger.release(1, np.zeros(4, np.uint8), **given), words, error=WsiFlError)
@@ -239,17 +237,17 @@ def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
 
 
 def test_a_generator_must_be_there_checked_and_of_this_store(study):
-    check = study.generator("S1") / "check.json"
+    check = study.generator_path("S1") / "check.json"
     check.unlink()
     refused(lambda: run(study), "site S1: no buffer leaves it", "was not run", "unchecked", error=WsiFlError)
     unchecked = run(study, "replay", "replay.unchecked=true", "train.rounds=1")
-    assert RunFolder(unchecked).site("S1").buffer()[1]["check"] == "not run"
+    assert RunFolder(unchecked).site_folder("S1").read_buffer()[1]["check"] == "not run"
     assert "`synthesize check` was not run" in (unchecked / "sites" / "S1" / "log.txt").read_text()
     plant(study, "S1", passed=False)
     refused(lambda: run(study), "was not passed: a planted reason", error=WsiFlError)
     write_store(study, "S1", n_per_slide=14)
     refused(lambda: run(study), "generators/S1", "another store of site S1")
-    for file in study.generator("S1").iterdir():
+    for file in study.generator_path("S1").iterdir():
         file.unlink()
     refused(lambda: run(study), "no generator yet", "synthesize train --site S1", error=WsiFlError)
     run(study, "no_buffer", "train.rounds=1")  # needs none
@@ -281,47 +279,47 @@ def test_a_buffer_comes_back_as_it_was(n, size, channels, classes):
     pixels = rng.integers(0, 256, (n, size, size, channels)).astype(np.uint8)
     label = rng.integers(0, classes, n)
     shape = BufferShape(n, size, channels, classes)
-    values = shape.packed(pixels, label)
+    values = shape.pack_samples(pixels, label)
     assert (values.dtype, len(values)) == (np.uint8, shape.n_bytes)
-    assert shape.problem_of(values) == ""
-    found = shape.unpacked(values)
+    assert shape.find_problem(values) == ""
+    found = shape.unpack_samples(values)
     assert np.array_equal(found.label, label) and np.array_equal(found.read(np.arange(n)), pixels)
 
 
 def small_buffer(label=(0, 1, 0, 1)):
-    return SMALL.packed(np.zeros((4, 2, 2, 3), np.uint8), np.array(label))
+    return SMALL.pack_samples(np.zeros((4, 2, 2, 3), np.uint8), np.array(label))
 
 
 def test_garbage_is_no_buffer():
-    assert "label 2, and there are 2 classes" in SMALL.problem_of(small_buffer((0, 1, 0, 2)))
-    assert "agreed on" in SMALL.problem_of(small_buffer()[:-1])
-    assert SMALL.problem_of(np.full(SMALL.n_bytes, 255, np.uint8))
+    assert "label 2, and there are 2 classes" in SMALL.find_problem(small_buffer((0, 1, 0, 2)))
+    assert "agreed on" in SMALL.find_problem(small_buffer()[:-1])
+    assert SMALL.find_problem(np.full(SMALL.n_bytes, 255, np.uint8))
     assert SMALL.schema != BufferShape(4, 2, 3, 3).schema
 
 
 def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
-    terms = Terms(1e-5, allow=("buffer", "model"))
+    terms = PrivacyTerms(1e-5, allow=("buffer", "model"))
     ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=terms)
     release = ledger.release(1, small_buffer(), schema=SMALL.schema, mechanism=None, content="buffer")
     assert release.vector.dtype == np.uint8
-    header, values = pack(Outgoing(0, 1, 1.0, release), 1, 5)
+    header, values = pack_message(Outgoing(0, 1, 1.0, release), 1, 5)
     assert values.tobytes() == small_buffer().tobytes()
-    assert received(header, values, 0, 1, 1, len(values), kind=BYTES).refused == ""
-    assert "another kind" in received(header, values, 0, 1, 1, len(values)).refused
+    assert unpack_message(header, values, 0, 1, 1, len(values), kind=BYTES).refused == ""
+    assert "another kind" in unpack_message(header, values, 0, 1, 1, len(values)).refused
     assert body_length(header, len(values)) == 0  # a receiver of numbers does not even take it in
     with pytest.raises(ValueError, match="cannot be scaled"):
-        pack(Outgoing(0, 1, 0.5, release), 1, 5)
+        pack_message(Outgoing(0, 1, 0.5, release), 1, 5)
 
 
 @pytest.mark.parametrize("what", ["label", "length", "schema"])
 def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
     """One site of a run sends what it should not; the other two get what is right."""
-    party = RunContext.of(study, study.pipeline("small"), "replay")
+    party = RunContext.create(study, study.load_pipeline("small"), "replay")
     sites = [build_site(party, k) for k in range(3)]
     for site in sites:
         release_buffer(site, 1)
-        site.received = {9: site.buffer.values}
-    (matrix,) = METHODS["replay"].share("buffer").graph(0)(3, 0, 0.0)
+        site.received_buffers = {9: site.buffer.values}
+    (matrix,) = METHODS["replay"].find_disclosure("buffer").build_graph(0)(3, 0, 0.0)
     releases = {site.index: reissue_buffer(site, 1) for site in sites}
     bad = np.array(sites[0].buffer.values)
     if what == "label":
@@ -329,13 +327,13 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
     given = {"schema": "cd" * 32 if what == "schema" else sites[0].buffer.shape.schema, "content": "buffer"}
     releases[0] = sites[0].ledger.release(1, bad[:-1] if what == "length" else bad, mechanism=None, **given)
     pass_buffers(sites, LocalComm(3), matrix, releases, round_=1, hop=5)
-    (victim,) = receivers(matrix, 0)
+    (victim,) = list_receivers(matrix, 0)
     for site in sites:
-        (sender,) = senders(matrix, site.index)
+        (sender,) = list_senders(matrix, site.index)
         if site.index == victim:
-            assert site.received == {} and site.rejected[0].startswith("buffer of site 0: ")
+            assert site.received_buffers == {} and site.rejected[0].startswith("buffer of site 0: ")
         else:
-            assert site.rejected == [] and np.array_equal(site.received[sender], sites[sender].buffer.values)
+            assert site.rejected == [] and np.array_equal(site.received_buffers[sender], sites[sender].buffer.values)
 
 
 class PowerCut(BaseException):
@@ -345,7 +343,7 @@ class PowerCut(BaseException):
 @contextmanager
 def cut(site, at, moment):
     """Within it the power goes in a round of a site: after the exchange, before its checkpoint or after it."""
-    real = loop.checkpoint, loop._log_round
+    real = loop.write_checkpoint, loop._log_round
 
     def checkpoint(where, now):
         if (where.name, now) != (site, at) or moment == "after the exchange":
@@ -360,7 +358,7 @@ def cut(site, at, moment):
         real[1](where, *arguments, round_=round_, **more)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCut):
-        patch.setattr(loop, "checkpoint", checkpoint)
+        patch.setattr(loop, "write_checkpoint", checkpoint)
         patch.setattr(loop, "_log_round", log_round)
         yield
 
@@ -377,11 +375,11 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment):
     whole = run(study, variant, "train.rounds=3")
     with cut("S1", 2, moment):
         run(study, variant, "train.rounds=3")
-    path = sorted(study.runs.glob("0*"))[-1]
+    path = sorted(study.runs_path.glob("0*"))[-1]
     assert path != whole
     for site in SITES:  # a generator that is trained anew meanwhile changes nothing
         plant(study, site, seed=77)
-    resume(study, path.name, backend="local")
+    resume_run(study, path.name, backend="local")
     for site in SITES:
         assert same(model(path, site), model(whole, site))
         last = [one / "sites" / site / "state" / "round_00003.safetensors" for one in (path, whole)]
@@ -398,8 +396,8 @@ def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant):
     with cut("S2", 2, "before the checkpoint"):
         run(study, variant, "train.rounds=6")
     with cut("S2", 4, "before the checkpoint"):
-        resume(study, "1", without=["S1"], backend="local")
-    summary = resume(study, "1", backend="local")
+        resume_run(study, "1", without=["S1"], backend="local")
+    summary = resume_run(study, "1", backend="local")
     assert [row["site"] for row in summary["sites"]] == SITES
     path = study.root / summary["run"]
     last = metrics(path, "S1")[-1]
@@ -415,7 +413,7 @@ def test_three_ranks_do_as_one_process_does(study, wsi_fl):
     done = wsi_fl("train", "--method", "replay", "--json", "--set", "train.rounds=2", cwd=study.root)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert "S1 lets go" in done.stderr and "without differential privacy" in done.stderr
+    assert "S1 releases" in done.stderr and "without differential privacy" in done.stderr
     path = study.root / summary["run"]
     assert path != local
     for site in SITES:

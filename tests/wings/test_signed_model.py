@@ -9,18 +9,18 @@ from hospitals import one_installation  # noqa: F401
 from torch import nn
 
 from wsi_fl.federation import preflight
-from wsi_fl.hospitals.plans.approving import look
-from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.models import BUILDERS, build, parameters_digest, weights
+from wsi_fl.hospitals.plans.approving import review_plan
+from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
+from wsi_fl.models import IMAGE_BUILDERS, create_model, parameters_digest, weights
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import Facts, refuse_others
-from wsi_fl.stages.training.going_on import Asked, describe_run
+from wsi_fl.stages.site.sums import StatisticsHeader, refuse_mismatch
+from wsi_fl.stages.training.going_on import RunRequest, describe_run
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.training.workshop import brought, build_site, require_signed_model
+from wsi_fl.stages.training.workshop import build_preflight, build_site, require_signed_model
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import validated
+from wsi_fl.study.toml import validate_model
 from wsi_fl.types import Images, NoCommonPlan, encoder_differences
 
 ELSEWHERE = ["hf-hub:somebody/net", "hf_hub:somebody/net", "local-dir:/tmp/net", "../net", "net:a", "a b", ""]
@@ -37,29 +37,27 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_at_every_door(study, name
     monkeypatch.setattr("timm.create_model", lambda *given, **_: asked.append(given))
     words = "is no plain name of an architecture"
     for role in ("private", "proxy"):
-        refused(
-            lambda role=role: study.pipeline("small", [f"model.{role}='timm:{name}'"]), f"model.{role}", words
-        )
+        refused(lambda role=role: study.load_pipeline("small", [f"model.{role}='timm:{name}'"]), f"model.{role}", words)
     site = {"name": "S0", "private_model": f"timm:{name}"}
-    refused(lambda: validated(SiteFile, site, "S0"), "private_model", words)
-    refused(lambda: build(f"timm:{name}", n_classes=2, shape=Images(3, 32), seed=0), words)
-    refused(lambda: weights.created(name, "features", num_classes=0), words)
+    refused(lambda: validate_model(SiteFile, site, "S0"), "private_model", words)
+    refused(lambda: create_model(f"timm:{name}", n_classes=2, shape=Images(3, 32), seed=0), words)
+    refused(lambda: weights.create_timm_model(name, "features", num_classes=0), words)
     refused(lambda: Encoder(name, None), "encoder = ")
     given = [f"model.proxy='timm:{name}'"]
     plan = {"method": "proxyfl", "overrides": given, "out": study.root / "plan.json"}
     refused(lambda: make_plan(study, **plan), words)
     refused(lambda: train(study, method="proxyfl", overrides=given, backend="local"), words)
     for key in ("features.encoder", "mosaic.encoder") if ":" in name else ():
-        refused(lambda key=key: study.pipeline("small", [f"{key}='{name}'"]), key, words)
+        refused(lambda key=key: study.load_pipeline("small", [f"{key}='{name}'"]), key, words)
     assert not asked
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224.augreg_in21k", "efficientnet_b0"])
 def test_plain_names_are_taken(study, name):
-    assert study.pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
+    assert study.load_pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
 
 
-MLP = BUILDERS["mlp"]
+MLP = IMAGE_BUILDERS["mlp"]
 
 
 def planned(study):
@@ -81,36 +79,33 @@ def _frozen(n_classes, channels, size_px):
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
-    [(_wider, "(leaves)"), (_renamed, "whose parameters have the SHA-256"), (_frozen, "(leaves)")],
+    ("other", "words"), [(_wider, "(leaves)"), (_renamed, "whose parameters have the SHA-256"), (_frozen, "(leaves)")]
 )
 def test_a_model_that_became_another_after_the_signature_is_not_trained(study, other, words, monkeypatch):
     plan = planned(study)
-    learns = document_of(plan)["learns"]
+    learns = parse_plan_document(plan)["learns"]
     with torch.random.fork_rng():
-        usual = build("mlp", n_classes=2, shape=Images(3, 16), seed=3)
+        usual = create_model("mlp", n_classes=2, shape=Images(3, 16), seed=3)
     assert learns["parameters"] == parameters_digest(usual) and len(learns["parameters"]) == 64
-    look(study, plan, "S0")
-    party = RunContext.of(study, plan.pipeline(), "proxyfl")
-    run = RunFolder.create(study.runs, "proxyfl", "small")
-    describe_run(party, Asked("small", agreement=plan.digest, parameters=plan.parameters), "0" * 32, run)
+    review_plan(study, plan, "S0")
+    party = RunContext.create(study, plan.pipeline(), "proxyfl")
+    run = RunFolder.create(study.runs_path, "proxyfl", "small")
+    describe_run(party, RunRequest("small", agreement=plan.digest, parameters=plan.parameters), "0" * 32, run)
     with replace(party, run=run) as party:
         require_signed_model(build_site(party, 0), party)
         site = build_site(party, 0)
         site.learners["proxy"].model = other(2, 3, 16)
-        refused(
-            lambda: require_signed_model(site, party), "another model than the plan's", error=NoCommonPlan
-        )
-    monkeypatch.setitem(BUILDERS, "mlp", other)
-    monkeypatch.setattr("wsi_fl.hospitals.plans.contents._of_model", contents_anew())
-    refused(lambda: look(study, plan, "S0"), words)
+        refused(lambda: require_signed_model(site, party), "another model than the plan's", error=NoCommonPlan)
+    monkeypatch.setitem(IMAGE_BUILDERS, "mlp", other)
+    monkeypatch.setattr("wsi_fl.hospitals.plans.contents._measure_model", contents_anew())
+    refused(lambda: review_plan(study, plan, "S0"), words)
 
 
 def contents_anew():
     """Measure models again, as another process would."""
     from wsi_fl.hospitals.plans import contents
 
-    return contents._of_model.__wrapped__
+    return contents._measure_model.__wrapped__
 
 
 TAIL = {"weights": "", "projection": None, "statistics": {}}
@@ -127,14 +122,14 @@ def test_digests_are_compared_whole_and_shown_by_their_beginning(digits):
     }.items():
         documents = [{"site": "A", **TAIL, key: first}, {"site": "B", **TAIL, key: second}]
         with pytest.raises(NoCommonPlan) as told:
-            preflight.compare(documents)
+            preflight.compare_sites(documents)
         assert "a" * 17 not in str(told.value), str(told.value)
-        preflight.compare([documents[0], {**documents[0], "site": "B"}])
+        preflight.compare_sites([documents[0], {**documents[0], "site": "B"}])
 
 
 def test_what_sites_bring_has_whole_digests(study):
-    with RunContext.of(study, study.pipeline("small", ["privacy.sigma=4"]), "proxyfl") as party:
-        assert len(brought(build_site(party, 0), party)["schema"]) == 64
+    with RunContext.create(study, study.load_pipeline("small", ["privacy.sigma=4"]), "proxyfl") as party:
+        assert len(build_preflight(build_site(party, 0), party)["schema"]) == 64
 
 
 def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_what_it_has():
@@ -143,7 +138,7 @@ def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_wha
     short = f"net sha256:{'a' * 16}; mean 0"
     assert not any(encoder_differences([long, short])) and not any(encoder_differences([short, long, long]))
     assert all(encoder_differences([f"net sha256:{'c' * 16}; mean 0", long]))
-    facts = Facts(
+    facts = StatisticsHeader(
         site="S",
         data="features",
         example="patch",
@@ -160,5 +155,5 @@ def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_wha
         guarantee="guaranteed",
         digest="0" * 64,
     )
-    refuse_others(facts, {"encoder": long}, "S")
-    refused(lambda: refuse_others(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "sums with encoder")
+    refuse_mismatch(facts, {"encoder": long}, "S")
+    refused(lambda: refuse_mismatch(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "statistics with encoder")

@@ -17,25 +17,25 @@ from conftest import REAL, Told, interrupted_after, larger_pair, nightly, refuse
 from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
-from wsi_fl.federation.cross_site_evaluation import _Counted, _Present
-from wsi_fl.federation.preflight import Brought
-from wsi_fl.federation.roster import RosterEntry, Standing, _Arrival
-from wsi_fl.federation.shared import _Holds, _Offer, _Pieces
-from wsi_fl.hospitals.trust.letters import Head, Hello
-from wsi_fl.hospitals.work.taking_part import Seen
+from wsi_fl.federation.cross_site_evaluation import _CountsDigest, _ScoringOffer
+from wsi_fl.federation.preflight import PreflightDocument
+from wsi_fl.federation.roster import MembershipReply, ResumeState, _ReturnReply
+from wsi_fl.federation.shared import _HeldSites, _SecretPieces, _SumOffer
+from wsi_fl.hospitals.trust.letters import Handshake, MessageHeader
+from wsi_fl.hospitals.work.taking_part import SiteGreeting
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.learning.tasks import scored
+from wsi_fl.learning.local import predict_examples, replace_nonfinite
+from wsi_fl.learning.tasks import score_predictions
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.party import RunContext, as_begun
+from wsi_fl.stages.site.party import RunContext, restore_study
 from wsi_fl.stages.training import launch, ranks
-from wsi_fl.stages.training.carrying import Carried, Lies
-from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
+from wsi_fl.stages.training.carrying import StatisticsFile, StatisticsOffer
+from wsi_fl.stages.training.going_on import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
 from wsi_fl.stages.training.summary import SummaryRow
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work.console import Discreet, Quiet
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.stages.work.console import PrivateEvents, PrivateProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
 from wsi_fl.system.files import read_lines, write_sealed
@@ -102,7 +102,7 @@ def test_a_new_run_has_a_number_that_is_free_in_every_hospital(finished):
     assert len({RunFolder(path).id for path in runs}) == 1
     for k, path in enumerate(runs):
         assert [p.name for p in (path / "sites").iterdir() if (p / "metrics.jsonl").exists()] == [f"S{k}"]
-        line = json.loads(Study(folders[k]).ledger(f"S{k}").read_text().splitlines()[0])
+        line = json.loads(Study(folders[k]).ledger_path(f"S{k}").read_text().splitlines()[0])
         assert line["run"].split() == [path.name, RunFolder(path).id]
     earlier = folders[1] / "runs" / "00001-proxyfl-small" / "config.toml"
     assert earlier.read_text() == "[train]\nrounds = 9\n"
@@ -114,8 +114,30 @@ def table_of(page):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if line[:1] == "|"][2:]
 
 
-KINDS = (Brought, Standing, RosterEntry, _Arrival, SummaryRow, _Proposal, _Claimed, mpcpa.Size, _Present)
-KINDS += (_Counted, Begun, Runs, Hello, Head, Seen, _Offer, _Holds, _Pieces, Lies, Carried)
+KINDS = (
+    PreflightDocument,
+    ResumeState,
+    MembershipReply,
+    _ReturnReply,
+    SummaryRow,
+    _RunProposal,
+    _FolderClaim,
+    mpcpa.Size,
+    _ScoringOffer,
+)
+KINDS += (
+    _CountsDigest,
+    RunState,
+    RunStates,
+    Handshake,
+    MessageHeader,
+    SiteGreeting,
+    _SumOffer,
+    _HeldSites,
+    _SecretPieces,
+    StatisticsOffer,
+    StatisticsFile,
+)
 KINDS += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
 
 
@@ -136,12 +158,21 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
 def first_numbers():
     """The keys of «Numbers that leave first»."""
     rows = PAGE.read_text().split("### Numbers that leave first")[1].split("\n#")[0].splitlines()
-    return {
-        key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])
-    }
+    return {key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])}
 
 
-FIRST = (_Proposal, _Claimed, Begun, Runs, Lies, Carried, Brought, Hello, Head, Seen)
+FIRST = (
+    _RunProposal,
+    _FolderClaim,
+    RunState,
+    RunStates,
+    StatisticsOffer,
+    StatisticsFile,
+    PreflightDocument,
+    Handshake,
+    MessageHeader,
+    SiteGreeting,
+)
 """What sites tell each other before anything is charged."""
 
 
@@ -170,13 +201,11 @@ def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(fi
         told = [*documents[: last + 1]]
         assert {"number", "units", "sigma"} <= {key for one in told for key in numbers_in(one)} <= listed
         assert told[last]["units"] == 36  # three patients of twelve patches
-        log = (
-            folder / "runs" / f"S{k}.log"
-        ).read_text()  # at home there is a line of it: what, to whom, in which run
+        log = (folder / "runs" / f"S{k}.log").read_text()  # at home there is a line of it: what, to whom, in which run
         (line,) = [one for one in log.splitlines() if "preflight of" in one]
         others = ", ".join(name for name in SITES if name != f"S{k}")
         assert (
-            f"00002-proxyfl-small {RunFolder(folder / 'runs' / '00002-proxyfl-small').id}: {others} are told"
+            f"00002-proxyfl-small {RunFolder(folder / 'runs' / '00002-proxyfl-small').id}: disclosed to {others}"
             in line
         )
         assert json.loads(line[line.index("{") :]) == told[last]
@@ -187,7 +216,7 @@ def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
     public = (
         r"  S\d: 2 rounds, ε = [\d.]+ \(guaranteed\) at δ = 1e-05, per row; ever spent [\d.]+ of 50 \(guaranteed\); "
         r"B = 8, σ = 4",
-        r"  of 100 rows in it, .* recognises at most [\d.]+, and wrongly 1 of 100 that are not in it",
+        r"  of 100 rows in it, .* identifies at most [\d.]+, at a false positive rate of 1 %",
         r"  \d+ messages, [\d.]+ MB, 0\.0 s of communication",
         r"wsi-fl train: starting …",
         r"\S+ done in \d+ s; next: wsi-fl evaluate \S+",
@@ -220,10 +249,7 @@ def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_pat
 @pytest.mark.parametrize(("real", "kinds"), [(True, 1), (False, 2)])
 def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(tmp_path, real, kinds):
     """A wrong value of its table, a damaged store and a fault of ours look alike."""
-    study, seen = (
-        make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"),
-        set(),
-    )
+    study, seen = (make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"), set())
     for error in (UsageError("slide S0_slide_1"), WsiFlError("slide S0_slide_1"), KeyError("S0_slide_1")):
 
         def work(_, error=error):
@@ -232,28 +258,23 @@ def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(t
         told = []
         comm = SimpleNamespace(abort=told.append)
         with pytest.raises(WsiFlError) as caught:
-            ranks._guarded(
-                comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given)
-            )
+            ranks._run_guarded(comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given))
         seen.add((type(caught.value), told[-1]))
         assert real is ("slide_1" not in str(caught.value))
         assert not real or told == [("site S0 failed; its own log says why (runs/S0.log)", False), 1]
     assert len(seen) == kinds
-    assert not real or (study.runs / "S0.log").read_text().count("S0_slide_1") >= 3
+    assert not real or (study.runs_path / "S0.log").read_text().count("S0_slide_1") >= 3
 
 
 def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
     notes = []
-    events = Discreet(notes.append)
+    events = PrivateEvents(notes.append)
     events.update("S0", 1.37, 3, "accuracy 0.9 ε 1.2")
-    events.say("S0: slide X is strange")
-    events.say("S1 leaves after 2 rounds", public=True)
-    Quiet(notes.append).say("slide Y")
+    events.print_message("S0: slide X is strange")
+    events.print_message("S1 leaves after 2 rounds", public=True)
+    PrivateProgress(notes.append).print_message("slide Y")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert told == [
-        {"part": "S0", "done": 1, "total": 3, "note": ""},
-        {"say": "S1 leaves after 2 rounds"},
-    ]
+    assert told == [{"part": "S0", "done": 1, "total": 3, "note": ""}, {"say": "S1 leaves after 2 rounds"}]
     assert notes == ["S0: slide X is strange", "slide Y"]
 
 
@@ -271,7 +292,7 @@ def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path,
         trained()
         assert {done for _, done, *_ in heard} <= {0, 1, 2}
     assert not any(note for *_, note in heard)
-    assert not any(SECRETS.search(log.read_text()) for log in study.runs.glob("*/mpi.log"))
+    assert not any(SECRETS.search(log.read_text()) for log in study.runs_path.glob("*/mpi.log"))
 
 
 @pytest.mark.parametrize("weight", [np.nan, pytest.param(1e25, marks=pytest.mark.slow)])
@@ -279,7 +300,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
     """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
 
     def proxies(path):
-        return [RunFolder(path).site(name).load_model("proxy") for name in study.site_names()]
+        return [RunFolder(path).site_folder(name).load_model("proxy") for name in study.site_names()]
 
     options = ["train.rounds=3", "train.local_baseline=false", "privacy.insecure_seed=5"]
     calm = study.root / train(study, method="proxyfl", overrides=options, backend="local")["run"]
@@ -299,7 +320,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
     assert "finite" not in json.dumps(summary)
     for a, b in zip(proxies(path), proxies(calm), strict=True):
         assert all(np.array_equal(a[key], b[key]) for key in a)
-    site = RunFolder(path).site("S1")
+    site = RunFolder(path).site_folder("S1")
     frozen, last = site.load_checkpoint(2), site.load_checkpoint(3)
     assert frozen[1]["diverged"] == last[1]["diverged"] == ["private"]
     weights = [key for key in last[0] if key.startswith("private/model")]
@@ -312,20 +333,20 @@ def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_
     allowed = np.array([[True, True, True], [True, False, True], [True, True, True], [False, True, False]])
     examples = Examples(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
     logits = torch.tensor([[np.nan, 0, 0], [np.inf, 0, 1], [-np.inf] * 3, [0, np.nan, 0]])
-    answers = probabilities(lambda x: logits[: len(x)], examples, torch.device("cpu"))
+    answers = predict_examples(lambda x: logits[: len(x)], examples, torch.device("cpu"))
     assert np.isnan(answers).any(1).all()  # `predict` refuses to draw that
-    said = undecided_where_broken(answers, examples)
+    said = replace_nonfinite(answers, examples)
     third = [1 / 3] * 3
     np.testing.assert_allclose(said, [third, [0.5, 0, 0.5], third, [0, 1, 0]])
-    json.dumps(scored(said, examples.label), allow_nan=False)
+    json.dumps(score_predictions(said, examples.label), allow_nan=False)
 
 
 def test_no_peer_chooses_where_a_hospital_writes(study):
-    party = RunContext.of(study, study.pipeline("small"), "proxyfl")
-    before = {*study.root.parent.rglob("*"), study.runs}
+    party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")
+    before = {*study.root.parent.rglob("*"), study.runs_path}
     for name in ("../../PWNED/00001-x", "/tmp/x", "proxyfl-..\\x", "proxyfl-a/b", "", "PROXYFL-\x07"):
-        told = Told(_Proposal(number=3, name=name, identity="0" * 32))
-        refused(partial(which_run, party, Asked("small"), told), "no name of a run", error=WsiFlError)
+        told = Told(_RunProposal(number=3, name=name, identity="0" * 32))
+        refused(partial(select_run, party, RunRequest("small"), told), "no name of a run", error=WsiFlError)
         assert set(study.root.parent.rglob("*")) <= before
 
 
@@ -334,15 +355,15 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
         run.write_manifest({"id": "2", "config_sha256": ""})
 
     def late():
-        RunFolder.claim(study.runs, 1, "fedavg-other", "2" * 32, describe)
-        return _Proposal(number=1, name="proxyfl-small", identity="1" * 32)
+        RunFolder.claim_folder(study.runs_path, 1, "fedavg-other", "2" * 32, describe)
+        return _RunProposal(number=1, name="proxyfl-small", identity="1" * 32)
 
-    second = _Proposal(number=1, name="proxyfl-small", identity="3" * 32)
-    comm = Told(late, _Claimed(claimed=True), second, _Claimed(claimed=True))
-    run = which_run(RunContext.of(study, study.pipeline("small"), "proxyfl"), Asked("small"), comm)
+    second = _RunProposal(number=1, name="proxyfl-small", identity="3" * 32)
+    comm = Told(late, _FolderClaim(claimed=True), second, _FolderClaim(claimed=True))
+    run = select_run(RunContext.create(study, study.load_pipeline("small"), "proxyfl"), RunRequest("small"), comm)
     assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
     assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
-    assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
+    assert sorted(p.name for p in study.runs_path.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
 
 
 def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn_stays_so(study, capsys):
@@ -360,7 +381,7 @@ def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn
     assert evaluate(study, run) == before
     file.write_text(began.replace("real = false", REAL))
     assert evaluate(study, run)["merged"] is None
-    site = as_begun(study, RunFolder(study.run(run))).site("S1")
+    site = restore_study(study, RunFolder(study.find_run(run))).load_site("S1")
     assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
 
 
@@ -372,10 +393,10 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
     file = study.root / "sites" / "S0.toml"
     began = file.read_text()
     file.write_text(began.replace("delta = 1e-5", "delta = 1e-6"))
-    words = "delta = 1e-06 is smaller than the 1e-05 of this run"
-    refused(lambda: resume(study, "1", backend="local"), words)
+    words = "delta = 1e-06 is below the 1e-05 of this run"
+    refused(lambda: resume_run(study, "1", backend="local"), words)
     file.write_text(began.replace("max_epsilon = 50.0", f"max_epsilon = {once}"))
-    row = resume(study, "1", backend="local")["sites"][0]
+    row = resume_run(study, "1", backend="local")["sites"][0]
     assert (row["rounds"], row["max_epsilon"]) == (1, once) and row["lifetime_epsilon"] <= once
 
 
@@ -386,7 +407,7 @@ def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other
     def released(*overrides):
         fixed = ["train.rounds=2", "train.local_baseline=false", "privacy.insecure_seed=5"]
         run = train(study, method="proxyfl", overrides=[*fixed, *overrides], backend="local")["run"]
-        lines = [line for site in study.site_names() for line in read_lines(study.ledger(site))]
+        lines = [line for site in study.site_names() for line in read_lines(study.ledger_path(site))]
         mine = [line for line in lines if line["run"].startswith(Path(run).name)]
         return [line["released"] for line in mine if line.get("released")]
 

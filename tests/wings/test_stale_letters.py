@@ -6,9 +6,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from wsi_fl.hospitals.lines import share as module
-from wsi_fl.hospitals.lines.folder_line import lying
-from wsi_fl.hospitals.lines.share import Share
-from wsi_fl.hospitals.trust.letters import HELLO
+from wsi_fl.hospitals.lines.folder_line import list_messages
+from wsi_fl.hospitals.lines.share import SharedFolder
+from wsi_fl.hospitals.trust.letters import HANDSHAKE
 
 TOPIC = "ab" * 32
 
@@ -16,7 +16,7 @@ TOPIC = "ab" * 32
 @pytest.fixture
 def stale(monkeypatch):
     """How often a file is a stale handle, by the end of its name; it counts down."""
-    left, opened, remove = {}, module._opened, LocalFileSystem.rm_file
+    left, opened, remove = {}, module._open_regular_file, LocalFileSystem.rm_file
 
     def require_fresh(path):
         for end, times in left.items():
@@ -24,17 +24,15 @@ def stale(monkeypatch):
                 left[end] -= 1
                 raise OSError(errno.ESTALE, "Stale file handle", path)
 
-    monkeypatch.setattr(module, "_opened", lambda path: (require_fresh(path), opened(path))[1])
-    monkeypatch.setattr(
-        LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1]
-    )
+    monkeypatch.setattr(module, "_open_regular_file", lambda path: (require_fresh(path), opened(path))[1])
+    monkeypatch.setattr(LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1])
     return left
 
 
 @pytest.fixture
 def share(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
-    return Share(str(tmp_path))
+    return SharedFolder(str(tmp_path))
 
 
 def test_what_took_the_place_of_a_stale_letter_is_read(share, stale):
@@ -53,15 +51,15 @@ def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module, "_opened", fail)
+    monkeypatch.setattr(module, "_open_regular_file", fail)
     with pytest.raises(OSError, match="Input/output error") as told:
         share.read(9, "a")
     assert not isinstance(told.value, FileNotFoundError)
 
 
 def test_a_stale_hello_hides_no_other(tmp_path, stale):
-    share, names = Share(str(tmp_path)), [f"{site}~{HELLO}~{'0' * 32}.letter" for site in ("A", "B")]
+    share, names = (SharedFolder(str(tmp_path)), [f"{site}~{HANDSHAKE}~{'0' * 32}.letter" for site in ("A", "B")])
     for name in names:
         share.write(b"hello", f"wsi-fl-{TOPIC[:16]}", "C", name)
     stale[f"/{names[0]}"] = 9
-    assert [found.sender for found in lying(str(tmp_path), TOPIC)] == ["B"]
+    assert [found.sender for found in list_messages(str(tmp_path), TOPIC)] == ["B"]

@@ -15,11 +15,11 @@ import pytest
 from conftest import refused
 from wires import needs_flare
 
-from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.demo import find_free_port
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.making import provision_federation
 from wsi_fl.hospitals.work import start as starting
-from wsi_fl.hospitals.work.start import _end, start
+from wsi_fl.hospitals.work.start import _end_process, start_kit
 from wsi_fl.types import WsiFlError
 
 pytestmark = pytest.mark.story
@@ -37,7 +37,7 @@ def test_a_job_ends_with_the_client_that_started_it():
     process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, start_new_session=True)
     job = int(process.stdout.readline())
     assert os.getpgid(job) == job != process.pid
-    _end(process)
+    _end_process(process)
     process.stdout.close()
     assert process.returncode is not None and _ended(job)
 
@@ -79,9 +79,9 @@ def test_nothing_goes_on_after_what_started_it_was_killed(module):
 @pytest.fixture
 def held(tmp_path):
     """A kit that somebody has."""
-    provision(tmp_path / "kits", federation="one", server="localhost:1", sites=["C1"])
+    provision_federation(tmp_path / "kits", federation="one", server="localhost:1", sites=["C1"])
     kit = Kit.open(tmp_path / "kits" / "C1")
-    with kit.alone():
+    with kit.lock_kit():
         yield kit
 
 
@@ -89,14 +89,14 @@ def held(tmp_path):
 def test_a_kit_that_runs_is_not_started_again(held, tmp_path, monkeypatch):
     study = SimpleNamespace(root=tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a second client was started"))
-    refused(lambda: start(held, study, told=print), "C1 runs already", error=WsiFlError)
+    refused(lambda: start_kit(held, study, report=print), "C1 runs already", error=WsiFlError)
 
 
 def test_a_kit_that_runs_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
     settings = SimpleNamespace(comm=SimpleNamespace(timeout_s=60.0))
     plan = SimpleNamespace(digest="0" * 64, most_bytes=1, pipeline=lambda: settings)
-    monkeypatch.setattr(starting, "approved_plan", lambda *_: plan)
-    monkeypatch.setattr(starting, "_until_done", lambda *_: pytest.fail("a second one takes part"))
+    monkeypatch.setattr(starting, "load_approved_plan", lambda *_: plan)
+    monkeypatch.setattr(starting, "_take_part_until_done", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
     again = lambda: starting.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
@@ -119,9 +119,9 @@ def test_logs_are_rotated_and_five_older_ones_kept(tmp_path):
         (tmp_path / "console.txt").write_text(f"start {number}")
         (tmp_path / "audit.log").write_text("x" * (11 if number == 3 else 10))
         (tmp_path / "C1.log").write_text("short")
-        starting._rotate(tmp_path / "console.txt", 0)
-        starting._rotate(tmp_path / "audit.log", 10)
-        starting._rotate(tmp_path / "C1.log")
+        starting._rotate_log(tmp_path / "console.txt", 0)
+        starting._rotate_log(tmp_path / "audit.log", 10)
+        starting._rotate_log(tmp_path / "C1.log")
     kept = {path.name: path.read_text() for path in tmp_path.glob("console.txt*")}
     assert kept == {f"console.txt.{k}": f"start {8 - k}" for k in range(1, 6)}
     assert sorted(path.name for path in tmp_path.glob("*.log*")) == ["C1.log", "audit.log", "audit.log.1"]
@@ -135,7 +135,7 @@ def test_the_newest_jobs_are_kept_and_nothing_but_jobs_goes(tmp_path):
         os.utime(folder, (1e9 - age, 1e9 - age))
     for name in ("startup", "local", "transfer"):
         (tmp_path / name).mkdir()
-    starting._forget_jobs(tmp_path)
+    starting._delete_old_jobs(tmp_path)
     assert [folder.exists() for folder in jobs] == [True] * 20 + [False] * 3
     assert len(list(tmp_path.iterdir())) == 23
 
@@ -143,17 +143,17 @@ def test_the_newest_jobs_are_kept_and_nothing_but_jobs_goes(tmp_path):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("founded")
-    provision(folder, federation="one", server=f"localhost:{free_port()}")
+    provision_federation(folder, federation="one", server=f"localhost:{find_free_port()}")
     return Kit.open(folder / "server")
 
 
 @needs_flare
 def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypatch):
-    monkeypatch.setattr(starting, "_process", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(starting, "_flare_process", lambda *_: pytest.fail("it was started"))
     port = int(server.document["server"].rpartition(":")[2])
     words = f"port {port} cannot be opened", "end what has it"
     with socket.create_server(("127.0.0.1", port)):
-        refused(lambda: starting.start(server, None, told=print), *words, error=WsiFlError)
+        refused(lambda: starting.start_kit(server, None, report=print), *words, error=WsiFlError)
 
 
 @needs_flare
@@ -161,9 +161,9 @@ def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypat
 def test_a_signal_is_the_usual_end(server, monkeypatch, sign):
     popen, said = subprocess.Popen, []
     monkeypatch.setattr(subprocess, "Popen", lambda _, **given: popen(["sleep", "60"], **given))
-    monkeypatch.setattr(starting, "_until", lambda *_: None)
-    monkeypatch.setattr(starting, "_forget_jobs", lambda _: os.kill(os.getpid(), sign))
-    starting.start(server, None, told=said.append)
+    monkeypatch.setattr(starting, "_wait_until", lambda *_: None)
+    monkeypatch.setattr(starting, "_delete_old_jobs", lambda _: os.kill(os.getpid(), sign))
+    starting.start_kit(server, None, report=said.append)
     assert said[-1] == "server stopped" and (server.path / "console.txt").exists()
 
 

@@ -19,17 +19,17 @@ from conftest import REAL, make_study, write_features
 from hospitals import one_installation  # noqa: F401
 from wires import Federation
 
-from wsi_fl.hospitals.plans.admitting import admit, make_frame
-from wsi_fl.hospitals.plans.frames import write_frame
+from wsi_fl.hospitals.plans.admitting import admit_plan, make_preapproval
+from wsi_fl.hospitals.plans.frames import write_preapproval
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan
-from wsi_fl.hospitals.trust.certificates import fingerprint
+from wsi_fl.hospitals.plans.signed import FederationPlan
+from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.models import weights
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.data import SiteData
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.summary import row_of
-from wsi_fl.stages.training.workshop import brought, build_site
+from wsi_fl.stages.training.summary import build_row
+from wsi_fl.stages.training.workshop import build_preflight, build_site
 from wsi_fl.types import UsageError, WsiFlError
 
 SITES = ("S0", "S1")
@@ -61,9 +61,7 @@ def hospital(root, trains):
     """A study in which those named patients train who are said to; each has a rare value or none in its table."""
     study = make_study(root, n_sites=0, text=PIPELINE)
     for site in SITES:
-        (study.root / "sites" / f"{site}.toml").write_text(
-            f'name = "{site}"\n{REAL}\nclinical = "table.csv"\n'
-        )
+        (study.root / "sites" / f"{site}.toml").write_text(f'name = "{site}"\n{REAL}\nclinical = "table.csv"\n')
     rng = np.random.default_rng(0)
     who = [name if name in trains else f"unknown-{k}" for k, name in enumerate(NAMED)] + OTHERS
     patients = np.repeat(who, 3)
@@ -74,9 +72,7 @@ def hospital(root, trains):
         rows = csv.writer(file)
         rows.writerow(["patient", "g"])
         # a value of a named patient that nobody agreed on: of those that train one of each kind
-        rows.writerows(
-            [name, RARE[k % 3] if name in trains and k < 3 else "ab"[k % 2]] for k, name in enumerate(who)
-        )
+        rows.writerows([name, RARE[k % 3] if name in trains and k < 3 else "ab"[k % 2]] for k, name in enumerate(who))
     return study
 
 
@@ -89,7 +85,7 @@ def identities():
 
 
 def plan_of(study, identities, *overrides, method="proxyfl"):
-    keys = {name: fingerprint(one.certificate) for name, one in identities.items()}
+    keys = {name: key_fingerprint(one.certificate) for name, one in identities.items()}
     return make_plan(study, method=method, overrides=overrides, out=study.root / "plan.json", keys=keys)
 
 
@@ -99,7 +95,7 @@ def forged(plan, **sections):
     for name, keys in sections.items():
         settings[name] = {**settings.get(name, {}), **keys}
     text = plan.document["settings"]
-    return Plan(plan.text.replace(json.dumps(text, ensure_ascii=False), json.dumps(tomli_w.dumps(settings))))
+    return FederationPlan(plan.text.replace(json.dumps(text, ensure_ascii=False), json.dumps(tomli_w.dumps(settings))))
 
 
 def ground_seed(name, least=1e-3):
@@ -132,9 +128,7 @@ def attacks(plan, n, rng):
         lambda: {"audit": {"canaries": rng.randrange(1, 40)}},
         lambda: {"topology": {"graph": rng.choice(["ring", "star", "x.json"])}},
         lambda: {"comm": {"timeout_s": rng.uniform(1, 99)}},
-        lambda: {
-            "model": {"proxy": rng.choice(["abmil", "deepset", "timm:hf-hub:me/net", "timm:local-dir:/tmp"])}
-        },
+        lambda: {"model": {"proxy": rng.choice(["abmil", "deepset", "timm:hf-hub:me/net", "timm:local-dir:/tmp"])}},
         lambda: {"model": {"weights": rng.choice(["hub", "/etc/passwd"])}},
         lambda: {"features": {"encoder": rng.choice(["hf-hub:me/net", "resnet50"])}},
         lambda: {"train": {"batch_size": rng.randrange(1, 41)}},
@@ -148,15 +142,15 @@ def attacks(plan, n, rng):
 
 def replies(study, pipeline, method="proxyfl"):
     """All that a hospital tells before ε: what it brings to the preflight, and its row of a summary."""
-    with RunContext.of(study, pipeline, method, RunFolder(study.runs / "attacked")) as party:
+    with RunContext.create(study, pipeline, method, RunFolder(study.runs_path / "attacked")) as party:
         site = build_site(party, 0)
-        return brought(site, party), row_of(site)
+        return build_preflight(site, party), build_row(site)
 
 
 def try_plan(study, me, plan):
     """What others see of a plan that a hospital with a frame is brought: the refusal, or what it tells."""
     try:
-        admit(study, me, plan)
+        admit_plan(study, me, plan)
     except WsiFlError as error:
         return type(error).__name__, str(error)
     return "admitted", *replies(study, plan.pipeline(), plan.method)
@@ -165,9 +159,7 @@ def try_plan(study, me, plan):
 def two_worlds(folder, rng):
     """Two hospitals, and who of the named trains in each: whoever does in the one does not in the other."""
     bits = dict(zip(NAMED, rng.sample([True, False] * 5, 10), strict=True))
-    return [
-        hospital(folder / str(k), {name for name in NAMED if bits[name] == bool(k)}) for k in (0, 1)
-    ], bits
+    return [hospital(folder / str(k), {name for name in NAMED if bits[name] == bool(k)}) for k in (0, 1)], bits
 
 
 def guess_from(seen, name):
@@ -184,33 +176,25 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
     plan, me = plan_of(worlds[0], identities), identities["S0"]
     last = (datetime.now(UTC) + timedelta(9)).date().isoformat()
     for study in worlds:
-        frame = make_frame(study, plan, "S0", epsilon=9.0, until=last, runs=n_inside)
-        write_frame(study, frame, me)
+        frame = make_preapproval(study, plan, "S0", epsilon=9.0, until=last, runs=n_inside)
+        write_preapproval(study, frame, me)
     outside, inside = attacks(plan, n - n_inside - 1, rng), []
     for k in range(n_inside):
-        varied = (
-            f"train.rounds={1 + k % 4}",
-            f"train.lr={rng.uniform(1e-4, 1)}",
-            f"privacy.sigma={6 + k / 9}",
-        )
+        varied = (f"train.rounds={1 + k % 4}", f"train.lr={rng.uniform(1e-4, 1)}", f"privacy.sigma={6 + k / 9}")
         inside.append(plan_of(worlds[0], identities, *varied))
-    opened, fetched, real = [], [], Data.__init__
-    monkeypatch.setattr(
-        Data, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1]
-    )
-    monkeypatch.setattr(weights, "published_weights", lambda *given, **_: fetched.append(given))
+    opened, fetched, real = [], [], SiteData.__init__
+    monkeypatch.setattr(SiteData, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1])
+    monkeypatch.setattr(weights, "download_weights", lambda *given, **_: fetched.append(given))
     refusals = [[try_plan(study, me, plan) for plan in outside] for study in worlds]
-    assert all("lies outside the frame of S0" in text or "is damaged" in text for _, text in refusals[0])
+    assert all("exceeds the standing approval of S0" in text or "is damaged" in text for _, text in refusals[0])
     # by the plan's own text alone, before anything is opened: so the time of a refusal cannot depend on the store
     assert not opened and not fetched
     seen = [[*refusals[k], *(try_plan(study, me, plan) for plan in inside)] for k, study in enumerate(worlds)]
     assert {kind for kind, *_ in seen[0][len(outside) :]} == {"admitted"}
-    assert {document["units"] for _, document, _ in seen[0][len(outside) :]} == {
-        34
-    }  # also those without an answer
+    assert {document["units"] for _, document, _ in seen[0][len(outside) :]} == {34}  # also those without an answer
     for k, study in enumerate(worlds):  # nothing was spent, and the frame has had its runs
         seen[k].append(try_plan(study, me, plan))
-        assert not study.ledger("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
+        assert not study.ledger_path("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
     assert seen[0] == seen[1] and len(seen[0]) == n
     right = sum(guess_from(seen[k], name) == (bits[name] == bool(k)) for k in (0, 1) for name in NAMED)
     assert right == len(NAMED)  # of twice as many guesses
@@ -233,24 +217,20 @@ def test_plans_that_a_person_signs_tell_no_more(tmp_path):
     for name in NAMED[:4]:
         seed, lot = ground_seed(name)
         STEERED.append({"train": {"seed": seed, "val_fraction": lot + 1e-6}})
-    usual = [study.pipeline("small") for study in worlds]
+    usual = [study.load_pipeline("small") for study in worlds]
     for sections in STEERED:
-        first, second = (
-            replies(study, one.changed(**sections)) for study, one in zip(worlds, usual, strict=True)
-        )
+        first, second = (replies(study, one.replace_keys(**sections)) for study, one in zip(worlds, usual, strict=True))
         assert first == second, sections
 
 
-def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_inside(
-    tmp_path, identities, monkeypatch
-):
+def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_inside(tmp_path, identities, monkeypatch):
     """Weights of the hub, an architecture of a hub or of a folder, an encoder of a hub, a file of this machine."""
     study = hospital(tmp_path / "study", NAMED)
     plan, me, asked = plan_of(study, identities), identities["S0"], []
-    write_frame(study, make_frame(study, plan, "S0", epsilon=9.0, until="2099-01-31", runs=3), me)
-    for name in ("published_weights", "read_weights", "created"):
+    write_preapproval(study, make_preapproval(study, plan, "S0", epsilon=9.0, until="2099-01-31", runs=3), me)
+    for name in ("download_weights", "read_weights", "create_timm_model"):
         monkeypatch.setattr(weights, name, lambda *given, **_: asked.append(given))
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *given: asked.append(given))
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *given: asked.append(given))
     for sections in (
         {"model": {"weights": "hub"}},
         {"model": {"proxy": "timm:resnet10t", "weights": "/srv/weights.pth"}},
@@ -274,10 +254,8 @@ def test_n_counts_slides_that_name_no_patient_whatever_they_answer(tmp_path, ans
     write_features(study, "S0", rng.normal(size=(20, 4)), np.arange(20) % 2, patients, ["train"] * 20, slides)
     rows = [f"{name},{answer if k == 0 else 'ab'[k % 2]}" for k, name in enumerate(slides)]
     (study.root / "table.csv").write_text("\n".join(["slide,g", *rows]))
-    (study.root / "sites" / "S0.toml").write_text(
-        f'name = "S0"\n{REAL}\nclinical = "table.csv"\nallow = ["model"]\n'
-    )
-    assert replies(study, study.pipeline("small").changed(privacy=privacy))[0]["units"] == 20
+    (study.root / "sites" / "S0.toml").write_text(f'name = "S0"\n{REAL}\nclinical = "table.csv"\nallow = ["model"]\n')
+    assert replies(study, study.load_pipeline("small").replace_keys(privacy=privacy))[0]["units"] == 20
 
 
 def test_nobody_asks_who_a_line_is_about(tmp_path):
@@ -285,18 +263,11 @@ def test_nobody_asks_who_a_line_is_about(tmp_path):
     worlds, _ = two_worlds(tmp_path, random.Random(0))
     for study in worlds:
         text = (study.root / "table.csv").read_text()
-        for column, own in (
-            ("patient", ""),
-            ("case_id", ""),
-            ("slide", ""),
-            ("number", 'patient = "number"'),
-        ):
+        for column, own in (("patient", ""), ("case_id", ""), ("slide", ""), ("number", 'patient = "number"')):
             (study.root / "table.csv").write_text(text.replace("patient,g", f"{column},g"))
             given = f"\n[columns]\n{own}\n" if own else ""
-            (study.root / "sites" / "S0.toml").write_text(
-                f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}'
-            )
+            (study.root / "sites" / "S0.toml").write_text(f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}')
             for name, spelt in zip(NAMED[:2], (column, column.upper()), strict=True):
                 asked = {"column": spelt, "classes": [name, "other"], "ignore": []}
-                with pytest.raises(UsageError, match="says who a line is about"):
-                    replies(study, study.pipeline("small").changed(target=asked))
+                with pytest.raises(UsageError, match="identifies slides or patients"):
+                    replies(study, study.load_pipeline("small").replace_keys(target=asked))

@@ -17,20 +17,20 @@ from conftest import check, patches_of, refused, same, train_generator, write_pa
 from PIL import Image
 from safetensors.torch import load_file
 
-from wsi_fl.stages.prepare.check import check as check_stores
-from wsi_fl.stages.prepare.partition import partition
+from wsi_fl.stages.prepare.check import check_sites as check_stores
+from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.release import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.stores.shards import pack
+from wsi_fl.stores.shards import pack_store
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stages.gan import KIND, _load_gan
 from wsi_fl.synthesis.stages.sample import sample
-from wsi_fl.synthesis.state import to_pixels
-from wsi_fl.synthesis.stylegan2 import upsampled
+from wsi_fl.synthesis.state import quantize_images
+from wsi_fl.synthesis.stylegan2 import upsample_maps
 from wsi_fl.system.files import read_lines, write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -55,7 +55,7 @@ def make_study(root, *, n=60, classes=2, seed=0, real=False):
     """One site S1 of n 16-px patches, 40 % of them held out."""
     study, y = empty_study(root), np.arange(n) % classes
     np.savez(root / "data.npz", x=patches_of(np.random.default_rng(seed), y % 2, 16, (0, 0, 0)), y=y)
-    partition(study, root / "data.npz", n_sites=1, test_fraction=0.4, seed=seed)
+    partition_images(study, root / "data.npz", n_sites=1, test_fraction=0.4, seed=seed)
     if real:
         (root / "sites" / "S1.toml").write_text('name = "S1"\nreal = true\n')
     return study
@@ -74,11 +74,11 @@ def checked(trained):
 
 
 def digest_of(study):
-    return KIND.trained(study, "S1")[0].digest("after")
+    return KIND.trained(study, "S1")[0].compute_digest("after")
 
 
 def tensors(study, phase="after"):
-    return load_file(study.generator("S1") / f"{phase}.safetensors")
+    return load_file(study.generator_path("S1") / f"{phase}.safetensors")
 
 
 def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
@@ -86,10 +86,10 @@ def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
     assert document["finished"] and document["margin"] > 0
     for phase, iterations in (("before", 4), ("after", 6)):
         assert document["phases"][phase]["iterations"] == iterations
-        assert document["phases"][phase]["sha256"] == folder.digest(phase)
+        assert document["phases"][phase]["sha256"] == folder.compute_digest(phase)
     assert "UNTRAINED" in document["settings"]["privacy"]["lpips"]
     assert not same(tensors(trained, "before"), tensors(trained))
-    last = folder.metrics()[-1]
+    last = folder.read_metrics()[-1]
     assert last["phase"] == "after" and last["privacy"] is not None
     picture = Image.open(sorted((folder.path / "samples").glob("*.png"))[-1])
     assert picture.size[0] > 8 * 16
@@ -101,10 +101,10 @@ def test_other_settings_want_again(trained, tmp_path):
     refused(lambda: train_generator(trained, site="S1", overrides=["gan.lr=0.001"]), "terms", "--again")
     study = make_study(tmp_path / "study")
     train_generator(study, site="S1", overrides=["gan.privacy_iterations=0"])
-    assert not (study.generator("S1") / "after.safetensors").exists()
+    assert not (study.generator_path("S1") / "after.safetensors").exists()
     assert KIND.trained(study, "S1")[1]["phases"].keys() == {"before"}
     train_generator(study, site="S1", again=True)
-    assert (study.generator("S1") / "after.safetensors").exists()
+    assert (study.generator_path("S1") / "after.safetensors").exists()
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def halfway(trained, tmp_path):
     """A training that was killed just before its end: checkpoints of iterations 4 and 6."""
     study = Study(shutil.copytree(trained.root, tmp_path / "halfway"))
     folder = KIND.folder(study, "S1")
-    folder.write_document(folder.document() | {"finished": False})
-    assert folder.iterations() == [4, 6]
+    folder.write_document(folder.read_document() | {"finished": False})
+    assert folder.list_iterations() == [4, 6]
     return study, folder, [folder.path / "state" / f"iteration_{k:07d}.safetensors" for k in (4, 6)]
 
 
@@ -159,16 +159,16 @@ def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
     new = ["gan.privacy_weight=5.0", "gan.privacy_images=10", "gan.privacy_quantile=0.9"]
     long = ["gan.privacy_iterations=4000"]
     interrupted(changed, long, signal.SIGKILL, 3)
-    folder = GeneratorFolder(changed.generator("S1"))
-    for iteration in folder.iterations():  # whatever the kill was too late for
+    folder = GeneratorFolder(changed.generator_path("S1"))
+    for iteration in folder.list_iterations():  # whatever the kill was too late for
         if iteration > 4:
             (folder.path / "state" / f"iteration_{iteration:07d}.safetensors").unlink()
-    assert folder.iterations()[-1] == 4
+    assert folder.list_iterations()[-1] == 4
     refused(lambda: train_generator(changed, site="S1", overrides=[*new, "gan.lr=0.1"]), "terms", "--again")
     train_generator(changed, site="S1", overrides=new)
     train_generator(fresh, site="S1", overrides=new)
     assert same(tensors(changed), tensors(fresh))
-    assert folder.document() == GeneratorFolder(fresh.generator("S1")).document()
+    assert folder.read_document() == GeneratorFolder(fresh.generator_path("S1")).read_document()
     refused(lambda: train_generator(changed, site="S1"), "other settings of the privacy loss")
 
 
@@ -180,7 +180,7 @@ def interrupted(study, settings, how, after, kind=KIND):
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
     folder = kind.folder(study, "S1")
     deadline = time.monotonic() + 300
-    while max(folder.iterations(), default=0) <= after:
+    while max(folder.list_iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -198,11 +198,11 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     train_generator(alone, site="S1", overrides=settings)
     code, said = interrupted(killed, settings, signal.SIGINT, 0)
     assert code == 1 and "start the same command again" in said and "Traceback" not in said
-    interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator("S1")).iterations()))
+    interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator_path("S1")).list_iterations()))
     train_generator(killed, site="S1", overrides=settings)
     assert same(tensors(alone, "before"), tensors(killed, "before"))
     assert same(tensors(alone), tensors(killed))
-    lines = read_lines(killed.generator("S1") / "metrics.jsonl")
+    lines = read_lines(killed.generator_path("S1") / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [20, 40]
 
 
@@ -214,7 +214,7 @@ def test_a_real_site_gets_no_untrained_distance(tmp_path):
 def test_the_verdict_has_all_that_was_asked_for(checked):
     study, document = checked
     assert document["passed"], document["reasons"]
-    assert document == KIND.folder(study, "S1").check()
+    assert document == KIND.folder(study, "S1").read_check()
     assert document["generator"] == {"phase": "after", "sha256": digest_of(study)}
     for phase in ("before", "after"):
         for what in ("nearest sample", "projection"):
@@ -232,9 +232,9 @@ def test_a_generator_goes_on_and_is_checked_with_the_pixels_that_it_learned_from
     train_generator(study, site="S1", overrides=few)
     data = dict(np.load(study.root / "data.npz"))
     np.savez(study.root / "data.npz", x=255 - data["x"], y=data["y"])
-    shutil.rmtree(study.store("S1").parent)
+    shutil.rmtree(study.store_path("S1").parent)
     (study.root / "sites" / "S1.toml").unlink()
-    partition(study, study.root / "data.npz", n_sites=1, test_fraction=0.4, seed=0)
+    partition_images(study, study.root / "data.npz", n_sites=1, test_fraction=0.4, seed=0)
     refused(lambda: train_generator(study, site="S1", overrides=few), "another store of site S1")
     refused(lambda: check(study, site="S1", overrides=few), "made anew")
 
@@ -247,7 +247,7 @@ def own(checked, tmp_path):
 
 def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
     study = own
-    path = study.generator("S1") / "check.json"
+    path = study.generator_path("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
     write_sealed(path, document)
@@ -272,10 +272,10 @@ def test_a_synthetic_store_is_a_patch_store_that_says_so_and_takes_the_place_of_
         assert pixels.std() > 1
     assert provenance == document["generator"] and provenance["differential_privacy"] is False
     assert (provenance["sha256"], provenance["check"]) == (digest_of(study), "passed")
-    with h5py.File(study.store("twin")) as file:
+    with h5py.File(study.store_path("twin")) as file:
         assert bool(file.attrs["synthetic"]) and int(file.attrs["version"]) == 1
     packed = study.root / "packed.h5"
-    pack(study.store("twin"), packed)
+    pack_store(study.store_path("twin"), packed)
     with PatchStore(packed) as store:
         assert json.loads(store.meta.generator) == provenance
         assert np.array_equal(store.read(np.arange(10)), pixels)
@@ -304,9 +304,9 @@ def test_features_of_synthetic_patches_say_so_too(own):
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
     known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
-    write_patches_as_bags(study.features("both"), known, table, np.zeros((len(table), 3), np.float32))
+    write_patches_as_bags(study.features_path("both"), known, table, np.zeros((len(table), 3), np.float32))
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
-    (row,) = release(study, site="both", pipeline_name="gan", overrides=heads)["sites"]
+    (row,) = release_statistics(study, site="both", pipeline_name="gan", overrides=heads)["sites"]
     assert row["guarantee"] == "none"
 
 
@@ -315,7 +315,7 @@ def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(
     path = study.root / "sites" / "S1.toml"
     path.write_text(path.read_text().replace("real = false", "real = true"))
     refused(lambda: sample(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
-    assert not study.store("S1-synthetic").exists()
+    assert not study.store_path("S1-synthetic").exists()
     path.write_text(path.read_text() + '\nallow = ["generator"]\n')
     assert sample(study, site="S1", n_per_class=2, as_site=True)["site_file"]
 
@@ -323,7 +323,7 @@ def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(
 def soft_images(rng, n):
     """Images [n, 3, 16, 16] in [−1, 1] of 4 × 4 colours, enlarged as the generator enlarges its own first image."""
     coarse = torch.from_numpy(rng.uniform(-1, 1, (n, 3, 4, 4)))
-    return coarse, upsampled(upsampled(coarse)).clamp(-1, 1)
+    return coarse, upsample_maps(upsample_maps(coarse)).clamp(-1, 1)
 
 
 def plant_copier(study, coarse, labels):
@@ -360,9 +360,9 @@ def plant_copier(study, coarse, labels):
 def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_fl):
     study = empty_study(tmp_path / "study")
     coarse, soft = soft_images(np.random.default_rng(5), 64)
-    x, y = to_pixels(soft).permute(0, 2, 3, 1).numpy(), np.arange(64) // 2 % 12
+    x, y = quantize_images(soft).permute(0, 2, 3, 1).numpy(), np.arange(64) // 2 % 12
     np.savez(study.root / "data.npz", x_train=x[:24], y_train=y[:24], x_test=x[24:], y_test=y[24:])
-    partition(study, study.root / "data.npz", n_sites=1)
+    partition_images(study, study.root / "data.npz", n_sites=1)
     wide = ["gan.z_dim=1", "gan.w_dim=32", "gan.channel_max=64", "gan.channel_base=256"]
     train_generator(study, site="S1", overrides=wide)
     plant_copier(study, coarse[:24], torch.from_numpy(y[:24]))
@@ -373,9 +373,9 @@ def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_f
     honest, copying = (document["copying"][phase]["nearest sample"] for phase in ("before", "after"))
     assert not document["passed"] and honest["copies_training"] == 0
     assert (copying["copies_training"], copying["copies_held_out"]) == (24, 0)
-    assert any("met almost exactly" in reason for reason in document["reasons"])
+    assert any("reproduced almost exactly" in reason for reason in document["reasons"])
     words = ("not passed", "--despite-failed-check")
     refused(lambda: sample(study, site="S1", n_per_class=2), *words, error=WsiFlError)
-    assert not study.store("S1-synthetic").exists()
+    assert not study.store_path("S1-synthetic").exists()
     told = sample(study, site="S1", n_per_class=2, despite_failed_check=True)
     assert told["generator"]["check"] == "failed" and told["generator"]["reasons"]

@@ -28,13 +28,13 @@ from PIL import Image
 from test_predict import trained_on
 
 from wsi_fl.demo import phantom
-from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
+from wsi_fl.demo.phantom.tiff import encode_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.predict import predict, write_patches
+from wsi_fl.stages.answers.predict import predict, write_patch_table
 from wsi_fl.stages.answers.predictor import SlidePrediction
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
@@ -43,9 +43,9 @@ from wsi_fl.viewer import server as servers
 from wsi_fl.viewer import site_layers
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.server import ADDRESS, ViewServer
-from wsi_fl.viewer.site_layers import Prediction, patches, values
-from wsi_fl.viewer.tiles import TILE_PX, Pyramid, TileReader, _averaged
-from wsi_fl.viewer.viewing import gallery
+from wsi_fl.viewer.site_layers import Prediction, patch_layer, value_layer
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid, TileReader, _average_area
+from wsi_fl.viewer.viewing import build_gallery
 
 ILL = "patient_000_node_1"
 ROOT = Path(__file__).parents[2]
@@ -132,12 +132,12 @@ def status_of(server, path):
 
 def read_tile(slide, level, column, row):
     pyramid = Pyramid(slide.size_l0)
-    return _averaged(slide, pyramid.scale(level), pyramid.box(level, column, row))
+    return _average_area(slide, pyramid.level_scale(level), pyramid.box(level, column, row))
 
 
 def stitched(slide, level):
     """A level [h, w, 3] put together from its tiles."""
-    width, height = Pyramid(slide.size_l0).size(level)
+    width, height = Pyramid(slide.size_l0).level_size(level)
     rows, columns = range(-(-height // TILE_PX)), range(-(-width // TILE_PX))
     return np.vstack([np.hstack([read_tile(slide, level, x, y) for x in columns]) for y in rows])
 
@@ -147,18 +147,18 @@ def test_tiles_put_together_are_the_slide_on_every_level(archive):
     path = small if small.exists() else slides_of(archive, 0)[1]
     with Slide(path, reader="openslide") as slide:
         pyramid = Pyramid(slide.size_l0)
-        for level in range(pyramid.first, pyramid.last + 1):
-            width, height = pyramid.size(level)
+        for level in range(pyramid.first_level, pyramid.last_level + 1):
+            width, height = pyramid.level_size(level)
             whole = np.empty((height, width, 3), np.uint8)
-            slide.area((0.0, 0.0), float(pyramid.scale(level)), whole, overlapping=False)
+            slide.read_area((0.0, 0.0), float(pyramid.level_scale(level)), whole, overlapping=False)
             assert np.array_equal(stitched(slide, level), whole)
-        assert np.array_equal(whole[:200, :300], slide._composed((0, 0), 0, (300, 200)))
+        assert np.array_equal(whole[:200, :300], slide._compose_pixels((0, 0), 0, (300, 200)))
 
 
 @pytest.fixture(scope="module")
 def server(predicted):
     study, _ = predicted
-    with served(gallery(study, site="C1")) as running:
+    with served(build_gallery(study, site="C1")) as running:
         yield running
 
 
@@ -237,7 +237,7 @@ def test_a_body_ends_the_connection_and_is_no_second_request(server):
 
 def test_a_head_that_does_not_end_and_a_crowd_are_hung_up_on(predicted, monkeypatch):
     monkeypatch.setattr(servers, "_HEAD_S", 0.2)
-    monkeypatch.setattr(servers, "_MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(servers, "_MAX_CONNECTIONS", 3)
     with (
         served(gallery_of()) as running,
         sent(running, "GET / HTTP/1.1\r\nHost: ") as slow,
@@ -265,14 +265,12 @@ def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server):
 def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
     empty = gallery_of()
     refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
-    monkeypatch.setattr("wsi_fl.viewer.server._USUAL_PORT", server.port)
+    monkeypatch.setattr("wsi_fl.viewer.server._DEFAULT_PORT", server.port)
     with ViewServer(empty) as other:
         assert other.port != server.port
 
 
-def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_drawn_once(
-    archive, monkeypatch
-):
+def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_drawn_once(archive, monkeypatch):
     monkeypatch.setattr(galleries, "_OPEN_SLIDES", 1)
     paths, drawn = [path for centre in (0, 1) for path in slides_of(archive, centre)], []
     overlay = Overlay("a", "outlines", lambda slide: drawn.append(slide) or {"rings": []})
@@ -281,15 +279,13 @@ def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_d
         wanted = [f"slides/{k % len(paths)}/tiles/10/{k % 2}_{k // 2 % 2}.jpg" for k in range(64)]
         found = list(pool.map(lambda path: asked(running, path), wanted))
         assert {status for status, *_ in found} == {200}
-        assert len({body for _, _, body in found}) == len(set(wanted)) and len(shown._lent) == 1
-        with shown.lent(0) as first, shown.lent(1):
-            assert {0, 1} <= set(shown._lent) and read_tile(first, 10, 0, 0) is not None
-        assert len(shown._lent) == 1
-        bodies = {
-            body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))
-        }
+        assert len({body for _, _, body in found}) == len(set(wanted)) and len(shown._open_slides) == 1
+        with shown.borrow_slide(0) as first, shown.borrow_slide(1):
+            assert {0, 1} <= set(shown._open_slides) and read_tile(first, 10, 0, 0) is not None
+        assert len(shown._open_slides) == 1
+        bodies = {body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))}
         assert (bodies, len(drawn)) == ({b'{"rings":[]}'}, 1)
-    assert not shown._lent
+    assert not shown._open_slides
 
 
 def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, archive):
@@ -318,8 +314,8 @@ def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeyp
 def flat(tmp_path_factory):
     """A slide of 6144 pixels a side without a pyramid."""
     path = tmp_path_factory.mktemp("flat") / "flat.tif"
-    picture = phantom.paint_slide(phantom.plan_slides(1, 1, 1024, 0)[1])
-    tiles = list(jpeg_tiles(np.tile(picture, (6, 6, 1)), 80, TILE_PX))
+    picture = phantom.simulate_slide(phantom.plan_slides(1, 1, 1024, 0)[1])
+    tiles = list(encode_tiles(np.tile(picture, (6, 6, 1)), 80, TILE_PX))
     write_levels(path, [(6144, 6144, tiles)], 0.5, TILE_PX)
     return path
 
@@ -328,13 +324,16 @@ def flat(tmp_path_factory):
 def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monkeypatch):
     read = []
     monkeypatch.setattr("wsi_fl.viewer.tiles._COARSE_PX", 2048)
-    monkeypatch.setattr(Slide, "area", lambda *a, real=Slide.area, **k: read.append(a[2]) or real(*a, **k))
+    monkeypatch.setattr(
+        "wsi_fl.slides.reading.reader.Slide.read_area",
+        lambda *a, real=Slide.read_area, **k: read.append(a[2]) or real(*a, **k),
+    )
     with Slide(flat, reader="openslide") as slide:
         tiles, pyramid = TileReader(), Pyramid(slide.size_l0)
         coarse = tiles.read(slide, 9, 0, 0)
         once = len(read)
         found = [tiles.read(slide, level, x, y) for level in (9, 10) for x in (0, 1) for y in (0, 1)]
-        assert len(read) == once and pyramid.scale(pyramid.coarse) == 4.0
+        assert len(read) == once and pyramid.level_scale(pyramid.coarse_level) == 4.0
         assert found[1] is None and tiles.read(slide, 10, 2, 0) is None
         apart = found[-1].astype(int) - read_tile(slide, 10, 1, 1)
         assert coarse.shape == (384, 384, 3) and np.abs(apart).max() <= 1
@@ -351,18 +350,16 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
     monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 20)
     with served(gallery_of(flat)) as running:
         running._first.join()
-        monkeypatch.setattr(Slide, "area", slow)
+        monkeypatch.setattr("wsi_fl.slides.reading.reader.Slide.read_area", slow)
         with sent(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
             assert began.wait(20)
         gone.set()
     assert len(read) == 1, "the first strip of hundreds"
 
 
-def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none(
-    predicted, archive, tmp_path, capsys
-):
+def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none(predicted, archive, tmp_path, capsys):
     study, _ = predicted
-    shown = gallery(study, site="C1")
+    shown = build_gallery(study, site="C1")
     assert [one.path for one in shown.exhibits] == slides_of(archive, 0) and shown.patients_of == ()
     drawn = layers_of(shown, ILL)
     assert list(drawn) == ["kept patches", "tissue", "annotation"]
@@ -371,8 +368,8 @@ def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none
     kept = drawn["kept patches"]
     assert (kept["xy"], kept["group"]) == (table.xy_l0.ravel().tolist(), table.label.tolist())
     assert (kept["side"], kept["groups"]) == (128.0, ["healthy", "tumor"])
-    init(tmp_path / "new", archive=archive)
-    bare = gallery(Study(tmp_path / "new"), site="C2")
+    init_study(tmp_path / "new", archive=archive)
+    bare = build_gallery(Study(tmp_path / "new"), site="C2")
     assert [one.path for one in bare.exhibits] == slides_of(archive, 1)
     assert "C2 has no store yet" in capsys.readouterr().err
     assert [one.name for one in bare.exhibits[1].overlays] == ["tissue", "annotation"]
@@ -382,7 +379,7 @@ def test_outlines_are_those_of_tile_and_tissue_that_of_a_vouched_reader(predicte
     study, vouched = predicted[0], []
     note = lambda path, mpp, reader: vouched.append((path.stem, reader))  # noqa: E731
     monkeypatch.setattr(site_layers, "check_opens_safely", note)
-    drawn = layers_of(gallery(study, site="C1"), ILL)
+    drawn = layers_of(build_gallery(study, site="C1"), ILL)
     rings = [shapely.Polygon(np.reshape(ring, (-1, 2))) for ring in drawn["annotation"]["rings"]]
     tumor = read_annotations(archive / "annotations" / f"{ILL}.xml").tumor
     assert shapely.area(shapely.symmetric_difference_all(rings)) == pytest.approx(tumor.area, rel=0.01)
@@ -397,7 +394,7 @@ def test_outlines_are_those_of_tile_and_tissue_that_of_a_vouched_reader(predicte
 
 def test_what_is_drawn_of_a_prediction_is_what_predict_wrote_and_a_folder_is_shown_like_a_run(predicted):
     study, run = predicted
-    layer = layers_of(gallery(study, run=run, site="C1"), ILL)["model of C1"]
+    layer = layers_of(build_gallery(study, run=run, site="C1"), ILL)["model of C1"]
     with (study.root / "runs" / run / "predictions/C1" / ILL / "patches.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert layer["columns"] == ["healthy", "tumor"] and layer["columns"][layer["shown"]] == "tumor"
@@ -407,9 +404,9 @@ def test_what_is_drawn_of_a_prediction_is_what_predict_wrote_and_a_folder_is_sho
     folder = study.root / "runs" / run / "predictions/C1"
     files = folder.glob("*/score.json")
     scores = {path.parent.name: json.loads(path.read_text())["score"]["top_k_mean"] for path in files}
-    for shown in (gallery(study, run=run, site="C1"), gallery(study, predictions=folder)):
+    for shown in (build_gallery(study, run=run, site="C1"), build_gallery(study, predictions=folder)):
         assert {one.name: one.score for one in shown.exhibits} == scores
-    assert [one.name for one in gallery(study, predictions=folder / ILL).exhibits] == [ILL]
+    assert [one.name for one in build_gallery(study, predictions=folder / ILL).exhibits] == [ILL]
 
 
 def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
@@ -417,20 +414,20 @@ def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     alone = np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     given = np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3])
     answer = SlidePrediction(CLASSES, ("luad", "lusc"), *given)
-    write_patches(tmp_path / "patches.csv", xy_l0, 512.0, answer.columns)
-    said = Prediction(tmp_path, {"site": "C1", "slide": "x", **answer.facts})
-    assert (said.words, said.value) == ("lusc 0.70", 0.7)
+    write_patch_table(tmp_path / "patches.csv", xy_l0, 512.0, answer.columns)
+    said = Prediction(tmp_path, {"site": "C1", "slide": "x", **answer.document_fields})
+    assert (said.summary, said.value) == ("lusc 0.70", 0.7)
     with Slide(slides_of(archive, 0)[0]) as slide:
-        model, attention = (one.draw(slide) for one in said.overlays())
+        model, attention = (one.draw(slide) for one in said.list_overlays())
     assert attention["values"] == [pytest.approx([1 / 6, 1.0, 0.5], abs=1e-4)]
     assert (model["columns"], model["shown"], model["values"][1]) == (["luad", "lusc"], 1, [0.1, 0.8, 0.5])
-    write_patches(tmp_path / "patches.csv", xy_l0, None, answer.columns)
-    assert said.overlays() == [], "nobody knows where the patches lie"
+    write_patch_table(tmp_path / "patches.csv", xy_l0, None, answer.columns)
+    assert said.list_overlays() == [], "nobody knows where the patches lie"
 
 
 def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archive):
     study, run = predicted
-    shown = gallery(study, run=run, site="C2")
+    shown = build_gallery(study, run=run, site="C2")
     k = [one.name for one in shown.exhibits].index(ILL)
     theirs, mine = shown.exhibits[k], shown.exhibits[1 - k]
     assert (theirs.path, theirs.note) == (None, "a slide of C1, which is not shown here")
@@ -449,7 +446,7 @@ def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, a
     told.write_text("\n".join([f"slides = {both}", *others]))
 
     def shown(**how):
-        return {one.name for one in gallery(study, run=run, **how).exhibits if one.path}
+        return {one.name for one in build_gallery(study, run=run, **how).exhibits if one.path}
 
     assert ILL in shown(site="C1") and ILL in shown(site="C2"), "it is a slide of both"
     make_real(study, "C1")
@@ -463,7 +460,7 @@ def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
     score = study.root / "runs" / run / "predictions/C2" / ILL / "score.json"
 
     def models():
-        shown = layers_of(gallery(study, run=run, site="C1"), ILL)
+        shown = layers_of(build_gallery(study, run=run, site="C1"), ILL)
         return [name for name in shown if name.startswith("model")]
 
     assert models() == ["model of C1", "model of C2"]
@@ -475,27 +472,25 @@ def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
 
 def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, capsys):
     study, run = own
-    assert {one.name for one in gallery(study, run=run).exhibits if one.path} > {ILL}
+    assert {one.name for one in build_gallery(study, run=run).exhibits if one.path} > {ILL}
     shutil.move(study.root / "runs" / run / "predictions/C1", study.root / "elsewhere")
-    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], "C1 may be read"
+    assert ILL in [one.name for one in build_gallery(study, run=run).exhibits if one.path], "C1 may be read"
     shutil.move(study.root / "elsewhere", study.root / "runs" / run / "predictions/C1")
     make_real(study, "C1")
-    assert {one.path for one in gallery(study, run=run).exhibits if one.name == ILL} == {None}
+    assert {one.path for one in build_gallery(study, run=run).exhibits if one.name == ILL} == {None}
     assert "C1 are left out" in capsys.readouterr().err
     make_real(study, "C2")
-    refused(lambda: gallery(study, run=run), "several real sites", "--site")
-    assert gallery(study, run=run, site="C1").patients_of == ("C1",)
+    refused(lambda: build_gallery(study, run=run), "several real sites", "--site")
+    assert build_gallery(study, run=run, site="C1").patients_of == ("C1",)
 
 
-def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_listed(
-    own, archive, tmp_path
-):
+def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_listed(own, archive, tmp_path):
     study, run = own
     score = study.root / "runs" / run / "predictions/C1" / ILL / "score.json"
 
     def said(**more):
         score.write_text(json.dumps(json.loads(score.read_text()) | more))
-        return gallery(study, run=run, site="C1")
+        return build_gallery(study, run=run, site="C1")
 
     elsewhere = said(path=str(shutil.copy(slides_of(archive, 0)[0], tmp_path / f"{ILL}.tif")))
     refused(lambda: layers_of(elsewhere, ILL), "not the slide that was predicted", error=WsiFlError)
@@ -506,20 +501,20 @@ def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_
 def test_errors_say_what_to_do(own, tmp_path):
     study, run = own
     folder = study.root / "runs" / run / "predictions"
-    refused(lambda: gallery(study), "--site NAME", "--run RUN")
-    refused(lambda: gallery(study, site="C9"), "unknown site 'C9'")
-    refused(lambda: gallery(study, run=run, pipeline="camelyon17"), "--pipeline")
-    refused(lambda: gallery(study, predictions=tmp_path / "none"), "no such folder")
+    refused(lambda: build_gallery(study), "--site NAME", "--run RUN")
+    refused(lambda: build_gallery(study, site="C9"), "unknown site 'C9'")
+    refused(lambda: build_gallery(study, run=run, pipeline="camelyon17"), "--pipeline")
+    refused(lambda: build_gallery(study, predictions=tmp_path / "none"), "no such folder")
     (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
-    refused(lambda: layers_of(gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
+    refused(lambda: layers_of(build_gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
     score = folder / "C1" / ILL / "score.json"
     for damaged in (json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}), "[]"):
         score.write_text(damaged)
-        refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
+        refused(lambda: build_gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     shutil.rmtree(folder / "C1")
-    refused(lambda: gallery(study, run=run, site="C1"), "no prediction of site C1", "wsi-fl predict")
+    refused(lambda: build_gallery(study, run=run, site="C1"), "no prediction of site C1", "wsi-fl predict")
     shutil.rmtree(folder)
-    refused(lambda: gallery(study, run=run), "no prediction yet", f"wsi-fl predict {run}")
+    refused(lambda: build_gallery(study, run=run), "no prediction yet", f"wsi-fl predict {run}")
 
 
 def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
@@ -577,7 +572,7 @@ def shot(page, tmp_path):
 @looked_at
 def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(page, predicted, tmp_path):
     study, run = predicted
-    with served(gallery(study, run=run, site="C1")) as server:
+    with served(build_gallery(study, run=run, site="C1")) as server:
         opened(page, server)
         assert {urlsplit(url).netloc for url in page.asked} <= {f"127.0.0.1:{server.port}", ""}
         page.run(f"(e => {{ e.value = 0; e.oninput() }})({THRESHOLD})")
@@ -603,10 +598,10 @@ def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(pa
 @looked_at
 def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_read(page, predicted, tmp_path):
     study, run = predicted
-    with served(gallery(study, run=run, site="C1")) as server:
+    with served(build_gallery(study, run=run, site="C1")) as server:
         opened(page, server)
         names = page.run("[...document.querySelectorAll('#slides .name')].map(e => e.textContent)")
-        ranked = sorted(gallery(study, run=run, site="C1").exhibits, key=lambda one: -one.score)
+        ranked = sorted(build_gallery(study, run=run, site="C1").exhibits, key=lambda one: -one.score)
         assert names == [one.name for one in ranked]
         page.key("j")
         page.until(f"document.querySelector('#name').textContent === {json.dumps(names[1])} && {READY}")
@@ -635,8 +630,8 @@ def test_a_layer_that_cannot_be_drawn_and_a_real_site_are_said_on_the_page(page,
 
     path = slides_of(archive, 0)[0]
     xy, group = np.array([[0, 0]]), np.zeros(1, np.int64)
-    drawn = Overlay("good", "values", lambda slide: values(xy, 900.0, {"p": np.ones(1)}, "p"))
-    more = Overlay("more", "patches", lambda slide: patches(xy, 900.0, group, ["<b>x"]))
+    drawn = Overlay("good", "values", lambda slide: value_layer(xy, 900.0, {"p": np.ones(1)}, "p"))
+    more = Overlay("more", "patches", lambda slide: patch_layer(xy, 900.0, group, ["<b>x"]))
     one = Exhibit("<img src=x>", path, "<i>", overlays=[drawn, more, Overlay("bad", "outlines", broken)])
     with served(Gallery("<script>", [one], patients_of=["H1"])) as server:
         opened(page, server)

@@ -8,9 +8,9 @@ import scan_areas
 from scan_areas import CORNER
 
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init_study
 from wsi_fl.study.folder import Study
-from wsi_fl.viewer.viewing import gallery
+from wsi_fl.viewer.viewing import build_gallery
 
 PLACE = (128, 192, 320, 384)
 
@@ -20,19 +20,15 @@ PLACE = (128, 192, 320, 384)
 def test_the_layer_of_outlines_lies_on_the_tumour(tmp_path, write, corner):
     """Of a QuPath file as usual, and of one that counts from the corner of the slide."""
     (tmp_path / "slides").mkdir()
-    path = write(
-        tmp_path / "slides" / ("a.scn" if write is scan_areas.scn else "a.tif"), scan_areas.picture()
-    )
+    path = write(tmp_path / "slides" / ("a.scn" if write is scan_areas.scn else "a.tif"), scan_areas.picture())
     left, top, right, bottom = (v + corner[k % 2] for k, v in enumerate(PLACE))
     ring = [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
     shape = {"type": "Polygon", "coordinates": [ring]}
     one = {"type": "Feature", "geometry": shape, "properties": {"objectType": "annotation", "name": "Tumor"}}
     (tmp_path / "a.geojson").write_text(json.dumps(one))
-    (tmp_path / "slides.csv").write_text(
-        f"slide,patient,site,label,annotation\n{path.name},p,A,positive,a.geojson\n"
-    )
-    init(tmp_path / "study", archive=tmp_path)
-    (exhibit,) = gallery(Study(tmp_path / "study"), site="A").exhibits
+    (tmp_path / "slides.csv").write_text(f"slide,patient,site,label,annotation\n{path.name},p,A,positive,a.geojson\n")
+    init_study(tmp_path / "study", archive=tmp_path)
+    (exhibit,) = build_gallery(Study(tmp_path / "study"), site="A").exhibits
     layer = next(overlay for overlay in exhibit.overlays if overlay.name == "annotation")
     with Slide(path) as slide:
         (drawn,) = layer.draw(slide)["rings"]

@@ -9,9 +9,17 @@ import pytest
 from conftest import refused
 from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
 
-from wsi_fl.hospitals.trust.certificates import approved, new_key, new_request, new_root
-from wsi_fl.hospitals.trust.kit import Kit, _connected, address_of, likely_reason, look, proxy_to, server_of
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.certificates import build_request, build_root_certificate, generate_key, issue_certificate
+from wsi_fl.hospitals.trust.kit import (
+    Kit,
+    _open_connection,
+    check_connection,
+    find_likely_reason,
+    find_proxy,
+    parse_address,
+    server_address,
+)
+from wsi_fl.hospitals.trust.making import provision_federation
 from wsi_fl.types import WsiFlError
 
 PASSWORD = "s:cr@t%"
@@ -54,7 +62,7 @@ def founded(tmp_path_factory):
     """Federations by the address of their server, each with a hospital C1; their ports come later."""
     folder = tmp_path_factory.mktemp("founded")
     for name, host in (("straight", "localhost"), ("named", KNOWN), ("six", "[::1]")):
-        provision(folder / name, federation=name, server=f"{host}:1", sites=["C1"])
+        provision_federation(folder / name, federation=name, server=f"{host}:1", sites=["C1"])
     return folder
 
 
@@ -66,22 +74,22 @@ def kit_of(founded, name, port, host=None):
 
 
 def steps_of(kit):
-    return {step.what: (step.ok, step.said) for step in look(kit)}
+    return {step.what: (step.ok, step.said) for step in check_connection(kit)}
 
 
 def test_a_server_without_a_port_is_reached_by_that_of_https_and_what_is_no_address_is_none(tmp_path):
-    made = provision(tmp_path, federation="one", server="fl.example.org")
+    made = provision_federation(tmp_path, federation="one", server="fl.example.org")
     assert made["server"] == "fl.example.org:443"
-    assert server_of(Kit.open(tmp_path / "coordinator")) == ("fl.example.org", 443)
+    assert server_address(Kit.open(tmp_path / "coordinator")) == ("fl.example.org", 443)
     for text in ("", "::1", "a:b", "[::1", "[fl]", "a:0", "a:65536", "[::1]:x", "a b:[", "a:1:2"):
         with pytest.raises(ValueError):
-            address_of(text)
+            parse_address(text)
 
 
 def test_a_device_that_opens_tls_is_named(founded, tmp_path):
-    root_key, key = new_key(), new_key()
-    root = new_root(root_key, "Hospital Proxy CA")
-    shown = approved(new_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
+    root_key, key = generate_key(), generate_key()
+    root = build_root_certificate(root_key, "Hospital Proxy CA")
+    shown = issue_certificate(build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
     for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
         (tmp_path / name).write_text(text)
     with serving(tmp_path) as port:
@@ -94,8 +102,8 @@ def test_a_device_that_opens_tls_is_named(founded, tmp_path):
 
 def test_a_server_of_the_federation_by_another_name_is_no_such_device(founded):
     with serving(founded / "straight" / "server" / "startup") as port:
-        assert likely_reason(kit_of(founded, "straight", port)) == ""
-        said = likely_reason(kit_of(founded, "straight", port, host="127.0.0.1"))
+        assert find_likely_reason(kit_of(founded, "straight", port)) == ""
+        said = find_likely_reason(kit_of(founded, "straight", port, host="127.0.0.1"))
     assert "the server's certificate was refused" in said and "opens TLS" not in said
 
 
@@ -104,7 +112,7 @@ def test_a_server_is_reached_by_its_ipv6_address(founded):
         pytest.skip("no IPv6 here")
     with serving(founded / "six" / "server" / "startup", "::1") as port:
         kit = kit_of(founded, "six", port)
-        assert server_of(kit) == ("::1", port)
+        assert server_address(kit) == ("::1", port)
         assert [ok for ok, _ in steps_of(kit).values()] == [True] * 4
 
 
@@ -138,24 +146,24 @@ def test_check_goes_through_a_proxy_and_says_which(founded, guarded, monkeypatch
 )
 def test_what_a_proxy_lacks_is_said_in_one_line(founded, guarded, monkeypatch, user, port, words):
     monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{guarded}")
-    said = likely_reason(kit_of(founded, "named", port))
+    said = find_likely_reason(kit_of(founded, "named", port))
     assert said.startswith(f"the proxy 127.0.0.1:{guarded} (HTTPS_PROXY) ") and words in said
     assert "\n" not in said and "wrong" not in said and WRITTEN not in said
 
 
 def test_a_proxy_that_is_not_there_or_of_another_kind_is_named(founded, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:1")
-    said = likely_reason(kit_of(founded, "named", 443))
+    said = find_likely_reason(kit_of(founded, "named", 443))
     assert "the proxy 127.0.0.1:1 (HTTPS_PROXY) cannot be reached" in said and WRITTEN not in said
     for url in ("socks5://h:1", "https://user:pw@h:1", "http://h:port", "http://:1"):
         monkeypatch.setenv("HTTPS_PROXY", url)
-        refused(lambda: _connected("a.org", 443), "names no proxy that can be used", error=WsiFlError)
+        refused(lambda: _open_connection("a.org", 443), "names no proxy that can be used", error=WsiFlError)
 
 
 def test_a_proxy_may_be_written_without_its_scheme_and_is_left_out_for_hosts_of_no_proxy(monkeypatch):
-    assert proxy_to("fl.example.org") is None
+    assert find_proxy("fl.example.org") is None
     monkeypatch.setenv("HTTPS_PROXY", "user:pw@proxy.example.org:3128")
     monkeypatch.setenv("NO_PROXY", "localhost,.inside.org")
-    assert str(proxy_to("fl.example.org")) == "proxy.example.org:3128"
-    assert "pw" not in repr(proxy_to("fl.example.org"))
-    assert proxy_to("localhost") is proxy_to("fl.inside.org") is None
+    assert str(find_proxy("fl.example.org")) == "proxy.example.org:3128"
+    assert "pw" not in repr(find_proxy("fl.example.org"))
+    assert find_proxy("localhost") is find_proxy("fl.inside.org") is None

@@ -17,24 +17,43 @@ from typer.testing import CliRunner
 from wires import Wire, at_once
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
-from wsi_fl.hospitals.lines.share import Share
-from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
+from wsi_fl.hospitals.lines.relayed import SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.lines.share import SharedFolder
+from wsi_fl.hospitals.plans.signed import (
+    FederationPlan,
+    check_pinned_key,
+    check_revoked,
+    collect_approvals,
+    record_approval,
+)
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
-from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified, withdrawn
-from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
-from wsi_fl.hospitals.trust.making import approve_request, approved_lines, join, provision, renew, request
-from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    NotTrusted,
+    key_fingerprint,
+    parse_revocation_list,
+    verify_certificate,
+)
+from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, ROOT_FILE, Kit, check_connection, refuse_revoked
+from wsi_fl.hospitals.trust.making import (
+    approval_lines,
+    approve_request,
+    create_renewal_request,
+    create_request,
+    install_certificate,
+    provision_federation,
+)
+from wsi_fl.hospitals.trust.root import RootCA, install_revocation_list, revoke_site, sync_revocation_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work import taking_part
 from wsi_fl.hospitals.work.start import take_part_by_folder
-from wsi_fl.hospitals.work.submit import check
-from wsi_fl.hospitals.work.taking_part import Seen
-from wsi_fl.stages.work.console import Silent
+from wsi_fl.hospitals.work.submit import check_kit
+from wsi_fl.hospitals.work.taking_part import SiteGreeting
+from wsi_fl.stages.work.console import SilentProgress
 from wsi_fl.study.folder import Study
-from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, WsiFlError
+from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +61,7 @@ def template(tmp_path_factory):
     """Two federations of C1 and C2, joined by a folder each."""
     folder = tmp_path_factory.mktemp("federations")
     for name in ("one", "two"):
-        provision(folder / name, federation=name, shared_folder="SHARE", sites=["C1", "C2"])
+        provision_federation(folder / name, federation=name, shared_folder="SHARE", sites=["C1", "C2"])
     return folder
 
 
@@ -63,21 +82,21 @@ def one(place):
 
 
 def identity_of(one, name):
-    return Kit.open(one / name).identity()
+    return Kit.open(one / name).load_identity()
 
 
 def trusted_by(one):
-    return Root.open(one).trusted
+    return RootCA.open(one).trust_pem
 
 
 def list_after(name, folder):
     """The list once the certificate of a site is withdrawn."""
-    return Path(revoke(name, folder)["file"]).read_text()
+    return Path(revoke_site(name, folder)["file"]).read_text()
 
 
 def joined(one, name):
     """Join by the certificate that lies in the kit."""
-    return join(one / name / f"certificate-{name}.json", one / name)
+    return install_certificate(one / name / f"certificate-{name}.json", one / name)
 
 
 def command(*arguments):
@@ -88,38 +107,34 @@ def test_a_withdrawn_certificate_is_refused_wherever_one_is_verified(one):
     identity = identity_of(one, "C1")
     said = json.loads(command("revoke", "C1", "--kit", one).stdout)
     trusted = identity_of(one, "coordinator").root
-    assert (said["number"], withdrawn(trusted).number) == (1, 1)
-    refused(lambda: verified(identity.certificate, trusted), "of C1 was withdrawn on", error=NotTrusted)
-    assert verified(identity_of(one, "C2").certificate, trusted).name == "C2"
+    assert (said["number"], parse_revocation_list(trusted).number) == (1, 1)
+    refused(lambda: verify_certificate(identity.certificate, trusted), "of C1 was withdrawn on", error=NotTrusted)
+    assert verify_certificate(identity_of(one, "C2").certificate, trusted).name == "C2"
     assert json.loads(command("join", said["file"], "--kit", one / "C1").stdout)["newer"]
     refused(lambda: identity_of(one, "C1"), "cannot be used", "was withdrawn on", "needs a new key")
-    assert [step.ok for step in look(Kit.open(one / "C1"))] == [False]
-    refused(lambda: revoke("C1", one), "no certificate that could be withdrawn")
-    refused(lambda: revoke("C7", one), "C7 has no certificate")
+    assert [step.ok for step in check_connection(Kit.open(one / "C1"))] == [False]
+    refused(lambda: revoke_site("C1", one), "no certificate that could be withdrawn")
+    refused(lambda: revoke_site("C7", one), "C7 has no certificate")
 
 
 def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version_by_the_root_s_key(one):
     away = (one / "root" / "root.key").rename(one / "root.key")
-    assert {"C1", "C2"} <= set(Root.open(one).keys())
-    refused(lambda: revoke("C1", one), "put the root's key back")
+    assert {"C1", "C2"} <= set(RootCA.open(one).load_keys())
+    refused(lambda: revoke_site("C1", one), "put the root's key back")
     away.rename(one / "root" / "root.key")
     first = identity_of(one, "C1").certificate
     approve_request(one / "C1" / "request-C1.json", one)
     joined(one, "C1")
     second = identity_of(one, "C1").certificate
     issued = one / "root" / "issued.jsonl"
-    number = verified(second, trusted_by(one)).number
-    kept = [
-        line
-        for line in map(json.loads, issued.read_text().splitlines())
-        if line.get("serial") != f"{number:x}"
-    ]
+    number = verify_certificate(second, trusted_by(one)).number
+    kept = [line for line in map(json.loads, issued.read_text().splitlines()) if line.get("serial") != f"{number:x}"]
     issued.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
-    revoke("C1", one)
+    revoke_site("C1", one)
     issued.write_text("".join(f"{json.dumps(line | {'serial': None})}\n" for line in kept))
-    revoke("C2", one)
+    revoke_site("C2", one)
     for certificate in (first, second, identity_of(one, "C2").certificate):
-        refused(partial(verified, certificate, trusted_by(one)), "was withdrawn", error=NotTrusted)
+        refused(partial(verify_certificate, certificate, trusted_by(one)), "was withdrawn", error=NotTrusted)
 
 
 def test_lists_that_the_root_did_not_sign_are_refused(place, one):
@@ -129,38 +144,44 @@ def test_lists_that_the_root_did_not_sign_are_refused(place, one):
     file = place / "list.pem"
     for text in (theirs, "\n".join(edited), ours[:-60], "-----BEGIN X509 CRL-----\n-----END X509 CRL-----\n"):
         file.write_text(text)
-        refused(lambda: take_list(file, one / "C1"), "not signed by this federation's root", "left as it")
-        assert Kit.open(one / "C1").withdrawn().number == 0
-    (one / "C1" / "startup" / LIST).write_text(theirs)
+        refused(lambda: install_revocation_list(file, one / "C1"), "not signed by this federation's root", "left as it")
+        assert Kit.open(one / "C1").load_revocation_list().number == 0
+    (one / "C1" / "startup" / REVOCATIONS_FILE).write_text(theirs)
     refused(lambda: identity_of(one, "C1"), "cannot be used", "not signed by this federation's root")
 
 
 def test_an_older_list_takes_the_place_of_no_newer_one_and_nothing_but_the_list_is_kept(place, one):
     first, second = list_after("C1", one), list_after("C2", one)
-    kit, evil = Kit.open(one / "coordinator"), (place / "two" / "root" / ROOT).read_text()
-    keys = {fingerprint(identity_of(one, name).certificate) for name in ("C1", "C2")}
-    assert kit.withdrawn().number == 2 and set(withdrawn(trusted_by(one)).keys) == keys
-    assert [kit.take(first), kit.take(second), kit.take(f"{evil}\n{second}")] == [False] * 3
-    assert kit.withdrawn().text == second and Kit.open(one / "C1").take(f"{second}\n{evil}")
-    assert "CERTIFICATE" not in (one / "C1" / "startup" / LIST).read_text()
+    kit, evil = Kit.open(one / "coordinator"), (place / "two" / "root" / ROOT_FILE).read_text()
+    keys = {key_fingerprint(identity_of(one, name).certificate) for name in ("C1", "C2")}
+    assert kit.load_revocation_list().number == 2 and set(parse_revocation_list(trusted_by(one)).keys) == keys
+    assert [
+        kit.update_revocation_list(first),
+        kit.update_revocation_list(second),
+        kit.update_revocation_list(f"{evil}\n{second}"),
+    ] == [False] * 3
+    assert kit.load_revocation_list().text == second and Kit.open(one / "C1").update_revocation_list(
+        f"{second}\n{evil}"
+    )
+    assert "CERTIFICATE" not in (one / "C1" / "startup" / REVOCATIONS_FILE).read_text()
 
 
 def test_the_list_goes_round_by_the_folder(place, one):
-    laid, kit = one / "share" / LIST, Kit.open(one / "C1")
-    exchanged = partial(exchange_list, kit, str(laid.parent))
+    laid, kit = one / "share" / REVOCATIONS_FILE, Kit.open(one / "C1")
+    exchanged = partial(sync_revocation_list, kit, str(laid.parent))
     assert exchanged() == ""
-    revoke("C2", one)
+    revoke_site("C2", one)
     newest = laid.read_text()
     assert "was taken from the folder" in exchanged() and exchanged() == ""
     laid.write_text(list_after("C1", place / "two"))  # whoever can write there lays another
-    assert "was laid into the folder" in exchanged()
+    assert "was written into the folder" in exchanged()
     laid.unlink()
-    assert "was laid into the folder" in exchanged() and laid.read_text() == newest
+    assert "was written into the folder" in exchanged() and laid.read_text() == newest
     laid.unlink()
     laid.symlink_to(one / "C1" / "federation.json")
     exchanged()
     assert laid.read_text() == newest and Kit.open(one / "C1").name == "C1"
-    assert "was not asked" in exchange_list(kit, str(place / "nowhere"))
+    assert "was not asked" in sync_revocation_list(kit, str(place / "nowhere"))
 
 
 def test_check_over_a_folder_uses_it_and_takes_its_list(place, one):
@@ -181,26 +202,26 @@ def test_check_over_a_folder_uses_it_and_takes_its_list(place, one):
     assert command("check", one / "C1").exit_code == 1
     assert [step[1] for step in steps("C1", "--folder", place / "away")] == [True, True]
     (place / "away").rename(share)
-    revoke("C2", one)
+    revoke_site("C2", one)
     assert "a newer list of withdrawn certificates was taken" in steps("C1")[1][2]
     ((what, ok, said),) = steps("C2")
     assert (what, ok) == ("certificate", False) and "of C2 was withdrawn on" in said
 
 
-@pytest.mark.parametrize("cannot", ["write", "read", "remove"])
+@pytest.mark.parametrize("cannot", ["write", "read", "remove_file"])
 def test_check_fails_where_a_folder_cannot_be_used(one, monkeypatch, cannot):
     def denied(*_):
         raise PermissionError("Permission denied")
 
-    monkeypatch.setattr(Share, cannot, denied)
-    document = check(Kit.open(one / "C1"))
+    monkeypatch.setattr(SharedFolder, cannot, denied)
+    document = check_kit(Kit.open(one / "C1"))
     assert not document["ok"] and "the folder cannot be used" in document["steps"][1]["said"]
-    assert not list((one / "share").glob("check-*")) or cannot == "remove"
+    assert not list((one / "share").glob("check-*")) or cannot == "remove_file"
 
 
 def test_start_takes_the_list_from_the_folder_before_anything_else(place, one, capfd, monkeypatch):
-    monkeypatch.setattr(kits, "SOON_DAYS", 1000)
-    revoke("C2", one)
+    monkeypatch.setattr(kits, "RENEWAL_DAYS", 1000)
+    revoke_site("C2", one)
     begin = lambda name: take_part_by_folder(Study(place), Kit.open(one / name))  # noqa: E731
     refused(lambda: begin("C1"), "C1 has approved no plan")
     said = capfd.readouterr().err
@@ -215,15 +236,15 @@ def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, one, monk
     plan = SimpleNamespace(digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: settings)
 
     def part(_, identity, *args, **given):
-        trusted.append(withdrawn(identity.root).number)
+        trusted.append(parse_revocation_list(identity.root).number)
         if len(trusted) == 1:
-            revoke("C2", one)  # it lies in the folder now
+            revoke_site("C2", one)  # it lies in the folder now
             raise SiteReturned("site C2 began anew")
         return {}
 
     monkeypatch.setattr(starting, "take_part", part)
     line, study = SimpleNamespace(close=lambda: None, waiting=set), Study(place / "study")
-    assert starting._until_done(study, mine, plan, line, mine.folder, ()) == {}
+    assert starting._take_part_until_done(study, mine, plan, line, mine.folder, ()) == {}
     assert trusted == [0, 1]
 
 
@@ -231,17 +252,17 @@ def test_a_job_brings_the_list_and_no_forged_one(place, one, monkeypatch):
     pytest.importorskip("nvflare")
     from wsi_fl.hospitals.flare import roles
 
-    monkeypatch.setenv(roles.STUDY, str(place))
-    monkeypatch.setenv(roles.KIT, str(one / "C1"))
+    monkeypatch.setenv(roles.STUDY_VARIABLE, str(place))
+    monkeypatch.setenv(roles.KIT_VARIABLE, str(one / "C1"))
 
     def do(text):
-        return roles.Hospital()._do({"what": "check", "plan": "0" * 64, "withdrawn": text})
+        return roles.HospitalExecutor()._run_request({"what": "check", "plan": "0" * 64, "withdrawn": text})
 
     ours, theirs = (list_after("C2", folder) for folder in (one, place / "two"))
     refused(lambda: do(theirs), "not signed by this federation's root", error=NotTrusted)
-    refused(lambda: do(""), "approved no plan", error=KnownToAll)
-    refused(lambda: do(ours), "approved no plan", error=KnownToAll)
-    assert Kit.open(one / "C1").withdrawn().text == ours
+    refused(lambda: do(""), "approved no plan", error=ReportableError)
+    refused(lambda: do(ours), "approved no plan", error=ReportableError)
+    assert Kit.open(one / "C1").load_revocation_list().text == ours
     last = list_after("C1", one)
     refused(lambda: do(last), "of C1 was withdrawn")
 
@@ -253,15 +274,17 @@ def people(federation):
 
 
 def listed(federation, *identities):
-    more = {verified(one.certificate, one.root).number: fingerprint(one.certificate) for one in identities}
-    return f"{federation.root}\n{certificates.longer_list(federation.root, federation.key, more)}"
+    more = {
+        verify_certificate(one.certificate, one.root).number: key_fingerprint(one.certificate) for one in identities
+    }
+    return f"{federation.root}\n{certificates.extend_revocation_list(federation.root, federation.key, more)}"
 
 
 def test_the_hello_of_a_withdrawn_key_is_refused(federation, people):
     ends, (good, bad, _) = {}, people
     knowing = Identity(good.name, good.key, good.certificate, listed(federation, bad))
     who = {"C1": knowing, "C2": bad}
-    met = at_once(lambda name: RelayedComm(who[name], ("C1", "C2"), (0, 1), Wire(name, ends), 0.5), who)
+    met = at_once(lambda name: SecureComm(who[name], ("C1", "C2"), (0, 1), Wire(name, ends), 0.5), who)
     assert "the certificate of C2 was withdrawn" in str(met["C1"]) and isinstance(met["C2"], WsiFlError)
 
 
@@ -273,23 +296,23 @@ def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, 
 
     def be(name):
         identity, line = who[name], Wire(name, ends)
-        given = {"withdrawn": lambda: gone, "attendance": Attendance(identity, ("C1", "C2"), least)}
-        comm = RelayedComm(identity, ("C1", "C2"), (0, 1), line, 20, **given)
-        assert comm.gather([Seen(site=name)], Seen) == [{"site": "C1"}, {"site": "C2"}]
+        given = {"load_revoked": lambda: gone, "presence": SitePresence(identity, ("C1", "C2"), least)}
+        comm = SecureComm(identity, ("C1", "C2"), (0, 1), line, 20, **given)
+        assert comm.gather([SiteGreeting(site=name)], SiteGreeting) == [{"site": "C1"}, {"site": "C2"}]
         both.wait(10)
         if name == "C2":
             time.sleep(0.2 if waits else 0)  # the other one has sent
-            gone[fingerprint(identity.certificate)] = datetime(2026, 1, 31, tzinfo=UTC)
+            gone[key_fingerprint(identity.certificate)] = datetime(2026, 1, 31, tzinfo=UTC)
         if not waits:
             both.wait(10)
-        comm.gather([Seen(site=name)], Seen)
+        comm.gather([SiteGreeting(site=name)], SiteGreeting)
 
     found = at_once(be, who)
     mine, theirs = found["C1"], found["C2"]
     said = "site C2 has a certificate that was withdrawn on 2026-01-31, and needs a new key"
     assert str(mine) == str(theirs) == said
-    assert isinstance(mine, Interrupted) and not isinstance(theirs, SitesGone)
-    assert isinstance(mine, SitesGone) == (least is not None)
+    assert isinstance(mine, Interrupted) and not isinstance(theirs, SitesDroppedOut)
+    assert isinstance(mine, SitesDroppedOut) == (least is not None)
     assert getattr(mine, "sites", ("C2",)) == ("C2",)
 
 
@@ -297,23 +320,23 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once_and_its_approval_d
     federation, people, tmp_path
 ):
     good, bad, new = people
-    sites = [{"name": one.name, "key": fingerprint(one.certificate)} for one in (good, bad)]
-    plan, trusted = Plan(json.dumps({"sites": sites})), listed(federation, bad)
-    refused(lambda: check_withdrawn(plan, trusted, plan.sites), "a key of C2 that was withdrawn", "new plan")
-    check_withdrawn(plan, trusted, ["C1"])  # without it a run can be finished
+    sites = [{"name": one.name, "key": key_fingerprint(one.certificate)} for one in (good, bad)]
+    plan, trusted = FederationPlan(json.dumps({"sites": sites})), listed(federation, bad)
+    refused(lambda: check_revoked(plan, trusted, plan.sites), "a key of C2 that was withdrawn", "new plan")
+    check_revoked(plan, trusted, ["C1"])  # without it a run can be finished
     knowing = Identity(good.name, good.key, good.certificate, trusted)
-    given = {"approved": "", "attendance": Attendance(knowing, plan.sites, 2)}
-    meeting = partial(taking_part._introduced, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **given)
+    given = {"approved": "", "presence": SitePresence(knowing, plan.sites, 2)}
+    meeting = partial(taking_part._open_comm, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **given)
     refused(meeting, "a key of C2 that was withdrawn", error=NoCommonPlan)
-    coordinator = SimpleNamespace(identity=lambda: knowing)  # is told before anybody is asked
-    asking = partial(submitting._run, coordinator, plan, plan.sites, {}, Silent())
+    coordinator = SimpleNamespace(load_identity=lambda: knowing)  # is told before anybody is asked
+    asking = partial(submitting._run_job, coordinator, plan, plan.sites, {}, SilentProgress())
     refused(asking, "a key of C2 that was withdrawn")
-    check_withdrawn(plan, federation.root, plan.sites)
-    refused(lambda: check_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
+    check_revoked(plan, federation.root, plan.sites)
+    refused(lambda: check_pinned_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
     for one in (good, bad):
-        approve(Study(tmp_path), plan, one)
-    assert approvals(Study(tmp_path), plan, federation.root).signed == ("C1", "C2")
-    found = approvals(Study(tmp_path), plan, trusted)
+        record_approval(Study(tmp_path), plan, one)
+    assert collect_approvals(Study(tmp_path), plan, federation.root).signed == ("C1", "C2")
+    found = collect_approvals(Study(tmp_path), plan, trusted)
     assert found.signed == ("C1",) and "the certificate of C2 was withdrawn" in found.missing["C2"]
 
 
@@ -323,9 +346,9 @@ def test_tls_refuses_a_withdrawn_certificate_on_either_side(place, one):
 
     def context_of(name, crt, key, serves):
         startup = one / name / "startup"
-        given = {"scheme": "https", "secure": True, "ca_cert": str(startup / ROOT)}
+        given = {"scheme": "https", "secure": True, "ca_cert": str(startup / ROOT_FILE)}
         given |= {crt: str(startup / "client.crt"), key: str(startup / "client.key")}
-        return processes._checking(given, serves)
+        return processes._make_ssl_context(given, serves)
 
     def shake(client):
         """The handshake of a client with a server that uses the coordinator's certificate."""
@@ -342,26 +365,26 @@ def test_tls_refuses_a_withdrawn_certificate_on_either_side(place, one):
                     to.write(came.read())
 
     shake("C1")
-    revoke("C1", one)
+    revoke_site("C1", one)
     with pytest.raises(ssl.SSLCertVerificationError, match="revoked"):
         shake("C1")
     shake("C2")
-    (one / "C2" / "startup" / LIST).write_text(list_after("coordinator", one))
+    (one / "C2" / "startup" / REVOCATIONS_FILE).write_text(list_after("coordinator", one))
     with pytest.raises(ssl.SSLCertVerificationError, match="revoked"):
         shake("C2")
     context = ssl.create_default_context()
-    assert refuse_withdrawn(context, place / "none" / ROOT).verify_flags == context.verify_flags
+    assert refuse_revoked(context, place / "none" / ROOT_FILE).verify_flags == context.verify_flags
 
 
 def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(one, monkeypatch):
     old = identity_of(one, "C1")
-    said = renew(one / "C1")
+    said = create_renewal_request(one / "C1")
     assert approve_request(Path(said["file"]), one)["withdrew"] is None
     joined(one, "C1")
     new = identity_of(one, "C1")
     assert new.certificate != old.certificate
-    assert fingerprint(new.certificate) == fingerprint(old.certificate)
-    assert Kit.open(one / "C1").reminder() == ""
+    assert key_fingerprint(new.certificate) == key_fingerprint(old.certificate)
+    assert Kit.open(one / "C1").renewal_reminder() == ""
 
     class Later(datetime):
         @classmethod
@@ -370,35 +393,39 @@ def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(one, monkeypa
 
     for module in (kits, certificates):
         monkeypatch.setattr(module, "datetime", Later)
-    reminder = Kit.open(one / "C1").reminder()
+    reminder = Kit.open(one / "C1").renewal_reminder()
     assert "ends in 9 days: `wsi-fl federation renew --kit" in reminder
-    assert reminder in next(look(Kit.open(one / "C1"))).said
+    assert reminder in next(check_connection(Kit.open(one / "C1"))).said
 
 
 def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(one):
     folder, key = one / "C1", one / "C1" / "startup" / "client.key"
     old = identity_of(one, "C1")
     said = json.loads(command("renew", "--kit", folder, "--new-key").stdout)
-    assert said["fingerprint"] == renew(folder, rotate=True)["fingerprint"]  # asking again makes no third key
+    assert (
+        said["fingerprint"] == create_renewal_request(folder, rotate=True)["fingerprint"]
+    )  # asking again makes no third key
     assert identity_of(one, "C1").certificate == old.certificate
     approved = json.loads(command("approve", said["file"], "--kit", one).stdout)
     assert approved["withdrew"]["number"] == 1
-    assert next(iter(approved_lines(approved))).text == f"C1 (one) is renewed until {approved['until']}"
-    join(Path(approved["file"]), folder)
+    assert next(iter(approval_lines(approved))).text == f"C1 (one) is renewed until {approved['until']}"
+    install_certificate(Path(approved["file"]), folder)
     new = identity_of(one, "C1")
-    assert fingerprint(new.certificate) == said["fingerprint"] != fingerprint(old.certificate)
+    assert key_fingerprint(new.certificate) == said["fingerprint"] != key_fingerprint(old.certificate)
     assert [path.name for path in key.parent.glob("*.key")] == ["client.key"]
-    assert key.stat().st_mode & 0o077 == 0 and Kit.open(folder).withdrawn().number == 1
-    refused(lambda: verified(old.certificate, new.root), "withdrawn", error=NotTrusted)
-    assert Root.open(one).keys()["C1"] == said["fingerprint"]
+    assert key.stat().st_mode & 0o077 == 0 and Kit.open(folder).load_revocation_list().number == 1
+    refused(lambda: verify_certificate(old.certificate, new.root), "withdrawn", error=NotTrusted)
+    assert RootCA.open(one).load_keys()["C1"] == said["fingerprint"]
 
 
 def test_a_plan_of_before_a_new_key_asks_for_a_new_plan(place, one):
     old = identity_of(one, "C1")
-    sites = [{"name": "C1", "key": fingerprint(old.certificate)}]
-    approve(Study(place), Plan(json.dumps({"format": "wsi-fl plan", "version": 1, "sites": sites})), old)
-    approved = approve_request(Path(renew(one / "C1", rotate=True)["file"]), one)
-    join(Path(approved["file"]), one / "C1")
+    sites = [{"name": "C1", "key": key_fingerprint(old.certificate)}]
+    record_approval(
+        Study(place), FederationPlan(json.dumps({"format": "wsi-fl plan", "version": 1, "sites": sites})), old
+    )
+    approved = approve_request(Path(create_renewal_request(one / "C1", rotate=True)["file"]), one)
+    install_certificate(Path(approved["file"]), one / "C1")
     words = "this plan names an older key of C1; ask for a new plan, and sign it"
     refused(lambda: take_part_by_folder(Study(place), Kit.open(one / "C1")), words)
 
@@ -407,10 +434,10 @@ def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place, one):
     """A key of another name, of another federation, withdrawn, or a request that was changed after it was signed."""
     stolen = shutil.copytree(one / "C1", place / "stolen")
     foreign = shutil.copytree(place / "two" / "C1", place / "foreign")
-    ask = Path(renew(foreign, rotate=True)["file"])
+    ask = Path(create_renewal_request(foreign, rotate=True)["file"])
     refused(lambda: approve_request(ask, one), "another key already", "revoke C1")
-    good, mine = (Path(renew(folder, rotate=True)["file"]) for folder in (stolen, one / "C2"))
-    other = request(place / "thief", name="C1", organization="x")
+    good, mine = (Path(create_renewal_request(folder, rotate=True)["file"]) for folder in (stolen, one / "C2"))
+    other = create_request(place / "thief", name="C1", organization="x")
     file = Path(other["file"])
     bent = json.loads(good.read_text()) | {"request": json.loads(file.read_text())["request"]}
     for forged in (bent, bent | {"renews": json.loads(mine.read_text())["renews"]}, bent | {"renews": {}}):
@@ -420,23 +447,23 @@ def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place, one):
 
 def test_a_name_whose_key_was_withdrawn_needs_a_new_one_and_a_telephone_call(place, one):
     stolen = shutil.copytree(one / "C1", place / "stolen")
-    vouched = Path(renew(stolen, rotate=True)["file"])
-    revoke("C1", one)
+    vouched = Path(create_renewal_request(stolen, rotate=True)["file"])
+    revoke_site("C1", one)
     refused(lambda: approve_request(vouched, one), "was withdrawn", "--fingerprint")
-    same = Path(renew(stolen)["file"])
-    same_key = fingerprint(json.loads(same.read_text())["request"])
+    same = Path(create_renewal_request(stolen)["file"])
+    same_key = key_fingerprint(json.loads(same.read_text())["request"])
     refused(lambda: approve_request(same, one, same_key), "was withdrawn", "new kit")
-    anew = request(place / "anew", name="C1", organization="x")
+    anew = create_request(place / "anew", name="C1", organization="x")
     refused(lambda: approve_request(Path(anew["file"]), one), "--fingerprint")
     approve_request(Path(anew["file"]), one, anew["fingerprint"])
-    found = join(place / "anew" / "certificate-C1.json", place / "anew", unchecked=True)
-    assert found["name"] == "C1" and Kit.open(place / "anew").withdrawn().number == 1
+    found = install_certificate(place / "anew" / "certificate-C1.json", place / "anew", unchecked=True)
+    assert found["name"] == "C1" and Kit.open(place / "anew").load_revocation_list().number == 1
 
 
 def test_a_kit_stays_in_its_federation(place, one):
-    made = request(place / "C5", name="C5", organization="x")
+    made = create_request(place / "C5", name="C5", organization="x")
     approve_request(Path(made["file"]), one, unchecked=True)
-    join(place / "C5" / "certificate-C5.json", place / "C5", unchecked=True)
+    install_certificate(place / "C5" / "certificate-C5.json", place / "C5", unchecked=True)
     approve_request(Path(made["file"]), place / "two", unchecked=True)
     refused(lambda: joined(place, "C5"), "of another federation")
     assert Kit.open(place / "C5").document["federation"] == "one"

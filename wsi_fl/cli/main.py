@@ -1,4 +1,4 @@
-"""The command line: thin, every command one call of a stage. Heavy imports happen inside commands."""
+"""The command line: every command calls one stage. Heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typer.core import TyperGroup
 
 from wsi_fl import __version__
 from wsi_fl.cli import prepare, training
-from wsi_fl.cli.options import Json, announced, show
-from wsi_fl.plugins import Table
+from wsi_fl.cli.options import Json, announce_start, print_document
+from wsi_fl.plugins import PluginTable
 
 
-class _Program(TyperGroup):
+class _CommandGroup(TyperGroup):
     """The commands below, and those of the entry points `wsi_fl.commands`: a function, or a `typer.Typer` with several.
 
     A package is imported for --help and for its own commands.
@@ -24,39 +24,35 @@ class _Program(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         order = [name for names in (*GROUPS.values(), *MORE.values()) for name in names]
-        return sorted(self._all(), key=lambda name: [*order, name].index(name))
+        return sorted(self._load_table(), key=lambda name: [*order, name].index(name))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the groups; commands of other packages stand in the last one."""
         listed = self.list_commands(ctx)
-        known = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
-        others = [name for name in listed if name not in known and not self.get_command(ctx, name).hidden]
+        grouped_names = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
+        others = [name for name in listed if name not in grouped_names and not self.get_command(ctx, name).hidden]
         for title, names in {**GROUPS, "Other packages": others}.items():
-            rows = [
-                (name, self.get_command(ctx, name).get_short_help_str(200))
-                for name in names
-                if name in listed
-            ]
+            rows = [(name, self.get_command(ctx, name).get_short_help_str(200)) for name in names if name in listed]
             if rows:
-                with formatter.section(title):
+                with formatter.find_section(title):
                     formatter.write_dl(rows)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = self._all().get(cmd_name)
-        if not isinstance(found, _ADDED):
-            return found
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        if isinstance(found, typer.Typer):
-            alone.add_typer(found, name=cmd_name)
+        plugin = self._load_table().get(cmd_name)
+        if not isinstance(plugin, _PLUGIN_TYPES):
+            return plugin
+        program = typer.Typer(add_completion=False, rich_markup_mode=None)
+        if isinstance(plugin, typer.Typer):
+            program.add_typer(plugin, name=cmd_name)
         else:
-            alone.command(cmd_name)(found)
-        return typer.main.get_group(alone).commands[cmd_name]
+            program.command(cmd_name)(plugin)
+        return typer.main.get_group(program).commands[cmd_name]
 
-    def _all(self) -> Table[Any]:
-        return Table("wsi_fl.commands", self.commands, _ADDED)
+    def _load_table(self) -> PluginTable[Any]:
+        return PluginTable("wsi_fl.commands", self.commands, _PLUGIN_TYPES)
 
 
-_ADDED = typer.Typer | FunctionType
+_PLUGIN_TYPES = typer.Typer | FunctionType
 
 GROUPS = {
     "Start": ("demo", "doctor", "init", "config"),
@@ -75,94 +71,98 @@ MORE = {
 """Those that work and are not shown, as docs/commands.md lists them in its groups."""
 
 app = typer.Typer(
-    cls=_Program,
+    cls=_CommandGroup,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Hospitals learn together from whole-slide images they may not share.",
+    help="Federated learning on whole-slide images that hospitals may not share.",
     epilog="Start with: wsi-fl demo. All commands: docs/commands.md",
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(__version__)
         raise typer.Exit
 
 
 @app.callback()
-def _root(
+def _print_help(
     context: typer.Context,
     version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
-def demo(
+def start_demo(
     out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
 ) -> None:
-    """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
-    from wsi_fl.demo.run import demo, demo_lines
+    """Simulate four hospitals' slides, tile, train local and federated models, and report each hospital's benefit."""
+    from wsi_fl.demo.run import render_demo_lines, run_demo
 
-    show(demo(out), as_json, demo_lines)
+    print_document(run_demo(out), as_json, render_demo_lines)
 
 
-def doctor(as_json: Json = False) -> None:
-    """Check Python, OpenSlide, MPI, GPUs and disk; say how to fix what is missing."""
-    from wsi_fl.stages.doctor import doctor, doctor_lines
+def check_machine(as_json: Json = False) -> None:
+    """Check Python, OpenSlide, MPI, GPUs and disk; show how to fix problems."""
+    from wsi_fl.stages.doctor import check_installation, render_doctor_lines
 
-    document = doctor()
-    show(document, as_json, doctor_lines)
+    document = check_installation()
+    print_document(document, as_json, render_doctor_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
 
-def config(
+def show_config(
     key: Annotated[
         str, Argument(metavar="[KEY]", help="A key, a section, or site for site files. Default: all keys.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Say what a configuration key means, what it may be and what it is by default."""
-    from wsi_fl.study.reference import keys, keys_lines
+    """Show the meaning, allowed values and default of configuration keys."""
+    from wsi_fl.study.reference import find_keys, render_key_lines
 
-    show({"keys": keys(key)}, as_json, keys_lines)
+    print_document({"keys": find_keys(key)}, as_json, render_key_lines)
 
 
-_QUICK = (prepare.init, training.plan_size, training.privacy, config)
-"""Commands that begin at once; all others read, train or import for longer than a second."""
+_QUICK_COMMANDS = (prepare.create_study, training.plan_size, training.plan_privacy, show_config)
+"""Commands that start at once; all others take longer than a second to import."""
 
-_COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
-_COMMANDS += [
-    prepare.import_features,
-    prepare.directions,
-    prepare.check,
-    prepare.encoders,
-    training.export,
-    prepare.pack,
-]
-_COMMANDS += [
-    training.export,
-    prepare.partition,
-    training.release,
-    training.train,
-    training.evaluate,
-    training.predict,
-]
-_COMMANDS += [training.compare, training.clinical, training.audit, training.report, training.plan_size]
-_COMMANDS += [training.privacy, training.bench, config]
+_COMMANDS: dict[str, Any] = {
+    "demo": start_demo,
+    "doctor": check_machine,
+    "init": prepare.create_study,
+    "config": show_config,
+    "bench": training.run_benchmark,
+    "tile": prepare.tile_sites,
+    "features": prepare.encode_features,
+    "import": prepare.import_features,
+    "mosaic": prepare.encode_mosaics,
+    "projection": prepare.compute_projection,
+    "check": prepare.verify_stores,
+    "encoders": prepare.show_encoders,
+    "partition": prepare.divide_images,
+    "pack": prepare.pack_file,
+    "export": training.export_files,
+    "train": training.train,
+    "privacy": training.plan_privacy,
+    "statistics": training.release_statistics,
+    "evaluate": training.evaluate,
+    "predict": training.predict,
+    "compare": training.compare_runs,
+    "report": training.write_report,
+    "clinical": training.report_clinical,
+    "plan-size": training.plan_size,
+    "audit": training.audit_run,
+}
+_VISIBLE_COMMANDS = {name for names in GROUPS.values() for name in names}
 
-_NAMES = {prepare.directions: "projection", training.release: "statistics", prepare.import_features: "import"}
-"""Of commands that are not called as their functions."""
-_SHOWN = {name for names in GROUPS.values() for name in names}
-
-for command in _COMMANDS:
-    described, name = training.Described if command is training.train else None, _NAMES.get(command)
-    called = name or command.__name__.replace("_", "-")
-    starts = command if command in _QUICK else announced(command, called)
-    app.command(called, cls=described, hidden=called not in _SHOWN)(starts)
-app.command(hidden=True)(training.rank)
+for name, command in _COMMANDS.items():
+    described = training.MethodHelpCommand if name == "train" else None
+    starts = command if command in _QUICK_COMMANDS else announce_start(command, name)
+    app.command(name, cls=described, hidden=name not in _VISIBLE_COMMANDS)(starts)
+app.command("rank", hidden=True)(training.start_rank)

@@ -1,4 +1,4 @@
-"""What the commands share: options, how a study is found, how an answer is shown."""
+"""Shared parts of commands: options, finding a study, printing documents."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from typer import Argument, Option
 
-from wsi_fl.system.machine import is_first, launched_ranks
-from wsi_fl.types import UsageError, WsiFlError, printable
+from wsi_fl.system.machine import count_ranks, is_first_rank
+from wsi_fl.types import UsageError, WsiFlError, make_printable
 
 if TYPE_CHECKING:
-    from wsi_fl.stages.prepare.sources import Which
+    from wsi_fl.stages.prepare.sources import Scope
     from wsi_fl.stages.work.console import Lines
     from wsi_fl.study.folder import Study
 
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Pipeline = Annotated[
-    str | None,
-    Option(help="Name of a pipeline. Default: the study's only one; camelyon17 where it has none."),
+    str | None, Option(help="Name of a pipeline. Default: the study's only one; camelyon17 where it has none.")
 ]
 Set = Annotated[
     list[str] | None,
@@ -42,8 +41,7 @@ Gpus = Annotated[
     str | None, Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one.")
 ]
 SiteGpus = Annotated[
-    str | None,
-    Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
+    str | None, Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all.")
 ]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 
@@ -58,105 +56,105 @@ def find_study() -> Study:
 _D = TypeVar("_D", bound=Mapping[str, object])
 
 
-def show(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
-    """Print a command's answer once, whatever ranks there are, as one JSON document or as lines."""
-    if not document or not is_first():
+def print_document(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
+    """Print a command's document on the first rank only, as JSON or as lines."""
+    if not document or not is_first_rank():
         return
     if as_json:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-        print("\n".join(map(_spelled, text.split("\n"))), flush=True)
+        print("\n".join(map(_escape_unprintable, text.split("\n"))), flush=True)
     else:
-        from wsi_fl.stages.work.console import render
+        from wsi_fl.stages.work.console import print_lines
 
-        render(lines(document))
+        print_lines(lines(document))
 
 
-def show_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
-    """Do the work of a command, which is given bars as its `watcher`, print its answer, and return that."""
-    from wsi_fl.stages.work.console import Bars
+def run_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
+    """Run a command's work with progress bars as its `watcher`; print and return its document."""
+    from wsi_fl.stages.work.console import ProgressBars
 
-    with Bars(title) as bars:
+    with ProgressBars(title) as bars:
         document = work(watcher=bars)
-    show(document, as_json, lines)
+    print_document(document, as_json, lines)
     return document
 
 
-def _spelled(line: str) -> str:
-    """A line of JSON that means the same, and in which what a terminal would not show as it is stands as an escape."""
+def _escape_unprintable(line: str) -> str:
+    """Return an equivalent line of JSON with unprintable characters escaped."""
     if line.isprintable():
         return line
-    return "".join(one if printable(one) == one else json.dumps(one)[1:-1] for one in line)
+    return "".join(
+        character if make_printable(character) == character else json.dumps(character)[1:-1] for character in line
+    )
 
 
 _C = TypeVar("_C", bound=Callable[..., None])
 
 
-def announced(command: _C, name: str = "") -> _C:
-    """Return the command, which first says on stderr that it starts, since what it imports takes seconds.
+def announce_start(command: _C, name: str = "") -> _C:
+    """Return the command with a start message on stderr, since its imports take seconds.
 
-    Ctrl-C that knows how the work goes on is told in its own words.
+    A KeyboardInterrupt with a message (how to resume) is reported with that message.
     """
 
     @functools.wraps(command)
-    def told(*args: Any, **kwargs: Any) -> None:
-        if is_first():
+    def run_command(*args: Any, **kwargs: Any) -> None:
+        if is_first_rank():
             print(f"wsi-fl {name or command.__name__}: starting …", file=sys.stderr, flush=True)
         try:
             command(*args, **kwargs)
-        except KeyboardInterrupt as stopped:  # typer would forget its words
-            if not str(stopped):
+        except KeyboardInterrupt as interrupt:  # typer would drop the message
+            if not str(interrupt):
                 raise
-            raise WsiFlError(str(stopped)) from None
+            raise WsiFlError(str(interrupt)) from None
 
-    return cast(_C, told)
+    return cast(_C, run_command)
 
 
-_GPU = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
-"""A number of a GPU, or its name, as `nvidia-smi -L` lists both, and as CUDA and Slurm write them."""
+_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+"""A GPU's number or name as in `nvidia-smi -L`, CUDA and Slurm."""
 
 
 def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
-    """Take these GPUs, "0,1", and where they are several, begin the command again with a rank on each.
+    """Restrict the process to these GPUs, "0,1"; for several, restart the command with a rank on each.
 
-    Where a cluster gave this job some of the machine's GPUs, they are to be among these.
-    Without `ranks` they are only taken: `train` starts its own.
+    They must be among the GPUs that a cluster assigned to this job. Without `ranks` nothing is restarted: `train`
+    starts its own ranks.
     """
     if gpus is None:
         return
     numbers = gpus.split(",")
-    if not all(map(_GPU.fullmatch, numbers)) or len(set(numbers)) < len(numbers):
+    if not all(map(_GPU_NAME.fullmatch, numbers)) or len(set(numbers)) < len(numbers):
         raise UsageError(
             f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3, or their names, such as GPU-8932f937"
         )
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-    if given and not set(numbers) <= set(given.split(",")):
+    assigned = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    if assigned and not set(numbers) <= set(assigned.split(",")):
         raise UsageError(
-            f"--gpus {gpus}: this process was given the GPUs {given} (CUDA_VISIBLE_DEVICES), and others may be "
+            f"--gpus {gpus}: this process was given the GPUs {assigned} (CUDA_VISIBLE_DEVICES), and others may be "
             "somebody else's; choose of these, as they are written there"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    if launched_ranks() is not None:
+    if count_ranks() is not None:
         return
     import torch
 
     if (n := torch.cuda.device_count()) < len(numbers):
-        raise UsageError(
-            f"--gpus {gpus}: of these this machine has {n or 'none'}; `nvidia-smi -L` lists them"
-        )
+        raise UsageError(f"--gpus {gpus}: of these this machine has {n or 'none'}; `nvidia-smi -L` lists them")
     if ranks and len(numbers) > 1:
         from wsi_fl.stages.training.launch import find_mpiexec, rank_environment
 
-        again = [find_mpiexec(), "-n", str(len(numbers)), "--oversubscribe", "--bind-to", "none"]
-        again += [sys.executable, "-m", "wsi_fl", *sys.argv[1:]]
-        os.execvpe(again[0], again, rank_environment(len(numbers)))
+        command = [find_mpiexec(), "-n", str(len(numbers)), "--oversubscribe", "--bind-to", "none"]
+        command += [sys.executable, "-m", "wsi_fl", *sys.argv[1:]]
+        os.execvpe(command[0], command, rank_environment(len(numbers)))
 
 
-def asked(
-    command: str, site: str | None, every: bool, pipeline: str | None, overrides: list[str] | None = None
-) -> Which:
-    """Return which sites a command works on; UsageError unless exactly one of --site and --all was given."""
-    if site is None and not every:
+def parse_sites(
+    command: str, site: str | None, all_sites: bool, pipeline: str | None, overrides: list[str] | None = None
+) -> Scope:
+    """Return the site selection of a command; UsageError unless exactly one of --site and --all was given."""
+    if site is None and not all_sites:
         raise UsageError(f"{command} needs one of --site NAME and --all")
-    if site is not None and every:
+    if site is not None and all_sites:
         raise UsageError("--site and --all exclude each other")
     return {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}

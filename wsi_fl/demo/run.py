@@ -1,4 +1,4 @@
-"""`demo`: the whole job on painted slides, in minutes, on any machine."""
+"""`wsi-fl demo`: the whole workflow on simulated slides, in minutes, on any machine."""
 
 from __future__ import annotations
 
@@ -11,97 +11,95 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import paint_archive, paint_slide, plan_slides, write_pyramid
-from wsi_fl.models.weights import untrained_weights
-from wsi_fl.stages.answers.compare import compare, compare_lines
-from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
-from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.bags import features
-from wsi_fl.stages.prepare.directions import directions, directions_lines
-from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile, tile_lines
+from wsi_fl.demo.phantom import plan_slides, simulate_archive, simulate_slide, write_pyramid
+from wsi_fl.models.weights import random_weights
+from wsi_fl.stages.answers.compare import compare_methods, render_comparison_lines
+from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.answers.report import write_report
+from wsi_fl.stages.prepare.bags import make_features
+from wsi_fl.stages.prepare.directions import build_projection, render_projection_lines
+from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.training.train import summary_lines, train
-from wsi_fl.stages.work.console import Bars, Lines, render, say
+from wsi_fl.stages.work.console import Lines, ProgressBars, print_lines, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import UsageError
 
 _ENCODER, INPUT_PX = "resnet18", 64
-_PATCH_PX, _PUBLIC_PX, _GLASS = 256, 1024, 225
+_PATCH_PX, _PUBLIC_PX, _GLASS_LEVEL = 256, 1024, 225
 _PIPELINE = "demo"
 _N_SITES = 4
 _PATIENTS_PER_SITE = 20
 _SLIDE_PX = 1536
-_ILL = (1.0, 0.5, 0.15, 0.0)
-"""Share of each hospital's patients who have metastases: one hospital sees few, one none."""
-_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/projection.safetensors", "public"
-_PUBLIC_SEED, _N_DIRECTIONS, _PUBLIC_MPP = 99, 16, 0.5
-"""There are 9 to 15 patients in a hospital, for whom 32 directions are many."""
+_METASTASIS_SHARES = (1.0, 0.5, 0.15, 0.0)
+"""Share of patients with metastases by hospital: one hospital has few, one none."""
+_WEIGHTS, _PROJECTION, _PUBLIC = "weights/untrained.safetensors", "weights/projection.safetensors", "public"
+_PUBLIC_SEED, _N_DIMENSIONS, _PUBLIC_MPP = 99, 16, 0.5
+"""Hospitals have 9 to 15 patients each: too few for 32 dimensions."""
 
 
-def demo(folder: Path) -> dict[str, Any]:
-    """Paint, tile, encode, train each hospital alone and all together, compare and report, into `folder`.
+def run_demo(folder: Path) -> dict[str, Any]:
+    """Simulate slides, tile, encode, train local and federated models, compare and report, into `folder`.
 
-    A demo that was interrupted goes on where it can: painted slides and finished shards are kept.
+    An interrupted demo is resumed: simulated slides and finished shards are kept.
 
     Returns:
-        The `--json` document, of which `report` is the page that says what joining brings each hospital.
+        The `--json` document; its `report` is the page on each hospital's benefit.
     """
-    study = _study(folder)
-    with Bars("tile") as bars:
-        render(tile_lines(tile(study, site=None, pipeline_name=_PIPELINE, watcher=bars)))
+    study = _prepare_study(folder)
+    with ProgressBars("tile") as bars:
+        print_lines(render_tile_lines(tile_slides(study, site=None, pipeline_name=_PIPELINE, watcher=bars)))
     weights = study.root / _WEIGHTS
     if not weights.exists():
-        write_untrained(weights)
-    with Bars("features") as bars:
-        features(study, site=None, pipeline_name=_PIPELINE, watcher=bars)
-    if not (study.root / _DIRECTIONS).exists():
-        _find_directions(study)
-    runs = {name: _trained(study, step) for name, step in _STEPS.items()}
-    say("What joining brings each hospital", style="bold")
+        write_untrained_weights(weights)
+    with ProgressBars("features") as bars:
+        make_features(study, site=None, pipeline_name=_PIPELINE, watcher=bars)
+    if not (study.root / _PROJECTION).exists():
+        _build_projection(study)
+    runs = {name: _train_and_evaluate(study, step) for name, step in _STEPS.items()}
+    print_message("The benefit of each hospital", style="bold")
     compare_with = [runs[name]["run"] for name in ("federated", "proxyfl", "pooled")]
-    with Bars("compare") as bars:
-        compared = compare(study, compare_with, watcher=bars)
-    render(compare_lines(compared))
-    page = report(study, runs["federated"]["run"])
+    with ProgressBars("compare") as bars:
+        comparison = compare_methods(study, compare_with, watcher=bars)
+    print_lines(render_comparison_lines(comparison))
+    page = write_report(study, runs["federated"]["run"])
     return {
         "study": str(study.root),
         "runs": runs,
-        "benefit": compared["benefit"],
-        "report": str(study.root / compared["page"]),
+        "benefit": comparison["benefit"],
+        "report": str(study.root / comparison["page"]),
         "run_report": str(page),
     }
 
 
 @dataclass(frozen=True)
-class _Step:
-    says: str
+class _DemoStep:
+    heading: str
     method: str
     backend: str
     overrides: tuple[str, ...] = ()
 
 
-_ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
+_LOCAL = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
-    "local": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
-    "pooled": _Step("What all data in one place would reach, which nobody may do", "joint", "local", _ALONE),
-    "proxyfl": _Step(
-        "ProxyFL, the paper's method: four hospitals, one MPI rank each; only noisy proxies travel, in ten rounds",
+    "local": _DemoStep("Local models: each hospital with its own data, tuned", "regular", "local", _LOCAL),
+    "pooled": _DemoStep("Pooled data: all data in one place, as a reference only", "joint", "local", _LOCAL),
+    "proxyfl": _DemoStep(
+        "ProxyFL, the paper's method: four hospitals, one MPI rank each, exchange only noisy proxies, in ten rounds",
         "proxyfl",
         "mpi",
         ("train.rounds=10", "train.eval_every=10"),
     ),
-    "federated": _Step(
-        "One letter: each hospital releases noisy sums of its classes, once, instead of proxies in rounds",
-        "oneshot",
-        "mpi",
+    "federated": _DemoStep(
+        "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds", "oneshot", "mpi"
     ),
 }
 
 
-def _trained(study: Study, step: _Step) -> dict[str, Any]:
-    say(step.says, style="bold")
-    with Bars("train") as bars:
+def _train_and_evaluate(study: Study, step: _DemoStep) -> dict[str, Any]:
+    print_message(step.heading, style="bold")
+    with ProgressBars("train") as bars:
         summary = train(
             study,
             method=step.method,
@@ -110,69 +108,73 @@ def _trained(study: Study, step: _Step) -> dict[str, Any]:
             backend=step.backend,
             watcher=bars,
         )
-    render(summary_lines(summary))
-    with Bars("evaluate") as bars:
+    print_lines(summary_lines(summary))
+    with ProgressBars("evaluate") as bars:
         evaluation = evaluate(study, summary["run"], watcher=bars)
-    render(evaluation_lines(evaluation))
+    print_lines(render_evaluation_lines(evaluation))
     return {"run": summary["run"], "merged": evaluation["merged"]}
 
 
-def _find_directions(study: Study) -> None:
-    """Paint slides of no hospital, and find in them along which directions features are summed."""
+def _build_projection(study: Study) -> None:
+    """Simulate public reference slides, and compute the projection from them."""
     public = study.root / _PUBLIC
     public.mkdir(exist_ok=True)
     for slide in plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED):
-        write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
-    out = study.root / _DIRECTIONS
-    with Bars("projection") as bars:
-        found = directions(study, [public], out=out, pipeline_name=_PIPELINE, n=_N_DIRECTIONS, watcher=bars)
-    render(directions_lines(found))
+        write_pyramid(public / f"{slide.name}.tif", simulate_slide(slide), _PUBLIC_MPP)
+    out = study.root / _PROJECTION
+    with ProgressBars("projection") as bars:
+        document = build_projection(
+            study, [public], out=out, pipeline_name=_PIPELINE, n_dimensions=_N_DIMENSIONS, watcher=bars
+        )
+    print_lines(render_projection_lines(document))
 
 
-def write_untrained(path: Path) -> None:
-    """Write the weights of the demo's encoder, always the same, with timm's names.
+def write_untrained_weights(path: Path) -> None:
+    """Write the untrained weights of the demo's encoder, always the same, with timm's names.
 
-    It was never trained, since the demo may download nothing; studies take a pretrained one.
+    The demo downloads nothing; studies take a pretrained encoder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(path, untrained_weights(_ENCODER, public_patches()), {})
+    save_tensors(path, random_weights(_ENCODER, draw_public_patches()), {})
 
 
-def public_patches() -> NDArray[np.uint8]:
-    """Return patches uint8[n, INPUT_PX, INPUT_PX, 3] of tissue, painted of slides that belong to no hospital."""
-    step, found = _PATCH_PX // INPUT_PX, []
+def draw_public_patches() -> NDArray[np.uint8]:
+    """Return tissue patches uint8[n, INPUT_PX, INPUT_PX, 3] of simulated public slides."""
+    step, patch_batches = _PATCH_PX // INPUT_PX, []
     for slide in plan_slides(4, 1, _PUBLIC_PX, _PUBLIC_SEED):
-        picture = paint_slide(slide)[::step, ::step]
+        picture = simulate_slide(slide)[::step, ::step]
         side = _PUBLIC_PX // _PATCH_PX
         grid = picture.reshape(side, INPUT_PX, side, INPUT_PX, 3)
         patches = grid.swapaxes(1, 2).reshape(-1, INPUT_PX, INPUT_PX, 3)
-        found.append(patches[patches.mean((1, 2, 3)) < _GLASS])
-    return np.concatenate(found)
+        patch_batches.append(patches[patches.mean((1, 2, 3)) < _GLASS_LEVEL])
+    return np.concatenate(patch_batches)
 
 
-_UNFINISHED = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}
-"""What a demo that was killed before its study was whole may have left."""
+_LEFTOVER_NAMES = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}
+"""Possible leftovers of a killed demo."""
 
 
-def _study(folder: Path) -> Study:
+def _prepare_study(folder: Path) -> Study:
     root = folder.resolve()
     if (root / "sites").is_dir() and (root / "pipelines" / f"{_PIPELINE}.toml").is_file():
         return Study(root)
-    if root.exists() and any(p.name not in _UNFINISHED for p in root.iterdir()):
+    if root.exists() and any(p.name not in _LEFTOVER_NAMES for p in root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no demo; choose another --out")
     for name in ("pipelines", "sites.unfinished"):
         shutil.rmtree(root / name, ignore_errors=True)
     archive, unfinished = root / "archive", root / "archive.unfinished"
     if not archive.is_dir():
-        say("Painting the slides of four hospitals", style="bold")
+        print_message("Simulating the slides of four hospitals", style="bold")
         shutil.rmtree(unfinished, ignore_errors=True)
         size = {"n_sites": _N_SITES, "patients_per_site": _PATIENTS_PER_SITE, "size_px": _SLIDE_PX}
-        with Bars("paint") as bars:
-            paint_archive(unfinished, **size, ill=_ILL, progress=partial(bars.update, "slides"))
+        with ProgressBars("simulate") as bars:
+            simulate_archive(
+                unfinished, **size, metastasis_shares=_METASTASIS_SHARES, progress=partial(bars.update, "slides")
+            )
         unfinished.rename(archive)
-    init(root, archive=archive, pipeline=_PIPELINE)
+    init_study(root, archive=archive, pipeline=_PIPELINE)
     return Study(root)
 
 
-def demo_lines(document: dict[str, Any]) -> Lines:
+def render_demo_lines(document: dict[str, Any]) -> Lines:
     yield document["report"]

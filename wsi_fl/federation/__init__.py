@@ -1,1 +1,1 @@
-"""Who talks to whom, what travels, and the one loop that runs every method."""
+"""Communication between sites, federated methods, and the training loop that runs them."""

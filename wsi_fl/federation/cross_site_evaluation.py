@@ -1,8 +1,8 @@
-"""Scores between hospitals: every hospital tests the models that travelled on its own patients and sends counts only.
+"""Cross-site evaluation: each hospital tests the exchanged models on its local test set and releases counts only.
 
-After the last round every site sends its last release to all others, unless all of them hold the same model by then.
-A hospital that allows it counts the answers of these models on its own test part. The counts leave once, through its
-ledger. Nothing of a training patient is used but releases (post-processing), so ε stays what it was.
+After the last round each site sends its last release to all others, unless all hold the same model by then. A hospital
+that allows it counts the predictions of these models on its test set. The counts leave the site once, through its
+ledger. Of training patients only releases are used (post-processing), so ε does not grow.
 """
 
 from __future__ import annotations
@@ -22,65 +22,75 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import Round
+from wsi_fl.federation.documents import RoundNumber
 from wsi_fl.federation.message import BYTES, HEADER_BYTES, NUMBERS, SCORING, Message, Outgoing, PayloadType
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum, Vector
 from wsi_fl.federation.site import Site, release_once
-from wsi_fl.learning.counts import FEWEST, N_BINS, Counts, Scores, count, n_bytes, nothing, packed, unpacked
-from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.models import schema
+from wsi_fl.learning.counts import (
+    MIN_EXAMPLES,
+    N_BINS,
+    CrossSiteCounts,
+    PredictionCounts,
+    count_bytes,
+    count_predictions,
+    empty_counts,
+    pack_counts,
+    unpack_counts,
+)
+from wsi_fl.learning.local import predict_examples, replace_nonfinite
+from wsi_fl.models import schema_digest
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.ledger_file import SCORES, Release, digest
+from wsi_fl.privacy.ledger_file import SCORES, Release, digest_values
 
 
-def _as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
-    """Return a model of the same kind with released parameters float32[d], without anything that only its site knows.
+def _build_released_model(model: nn.Module, vector: Vector, *, is_single: bool) -> nn.Module:
+    """Return a copy of a model with released parameters float32[d] and without the private state of its site.
 
-    They are one site's release `alone`, or the mean of all; a head that is made of sums must know.
+    They are a single site's release (`is_single`) or the mean of all, which a one-shot global head distinguishes.
     """
-    found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
-    if isinstance(found, SharedHead):
-        found.forget()
-        if alone:
-            found.n_sites.fill_(1)
-    parameters = [p for p in found.parameters() if p.requires_grad]
+    released_model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    if isinstance(released_model, SharedHead):
+        released_model.clear_local_statistics()
+        if is_single:
+            released_model.n_sites.fill_(1)
+    parameters = [p for p in released_model.parameters() if p.requires_grad]
     with torch.no_grad():
         parts = torch.split(torch.from_numpy(np.array(vector)), [p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.copy_(part.view_as(parameter))
-    return found.eval()
+    return released_model.eval()
 
 
-_MOST_BEYOND = 1 << 16
-"""Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""
+_MAX_EXTRA_ROUNDS = 1 << 16
+"""Most rounds of a ledger after the last training round: each attempt at secure aggregation takes one."""
 _Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
 
 
-class _Present(TypedDict):
-    """What a site tells before models are scored."""
+class _ScoringOffer(TypedDict):
+    """The document that a site sends before models are scored."""
 
-    apart: bool  # whether it may not read the others' test parts
-    counts: bool  # whether counts of its own test part may leave it
-    number: Round  # the round of its ledger in which they would leave, or have left
-    held: _Digest  # SHA-256 of the model that it holds after the last exchange; "" where it took no part
-    sent: _Digest  # SHA-256 of its last release; "" where nothing was released, or only a sum of all can be read
-    scored: _Digest  # what the counts are of that left it before a restart; "" for none
+    apart: bool  # whether it may not read the others' test sets
+    counts: bool  # whether counts of its test set may leave it
+    number: RoundNumber  # the round of its ledger in which the counts leave, or have left
+    held: _Digest  # SHA-256 of its model after the last exchange; "" where it did not participate
+    sent: _Digest  # SHA-256 of its last release; "" for none, or where only the sum of all is readable
+    scored: _Digest  # schema of the counts that left it before a restart; "" for none
 
 
-class _Counted(TypedDict):
-    """SHA-256 of the counts that a site is about to send; "" for none."""
+class _CountsDigest(TypedDict):
+    """SHA-256 of the counts that a site will send; "" for none."""
 
     told: _Digest
 
 
 @dataclass(frozen=True)
-class _Agreed:
-    """What all sites agree on before they score."""
+class _ScoringPlan:
+    """The agreement of all sites on the models to score."""
 
     classes: tuple[str, ...]
-    number: int  # the round of the ledgers in which counts leave
-    # SHA-256 of each model by the index of its site, in order; of one that all hold, by None
+    number: int  # the round of the ledgers in which counts leave the sites
+    # SHA-256 of each model by the index of its site, in order; key None for a model that all hold
     models: Mapping[int | None, str]
     reporting_sites: tuple[int, ...]  # the sites that let counts leave
 
@@ -90,223 +100,232 @@ class _Agreed:
 
     @property
     def n_bytes(self) -> int:
-        return n_bytes(*self.shape)
+        return count_bytes(*self.shape)
 
     @property
     def schema(self) -> str:
-        """Return the SHA-256 of which models and classes the counts are of, in order."""
-        models = [[index, known] for index, known in self.models.items()]
-        said = [SCORES, self.classes, N_BINS, FEWEST, self.number, models]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        """Return the SHA-256 over the models and classes of the counts, in order."""
+        models = [[index, model_digest] for index, model_digest in self.models.items()]
+        schema_parts = [SCORES, self.classes, N_BINS, MIN_EXAMPLES, self.number, models]
+        return hashlib.sha256(json.dumps(schema_parts).encode()).hexdigest()
 
 
-def _agreed_models(told: Mapping[int, _Present], classes: tuple[str, ...], rounds: int) -> _Agreed | None:
-    """Return which models are scored and where, given what each site told by its index; None where nothing is scored.
+def _agree_models(offers: Mapping[int, _ScoringOffer], classes: tuple[str, ...], rounds: int) -> _ScoringPlan | None:
+    """Return the models to score and the reporting sites, given each site's document by index; None for no scoring.
 
-    Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
-    the last release of every site, by all.
+    Where all sites that participated to the end hold the same model, those sites score it. Otherwise all sites score
+    the last release of each site.
     """
-    if not all(one["apart"] for one in told.values()):
+    if not all(offer["apart"] for offer in offers.values()):
         return None
-    reporting_sites = [index for index, one in told.items() if one["counts"]]
-    models: dict[int | None, str] = {k: one["sent"] for k, one in told.items() if one["sent"]}
-    holders = [index for index, one in told.items() if one["held"]]
-    if len(held := {told[index]["held"] for index in holders}) == 1 and len(holders) > 1:
-        models = {None: held.pop()}
+    reporting_sites = [index for index, offer in offers.items() if offer["counts"]]
+    models: dict[int | None, str] = {k: offer["sent"] for k, offer in offers.items() if offer["sent"]}
+    holders = [index for index, offer in offers.items() if offer["held"]]
+    if len(held_digests := {offers[index]["held"] for index in holders}) == 1 and len(holders) > 1:
+        models = {None: held_digests.pop()}
         reporting_sites = [index for index in reporting_sites if index in holders]
     if not reporting_sites or not models:
         return None
-    number = max(one["number"] for one in told.values())
-    if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
+    number = max(offer["number"] for offer in offers.values())
+    if number > rounds + _MAX_EXTRA_ROUNDS:  # no honest ledger reaches it
         return None
-    return _Agreed(classes, number, models, tuple(reporting_sites))
+    return _ScoringPlan(classes, number, models, tuple(reporting_sites))
 
 
-def _problem_of(message: Message, agreed: str, known: str) -> str:
-    """Return why a message is not what its sender announced, its schema and SHA-256; "" where it is."""
+def _find_problem(message: Message, agreed_schema: str, announced_digest: str) -> str:
+    """Return why a message differs from its announced schema or SHA-256; "" where it does not."""
     if message.refused:
         return message.refused
-    if message.schema != agreed:
+    if message.schema != agreed_schema:
         return "it is of another kind"
-    if digest(message.vector) != known:
+    if digest_values(message.vector) != announced_digest:
         return "it is not what was announced"
     return "" if message.weight > 0 else f"its weight is {message.weight:g}"
 
 
 _Models = Mapping[int | None, Vector]
-"""Parameters float32[d] by the index of the site that released them; of a model that all hold, by None."""
+"""Parameters float32[d] by the index of the releasing site; key None for a model that all hold."""
 
 
 @dataclass(frozen=True)
 class CrossSiteScoring:
-    """Scores what travelled, once the last round is over."""
+    """Scoring of the exchanged models after the last round."""
 
-    sites: Sequence[Site]  # those of this process
+    sites: Sequence[Site]  # sites of this process
     method: Method
     comm: Comm
     names: Sequence[str]  # of all sites of the study, by index
     classes: tuple[str, ...]  # names of the classes
     rounds: int  # number of rounds of the run
-    masked: bool  # whether a release by itself is a part of a sum under masks, and no model
-    apart: bool  # whether this process may not read the others' test parts
-    # the sites that let counts of their test part leave, as far as they live in this process
+    masked: bool  # whether releases are masked parts of a sum and no models
+    is_isolated: bool  # whether this process may not read the others' test sets
+    # sites of this process that release counts of their test sets
     reporting_sites: Sequence[int]
-    alive: Callable[[Site], None]  # called with every batch, so that nobody thinks that this hangs
+    report_alive: Callable[[Site], None]  # called with each batch, as a sign of life
 
     def run(self) -> None:
-        """Score what travelled at every hospital; each site keeps what all have told as `scores.json`.
+        """Score the exchanged models at each hospital; each site keeps the counts of all as `scores.json`.
 
-        Nothing happens where nothing travels, where some site may read all test parts, or where no site lets counts
-        leave. Counts leave a site once in a run; where others have left before, it fails. Where the models are no
-        longer those that were scored before a restart, as after a site has come back, nothing is scored again.
+        Nothing is scored where no model is exchanged, a site may read all test sets, or no site releases counts. Counts
+        leave a site once in a run; it fails where different counts have left before. Nothing is scored again where
+        the models differ from those scored before a restart, as after a site returned.
         """
-        if self.method.travels is None or len(self.comm.running) < 2:
+        if self.method.mixing_role is None or len(self.comm.running) < 2:
             return
-        last = {site.index: self._last_release(site) for site in self.sites}
-        mine = [self._present(site, last[site.index]) for site in self.sites]
-        told = dict(zip(self.comm.running, self.comm.gather(mine, _Present, patient=True), strict=True))
-        exam = _agreed_models(told, self.classes, self.rounds)
-        if exam is None:
+        last_releases = {site.index: self._load_last_release(site) for site in self.sites}
+        local_offers = [self._make_offer(site, last_releases[site.index]) for site in self.sites]
+        offers = dict(zip(self.comm.running, self.comm.gather(local_offers, _ScoringOffer, patient=True), strict=True))
+        plan = _agree_models(offers, self.classes, self.rounds)
+        if plan is None:
             return
-        if any(one["scored"] not in ("", exam.schema) for one in told.values()):
+        if any(offer["scored"] not in ("", plan.schema) for offer in offers.values()):
             for site in self.sites:
-                site.folder.log("models are others than those that were scored before; none is scored again")
+                site.folder.log("the models differ from those that were scored before; none is scored again")
             return
         models: dict[int, _Models] = {}
-        if None in exam.models:  # where a site holds the common model
+        if None in plan.models:  # where a site holds the common model
             for site in self.sites:
-                own = site.traveller(self.method).vector()
-                models[site.index] = {None: own} if digest(own) == exam.models[None] else {}
+                vector = site.mixing_learner(self.method).parameter_vector()
+                models[site.index] = {None: vector} if digest_values(vector) == plan.models[None] else {}
         else:
-            models = self._pass_models(exam, last)
+            models = self._pass_models(plan, last_releases)
         self._pass_counts(
-            exam,
+            plan,
             {
-                site.index: self._release(site, exam, models[site.index])
+                site.index: self._release_counts(site, plan, models[site.index])
                 for site in self.sites
-                if site.index in exam.reporting_sites
+                if site.index in plan.reporting_sites
             },
         )
 
-    def _present(self, site: Site, last: PushSum | None) -> _Present:
-        """Return what a site tells; without digests where it may read others' test parts: nothing is scored then."""
-        kept = site.folder.kept("counts") or {}
-        part = self.apart and site.active
-        # without noise a last release goes to all only where the site's counts may leave too
+    def _make_offer(self, site: Site, last_release: PushSum | None) -> _ScoringOffer:
+        """Return a site's document; without digests where it may read others' test sets: nothing is scored then."""
+        stored_counts = site.folder.read_document("counts") or {}
+        takes_part = self.is_isolated and site.active
+        # without noise a last release is sent to all only where the site's counts may leave too
         may_pass = (site.plan is not None and site.plan.sigma > 0) or site.index in self.reporting_sites
         return {
-            "apart": self.apart,
+            "apart": self.is_isolated,
             "counts": site.index in self.reporting_sites,
-            "number": self._number(site),
-            "held": digest(site.traveller(self.method).vector()) if part else "",
-            "sent": digest(last.x) if last is not None and may_pass else "",
-            "scored": str(kept.get("schema", "")),
+            "number": self._find_counts_round(site),
+            "held": digest_values(site.mixing_learner(self.method).parameter_vector()) if takes_part else "",
+            "sent": digest_values(last_release.x) if last_release is not None and may_pass else "",
+            "scored": str(stored_counts.get("schema", "")),
         }
 
-    def _last_release(self, site: Site) -> PushSum | None:
-        """Return what a site released in the last round, from its checkpoint; None where nothing may be passed on."""
-        if self.masked or not self.apart or self.rounds not in site.folder.checkpoints():
+    def _load_last_release(self, site: Site) -> PushSum | None:
+        """Return a site's release of the last round, from its checkpoint; None where it may not be passed on."""
+        if self.masked or not self.is_isolated or self.rounds not in site.folder.list_checkpoints():
             return None
         tensors, document = site.folder.load_checkpoint(self.rounds)
         if not document["active"] or "push/x" not in tensors:
             return None
         return PushSum(tensors["push/x"].numpy(), float(document["weight"]))
 
-    def _number(self, site: Site) -> int:
-        """Return the ledger's round in which a site's counts left; where they have not, the next one."""
-        found = [one.number for one in site.ledger.rounds() if SCORES in one.releases]
-        return found[-1] if found else max(site.ledger.last_round(), self.rounds) + 1
+    def _find_counts_round(self, site: Site) -> int:
+        """Return the ledger's round in which a site's counts left, or the next round."""
+        release_rounds = [
+            ledger_round.number for ledger_round in site.ledger.list_rounds() if SCORES in ledger_round.releases
+        ]
+        return release_rounds[-1] if release_rounds else max(site.ledger.last_round(), self.rounds) + 1
 
-    def _pass_models(self, exam: _Agreed, last: Mapping[int, PushSum | None]) -> dict[int, _Models]:
-        """Bring every site the others' last releases; return all of them for each site of this process.
+    def _pass_models(self, plan: _ScoringPlan, last_releases: Mapping[int, PushSum | None]) -> dict[int, _Models]:
+        """Send each site the others' last releases; return all of them for each site of this process.
 
-        A model that is not what was announced is left out, and the site's log says why.
+        A model that differs from its announcement is left out, and the reason logged.
         """
-        agreed = schema(self.sites[0].traveller(self.method).model)
-        held: dict[int, dict[int | None, Vector]] = {site.index: {} for site in self.sites}
+        agreed_schema = schema_digest(self.sites[0].mixing_learner(self.method).model)
+        received_models: dict[int, dict[int | None, Vector]] = {site.index: {} for site in self.sites}
         releases = {}
         for site in self.sites:
-            if (sent := last[site.index]) is not None and site.index in exam.models:
-                held[site.index][site.index] = sent.z
-                again = site.ledger.reissue(self.rounds, sent.x, schema=agreed, weight=sent.w)
-                releases[site.index] = again
-        size = self.sites[0].traveller(self.method).vector().size
-        known = {k: one for k, one in exam.models.items() if k is not None}
-        for message in self._passed("model to be scored", releases, [*known], round_=self.rounds, size=size):
-            if problem := _problem_of(message, agreed, known[message.sender]):
-                what = f"the model from site {self.names[message.sender]} is not scored"
-                self._site(message.receiver).folder.log(f"{what}: {problem}")
+            if (sent := last_releases[site.index]) is not None and site.index in plan.models:
+                received_models[site.index][site.index] = sent.z
+                reissued = site.ledger.release_again(self.rounds, sent.x, schema=agreed_schema, weight=sent.w)
+                releases[site.index] = reissued
+        size = self.sites[0].mixing_learner(self.method).parameter_vector().size
+        digests = {k: model_digest for k, model_digest in plan.models.items() if k is not None}
+        for message in self._exchange_releases(
+            "model to be scored", releases, [*digests], round_=self.rounds, size=size
+        ):
+            if problem := _find_problem(message, agreed_schema, digests[message.sender]):
+                subject = f"the model from site {self.names[message.sender]} is not scored"
+                self._find_site(message.receiver).folder.log(f"{subject}: {problem}")
             else:
                 vector = np.asarray(message.vector, np.float32)
-                held[message.receiver][message.sender] = PushSum(vector, message.weight).z
-        return {k: dict(models) for k, models in held.items()}
+                received_models[message.receiver][message.sender] = PushSum(vector, message.weight).z
+        return {k: dict(models) for k, models in received_models.items()}
 
-    def _release(self, site: Site, exam: _Agreed, models: _Models) -> Release:
-        """Return the counts of all models on a site's own test part, on record and about to leave.
+    def _release_counts(self, site: Site, plan: _ScoringPlan, models: _Models) -> Release:
+        """Return the counts of all models on a site's local test set, recorded in its ledger.
 
-        They are kept first: after a restart the same bytes leave.
+        They are stored first, so that after a restart the same bytes leave.
         """
-        kept = site.folder.kept("counts")
-        if kept is None:
-            kept = {"schema": exam.schema, "counts": [self._count(site, k, models) for k in exam.models]}
-            site.folder.keep("counts", kept)
-        released = release_once(site.ledger, exam.number, packed(kept["counts"]), exam.schema, SCORES)
-        site.folder.log(f"counts of {len(exam.models)} models on its own test part leave (allow: scores)")
+        stored_counts = site.folder.read_document("counts")
+        if stored_counts is None:
+            stored_counts = {"schema": plan.schema, "counts": [self._count_model(site, k, models) for k in plan.models]}
+            site.folder.write_document("counts", stored_counts)
+        released = release_once(site.ledger, plan.number, pack_counts(stored_counts["counts"]), plan.schema, SCORES)
+        site.folder.log(f"counts of {len(plan.models)} models on its local test set leave (allow: scores)")
         return released
 
-    def _count(self, site: Site, index: int | None, models: _Models) -> Counts:
-        """Return the counts of one model on a site's own test part."""
+    def _count_model(self, site: Site, index: int | None, models: _Models) -> PredictionCounts:
+        """Return the counts of a model on a site's local test set."""
         examples = site.tests.get("own")
         if examples is None or index not in models:
-            return nothing(len(self.classes))
-        model = _as_released(site.traveller(self.method).model, models[index], alone=index is not None)
-        with torch.no_grad():
-            said = probabilities(model, examples, site.device, alive=lambda: self.alive(site))
-        return count(undecided_where_broken(said, examples), examples.label, examples.patient)
-
-    def _pass_counts(self, exam: _Agreed, releases: Mapping[int, Release]) -> None:
-        """Bring every site the counts of all, and keep them at the sites of this process."""
-        mine = [_Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
-        told = dict(zip(self.comm.running, self.comm.gather(mine, _Counted, patient=True), strict=True))
-        arrived = self._passed(
-            SCORES, releases, exam.reporting_sites, round_=exam.number, size=exam.n_bytes, kind=BYTES
+            return empty_counts(len(self.classes))
+        model = _build_released_model(
+            site.mixing_learner(self.method).model, models[index], is_single=index is not None
         )
-        found: dict[int, dict[int, list[Counts]]] = {site.index: {} for site in self.sites}
-        for index, own in releases.items():
-            found[index][index] = unpacked(np.asarray(own.vector, np.uint8), *exam.shape)
+        with torch.no_grad():
+            predictions = predict_examples(model, examples, site.device, alive=lambda: self.report_alive(site))
+        return count_predictions(replace_nonfinite(predictions, examples), examples.label, examples.patient)
+
+    def _pass_counts(self, plan: _ScoringPlan, releases: Mapping[int, Release]) -> None:
+        """Send each site the counts of all, and store them at the sites of this process."""
+        local_digests = [
+            _CountsDigest(told=releases[k.index].digest if k.index in releases else "") for k in self.sites
+        ]
+        digests = dict(
+            zip(self.comm.running, self.comm.gather(local_digests, _CountsDigest, patient=True), strict=True)
+        )
+        arrived = self._exchange_releases(
+            SCORES, releases, plan.reporting_sites, round_=plan.number, size=plan.n_bytes, kind=BYTES
+        )
+        received_counts: dict[int, dict[int, list[PredictionCounts]]] = {site.index: {} for site in self.sites}
+        for index, release in releases.items():
+            received_counts[index][index] = unpack_counts(np.asarray(release.vector, np.uint8), *plan.shape)
         for message in arrived:
-            problem = _problem_of(message, exam.schema, told[message.sender]["told"])
+            problem = _find_problem(message, plan.schema, digests[message.sender]["told"])
             if not problem:
                 try:
                     values = np.asarray(message.vector, np.uint8)
-                    found[message.receiver][message.sender] = unpacked(values, *exam.shape)
+                    received_counts[message.receiver][message.sender] = unpack_counts(values, *plan.shape)
                 except ValueError as error:
                     problem = str(error)
             if problem:
-                what = f"the counts of site {self.names[message.sender]} are left out"
-                self._site(message.receiver).folder.log(f"{what}: {problem}")
+                subject = f"the counts of site {self.names[message.sender]} are left out"
+                self._find_site(message.receiver).folder.log(f"{subject}: {problem}")
         for site in self.sites:
-            if parts := dict(sorted(found[site.index].items())):
-                site.folder.keep("scores", self._document(exam, parts))
+            if parts := dict(sorted(received_counts[site.index].items())):
+                site.folder.write_document("scores", self._build_scores(plan, parts))
 
-    def _document(self, exam: _Agreed, parts: Mapping[int, Sequence[Counts]]) -> Scores:
-        """Return the counts of all hospitals, under the names that this study has for them."""
-        whole = "shared" if self.method.once else "central"
-        models = [whole if k is None else self.names[k] for k in exam.models]
+    def _build_scores(self, plan: _ScoringPlan, parts: Mapping[int, Sequence[PredictionCounts]]) -> CrossSiteCounts:
+        """Return the counts of all hospitals, under the site names of this study."""
+        common_name = "shared" if self.method.is_oneshot else "central"
+        models = [common_name if k is None else self.names[k] for k in plan.models]
         return {
-            "classes": list(exam.classes),
-            "round": exam.number,
-            "models": dict(zip(models, exam.models.values(), strict=True)),
+            "classes": list(plan.classes),
+            "round": plan.number,
+            "models": dict(zip(models, plan.models.values(), strict=True)),
             "hospitals": [self.names[k] for k in parts],
             "counts": {
-                model: {self.names[k]: told[row] for k, told in parts.items()}
-                for row, model in enumerate(models)
+                model: {self.names[k]: counts[row] for k, counts in parts.items()} for row, model in enumerate(models)
             },
         }
 
-    def _passed(
+    def _exchange_releases(
         self,
-        what: str,
+        content: str,
         releases: Mapping[int, Release],
         senders: Sequence[int],
         *,
@@ -314,24 +333,24 @@ class CrossSiteScoring:
         size: int,
         kind: PayloadType = NUMBERS,
     ) -> list[Message]:
-        """Send every site the releases of this process, and return what senders sent its sites, on record."""
+        """Send each site the releases of this process, log them, and return the messages to its sites."""
         outgoing = [
-            Outgoing(k, to, 1.0, one) for k, one in releases.items() for to in self.comm.running if to != k
+            Outgoing(k, to, 1.0, release) for k, release in releases.items() for to in self.comm.running if to != k
         ]
         expected = [(k, site.index) for site in self.sites for k in senders if k != site.index]
-        began = time.perf_counter()
+        start = time.perf_counter()
         arrived = self.comm.exchange(outgoing, expected, round_=round_, hop=SCORING, size=size, kind=kind)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         for item in outgoing:
             line = {
-                "what": what,
+                "what": content,
                 "from": self.names[item.sender],
                 "to": self.names[item.receiver],
                 "bytes": HEADER_BYTES + item.release.vector.nbytes,
                 "seconds": round(seconds / len(outgoing), 6),
             }
-            self._site(item.sender).folder.note_transfer(line)
+            self._find_site(item.sender).folder.record_transfer(line)
         return arrived
 
-    def _site(self, index: int) -> Site:
+    def _find_site(self, index: int) -> Site:
         return next(site for site in self.sites if site.index == index)

@@ -1,4 +1,4 @@
-"""Sites that learn together in this process, from arrays: the loop of every study, without a study."""
+"""Federated learning in this process, from arrays: the training loop of a study, without a study."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from torch import nn
 
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
-from wsi_fl.federation.methods import DEFAULT, METHODS, Method, Weights
+from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.examples import Examples, joined, problem_of, tensor_of
-from wsi_fl.learning.local import DPSettings, Learner, know_rows
-from wsi_fl.learning.metrics import one_each
-from wsi_fl.learning.units import rows_alone, whole_patients
-from wsi_fl.models.directions import N_RANDOM, Directions
+from wsi_fl.learning.examples import Examples, build_tensor, concatenate_examples, find_problem
+from wsi_fl.learning.local import DPSettings, Learner, load_site_rows
+from wsi_fl.learning.metrics import fill_patient_names
+from wsi_fl.learning.units import patient_units, row_units
+from wsi_fl.models.directions import N_RANDOM, Projection
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.measurement import right_way
+from wsi_fl.privacy.measurement import select_engine
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.types import UsageError, single_line
 
 _MakeModel = Callable[[], nn.Module]
 _CPU, _RUN = torch.device("cpu"), "in memory"
-_DIMENSIONS_OF_BAGS = 2
-_SEED_STEP = 1000  # between the starts of private models, which differ from site to site
+_BAG_DIMENSIONS = 2
+_SEED_STEP = 1000  # between the seeds of private models, which differ between sites
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What a site has after the last round.
+class SiteResult:
+    """A site's models and privacy cost after the last round.
 
     Attributes:
-        models: by role: "private", "proxy" or "shared", or two, as the method has them.
-        epsilon: ε of all rounds at the δ that was asked for; None without differential privacy.
-        guarantee: what ε is worth: "guaranteed", "nominal" or "none".
-        rounds: of each its losses, the ε until then, scores on "own" and "merged" test examples, messages, bytes.
+        models: by role: "private", "proxy", "shared", or two of them.
+        epsilon: ε of all rounds at the requested δ; None without differential privacy.
+        guarantee: level of ε: "guaranteed", "nominal" or "none".
+        rounds: losses, ε so far, scores on "own" and "merged" test examples, messages and bytes of each.
     """
 
     models: Mapping[str, nn.Module]
@@ -56,7 +56,7 @@ class Learned:
 
 def federate(
     sites: Mapping[str, Examples],
-    method: str | Method = DEFAULT,
+    method: str | Method = DEFAULT_METHOD,
     *,
     private: _MakeModel,
     proxy: _MakeModel | None = None,
@@ -70,62 +70,54 @@ def federate(
     unit: Unit = "row",
     alpha: float = 0.3,
     beta: float = 0.0,
-    directions: Directions | int = N_RANDOM,
+    projection: Projection | int = N_RANDOM,
     seed: int = 0,
     folder: str | Path | None = None,
-) -> dict[str, Learned]:
-    """Let sites learn together by a method, an epoch in every round, as ranks do under MPI.
+) -> dict[str, SiteResult]:
+    """Train sites together by a method, an epoch in each round, as MPI ranks do.
 
     It is Algorithm 1 of Kalra et al., Nature Communications 2023.
 
     Args:
         sites: the training examples of each site, by its name.
-        method: a name in METHODS, or a row of your own; not one that needs generated images.
-        private, proxy: make a fresh model; without `proxy` both roles have the same. `oneshot` makes its own head,
-            `shared`.
-        tests: examples of each site on which models are evaluated after every round.
-        sigma, clip, delta, unit: of each site's privacy plan; with sigma None models leave without privacy.
-        alpha, beta: how much the private model learns from the proxy, and the proxy from it (eqs. 4 and 5). With β > 0
-            the teacher knows no privacy, and the proxy's ε is nominal.
-        directions: along which `oneshot` sums features: those of public tissue, or how many random ones.
-        seed: of the models' starts. Noise and batches are drawn anew whenever there is privacy.
-        folder: where ledgers and checkpoints stay; without it they are gone afterwards.
+        method: a name in METHODS, or a `Method`; none that needs generated images.
+        private, proxy: make a fresh model; `proxy` is `private` by default. `oneshot` makes its own head, `shared`.
+        tests: examples of each site for the evaluation after each round.
+        sigma, clip, delta, unit: of each site's privacy plan; sigma None is no differential privacy.
+        alpha, beta: weight of the proxy's predictions for the private model, and the reverse (eqs. 4 and 5). With β > 0
+            the teacher has no differential privacy, and the proxy's ε is nominal.
+        projection: projection of features for `oneshot`, of public slides, or a number of random directions.
+        seed: of the initial models. With differential privacy noise and batches are fresh each time.
+        folder: of ledgers and checkpoints; by default a temporary one.
 
     Raises:
-        UsageError: before the first round, for a method that needs more than examples, numbers that make no privacy
-            plan, rows that are not finite, labels that are no positions in the classes, or a model that cannot be
-            trained with differential privacy. Later, for a model that fails while it learns.
+        UsageError: before the first round, for a method that needs more than examples, invalid privacy parameters,
+            non-finite rows, labels out of range, or a model that cannot be trained with differential privacy. Later,
+            for a model that fails in training.
     """
     row = METHODS[method] if isinstance(method, str) else method
-    if row.without_dp or row.learns_from not in ("own", "everybody"):
+    if row.bare_disclosures or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
     n_classes = _require_examples(
-        sites,
-        tests or {},
-        row,
-        {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)},
-        seed,
+        sites, tests or {}, row, {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)}, seed
     )
-    merged = {"merged": joined(list(tests.values()))} if tests and len(tests) > 1 else {}
-    if row.once:
+    merged = {"merged": concatenate_examples(list(tests.values()))} if tests and len(tests) > 1 else {}
+    if row.is_oneshot:
         x = next(iter(sites.values())).read(np.zeros(1, np.int64))
-        bags = x.ndim == _DIMENSIONS_OF_BAGS + 1
+        bags = x.ndim == _BAG_DIMENSIONS + 1
         proxy = partial(
             SharedHead,
             n_classes,
             x.shape[-1] - bags,
             bags=bags,
-            directions=directions,
+            projection=projection,
             patients=unit == "patient",
             kind=next(iter(sites.values())).task.kind,
         )
         rounds, batch_size = 1, maxsize
-    mode: Mode = "paper" if row.taught and beta else "strict"
-    terms = Terms(
-        delta,
-        allow=() if sigma else ("model",),
-        guarantee="nominal" if mode == "paper" else "guaranteed",
-        unit=unit,
+    mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
+    terms = PrivacyTerms(
+        delta, allow=() if sigma else ("model",), guarantee="nominal" if mode == "paper" else "guaranteed", unit=unit
     )
     schedule = Schedule(
         rounds=rounds,
@@ -136,27 +128,27 @@ def federate(
         weights=Weights(alpha, beta),
         self_weight=0.0,
         make_augment=lambda _: None,
-        answer="shared" if row.once else "private",
+        prediction_model="shared" if row.is_oneshot else "private",
     )
-    lines: dict[str, list[Mapping[str, Any]]] = {name: [] for name in sites}
+    round_lines: dict[str, list[Mapping[str, Any]]] = {name: [] for name in sites}
 
-    def report(told: Mapping[str, Any]) -> None:
-        if "done" in told:
-            lines[told["site"]].append(told["done"])
+    def collect_line(event: Mapping[str, Any]) -> None:
+        if "done" in event:
+            round_lines[event["site"]].append(event["done"])
 
-    def learner(role: str, index: int, train: Examples, plan: PrivacyPlan | None) -> Learner:
-        own = role == "private" and not row.learners[role].common
+    def make_learner(role: str, index: int, train: Examples, plan: PrivacyPlan | None) -> Learner:
+        has_own_start = role == "private" and not row.learners[role].common
         make = private if role == "private" else proxy or private
-        model = _started(make, seed + (_SEED_STEP * (index + 1) if own else 0))
-        dp = _settings(model, train, plan) if row.learners[role].dp and plan is not None else None
+        model = _make_seeded(make, seed + (_SEED_STEP * (index + 1) if has_own_start else 0))
+        dp = _make_dp_settings(model, train, plan) if row.learners[role].dp and plan is not None else None
         return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task)
 
     with TemporaryDirectory() as temporary:
-        acting = []
+        built_sites = []
         for index, name in enumerate(sites):
-            train = joined(list(sites.values())) if row.learns_from == "everybody" else sites[name]
-            units = rows_alone(len(train)) if unit == "row" else whole_patients(train.patient, None, name)
-            plan, place = None, Path(folder or temporary) / name
+            train = concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else sites[name]
+            units = row_units(len(train)) if unit == "row" else patient_units(train.patient, None, name)
+            plan, site_folder = None, Path(folder or temporary) / name
             if sigma is not None:
                 plan = plan_of_round(
                     n=units.n,
@@ -168,57 +160,57 @@ def federate(
                     unit=unit,
                     mode=mode,
                 )
-            made = Site(
+            site = Site(
                 index=index,
                 name=name,
-                learners={role: learner(role, index, train, plan) for role in row.learners},
+                learners={role: make_learner(role, index, train, plan) for role in row.learners},
                 train=train,
                 tests=({"own": tests[name]} if tests and name in tests else {}) | merged,
-                ledger=PrivacyLedger(place / "ledger.jsonl", site=name, run=_RUN, terms=terms),
-                folder=SiteFolder(place),
+                ledger=PrivacyLedger(site_folder / "ledger.jsonl", site=name, run=_RUN, terms=terms),
+                folder=SiteFolder(site_folder),
                 device=_CPU,
                 plan=plan,
                 units=units,
                 n_classes=n_classes,
             )
-            if row.once:
-                know_rows(made.learners["shared"], train)
-            acting.append(made)
+            if row.is_oneshot:
+                load_site_rows(site.learners["shared"], train)
+            built_sites.append(site)
         try:
-            run(acting, row, schedule, LocalComm(len(acting)), report)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever somebody's model raises
-            raise UsageError(f"a model fails while it learns: {one_line(error)[:200]}") from error
+            run(built_sites, row, schedule, LocalComm(len(built_sites)), collect_line)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
+            raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
         return {
-            site.name: Learned(
-                {role: site.learners[role].model for role in (("shared",) if row.once else row.learners)},
+            site.name: SiteResult(
+                {role: site.learners[role].model for role in (("shared",) if row.is_oneshot else row.learners)},
                 site.ledger.epsilon() if site.plan else None,
                 site.ledger.guarantee(),
-                lines[site.name],
+                round_lines[site.name],
             )
-            for site in acting
+            for site in built_sites
         }
 
 
-def _started(make: _MakeModel, seed: int) -> nn.Module:
+def _make_seeded(make: _MakeModel, seed: int) -> nn.Module:
     """Return a fresh model, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
-def _settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSettings:
-    """Return the settings of training by a plan; a model of the caller's own is measured on rows of the site first."""
+def _make_dp_settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSettings:
+    """Return the settings of training by a plan; a caller's model is first measured on rows of the site."""
     engine = None
     if not isinstance(model, SharedHead) and len(train) > 1:
-        rows = np.arange(min(_MEASURED, len(train)))
+        rows = np.arange(min(_MEASURED_ROWS, len(train)))
         patient = None
         if plan.unit == "patient":
-            patient = torch.from_numpy(np.unique(one_each(train.patient[rows]), return_inverse=True)[1])
-        engine = right_way(model, tensor_of(train.read(rows)), patient)
+            patient = torch.from_numpy(np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1])
+        engine = select_engine(model, build_tensor(train.read(rows)), patient)
     return DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
 
 
-_MEASURED = 32
+_MEASURED_ROWS = 32
 
 
 def _require_examples(
@@ -228,53 +220,49 @@ def _require_examples(
     models: Mapping[str, _MakeModel],
     seed: int,
 ) -> int:
-    """Return how many outputs a model needs, or has; refuse examples that none can learn from, or its models cannot.
+    """Return the number of model outputs; refuse invalid examples, and examples that the models cannot take.
 
     Raises:
-        UsageError: in one line, with the site and the first row that is wrong.
+        UsageError: in one line, with the site and the first invalid row.
     """
     if not sites:
         raise UsageError("no site has examples")
     tasks = {part.task.kind: part.task for part in (*sites.values(), *tests.values())}
     if len(tasks) > 1:
-        raise UsageError(f"all sites must be asked the same, not {' and '.join(sorted(tasks))}")
+        raise UsageError(f"all sites must have the same task, not {' and '.join(sorted(tasks))}")
     (task,) = tasks.values()
-    if method.once:
+    if method.is_oneshot:
         numbers = {"survival": len(getattr(task, "ends", ())), "number": 1}
         labels = [part.label for part in sites.values() if part.label.dtype.kind in "iu"]
         largest = max((int(label.max(initial=0)) for label in labels), default=0)
         n_outputs = numbers.get(task.kind, largest + 1)
     else:
-        n_outputs = min(_outputs_of(role, models[role], sites, seed) for role in models)
+        n_outputs = min(_count_outputs(role, models[role], sites, seed) for role in models)
     for name, part in (*sites.items(), *((f"tests of {name}", part) for name, part in tests.items())):
-        if problem := problem_of(part, n_outputs):
+        if problem := find_problem(part, n_outputs):
             raise UsageError(f"{name}: {problem}")
         x = part.read(np.zeros(1, np.int64))
-        if method.once and x.ndim not in (2, 3):
-            raise UsageError(
-                f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them"
-            )
+        if method.is_oneshot and x.ndim not in (2, 3):
+            raise UsageError(f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them")
     return n_outputs
 
 
 @torch.no_grad()
-def _outputs_of(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed: int) -> int:
-    """Return how many numbers a model says of each row, the same at all sites.
+def _count_outputs(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed: int) -> int:
+    """Return the number of a model's outputs, the same at all sites.
 
     Raises:
-        UsageError: when a site has no row, or the model cannot take it.
+        UsageError: when a site has no rows, or the model cannot take them.
     """
-    model, n_outputs = _started(make, seed).eval(), 0
+    model, n_outputs = _make_seeded(make, seed).eval(), 0
     for name, part in sites.items():
         if not len(part):
             raise UsageError(f"{name}: it has no examples")
         try:
             with torch.random.fork_rng(devices=[]):
-                outputs = model(tensor_of(part.read(np.arange(min(2, len(part))))))
-        except Exception as error:  # whatever somebody's architecture raises
-            raise UsageError(
-                f"{name}: its {role} model cannot take the rows: {one_line(error)[:200]}"
-            ) from None
+                outputs = model(build_tensor(part.read(np.arange(min(2, len(part))))))
+        except Exception as error:  # a user's architecture may raise anything
+            raise UsageError(f"{name}: its {role} model cannot take the rows: {single_line(error)[:200]}") from None
         if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2 or outputs.dtype != torch.float32:
             raise UsageError(f"{name}: its {role} model must return float32[b, classes]")
         n_outputs = outputs.shape[1]

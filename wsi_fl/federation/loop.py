@@ -1,7 +1,7 @@
-"""The one loop that runs every method: local training → release → checkpoint → exchange → evaluate → log.
+"""The training loop of all methods: local training → release → checkpoint → exchange → evaluate → log.
 
-The same code runs one site per MPI rank or all sites in lockstep: it handles the list of sites that live in
-this process, and `Comm` knows where the others are.
+The same code runs one site per MPI rank or all sites in lockstep: it handles the sites of this process, and `Comm`
+reaches the others.
 """
 
 from __future__ import annotations
@@ -17,163 +17,159 @@ import torch
 from numpy.typing import NDArray
 
 from wsi_fl.federation.comm import Comm, Traffic
-from wsi_fl.federation.exchange import exchange, load_mixture, pass_buffers
+from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.roster import Roster, begin, call_roll, find_first_rounds, regroup
-from wsi_fl.federation.scoring import choose_answer, evaluate
-from wsi_fl.federation.shared import share_sums
+from wsi_fl.federation.roster import Membership, collect_membership, enter_round, find_first_rounds, update_membership
+from wsi_fl.federation.scoring import choose_prediction_model, evaluate_site
+from wsi_fl.federation.shared import aggregate_statistics
 from wsi_fl.federation.site import (
     Schedule,
     Site,
-    checkpoint,
-    reissue,
     reissue_buffer,
-    relay,
-    release,
+    reissue_model,
+    relay_mixture,
     release_buffer,
-    restore,
+    release_model,
+    restore_checkpoint,
+    write_checkpoint,
 )
-from wsi_fl.federation.topology import Matrix, over, receivers
-from wsi_fl.learning.examples import batches
-from wsi_fl.learning.local import Batch, mean_losses, supervised_step
-from wsi_fl.learning.units import TrainingSet, rows_alone
-from wsi_fl.learning.validation import LONE
+from wsi_fl.federation.topology import Matrix, list_hops, list_receivers
+from wsi_fl.learning.examples import load_batches
+from wsi_fl.learning.local import Batch, mean_losses, take_supervised_step
+from wsi_fl.learning.units import TrainingSet, row_units
+from wsi_fl.learning.validation import LOCAL
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
+from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_plan
 from wsi_fl.types import WsiFlError
 
 _Report = Callable[[dict[str, Any]], None]
-"""Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
+"""Called with {"site", "round", "step", "steps"} in training and {"site", "round", "done": metrics} after a round."""
 
 
 def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: _Report) -> None:
-    """Run all rounds, from the last checkpoint that every site has; `sites` are those of `comm.sites`, in that order.
+    """Run all rounds from the last checkpoint common to all sites; `sites` are in the order of `comm.sites`.
 
-    What was finished stays where a peer or a disk fails, and can be resumed.
+    After a failure of a peer or disk, finished rounds remain and can be resumed.
     """
-    firsts = find_first_rounds(sites, method, schedule, comm)
+    first_rounds = find_first_rounds(sites, method, schedule, comm)
     for site in sites:
-        begin(site, method, firsts[site.index])
-    for round_ in range(min(firsts.values()), schedule.rounds + 1):
-        acting = [site for site in sites if round_ >= firsts[site.index]]
-        before = {index: replace(tally) for index, tally in comm.traffic.items()}
-        roster = call_roll(acting, method, comm, round_, firsts)
-        roster, hosts = regroup(acting, method, comm, roster, round_, firsts)
+        enter_round(site, method, first_rounds[site.index])
+    for round_ in range(min(first_rounds.values()), schedule.rounds + 1):
+        active_sites = [site for site in sites if round_ >= first_rounds[site.index]]
+        previous_traffic = {index: replace(tally) for index, tally in comm.traffic.items()}
+        membership = collect_membership(active_sites, method, comm, round_, first_rounds)
+        membership, hosts = update_membership(active_sites, method, comm, membership, round_, first_rounds)
         releases: dict[int, Release | None] = {}
-        carrying = bool(_carriers(method, schedule, comm, round_, range(comm.n_sites)))
-        for site in acting:
-            if round_ not in site.folder.checkpoints():
+        has_buffers = bool(_buffer_hops(method, schedule, comm, round_, range(comm.n_sites)))
+        for site in active_sites:
+            if round_ not in site.folder.list_checkpoints():
                 releases[site.index] = _train_and_record(
-                    site, method, schedule, round_, report, carrying=carrying
+                    site, method, schedule, round_, report, sends_buffer=has_buffers
                 )
                 continue
-            if round_ != firsts[site.index]:  # there it was restored before the roll call
-                restore(site, round_)
+            if round_ != first_rounds[site.index]:  # then it was restored before memberships were collected
+                restore_checkpoint(site, round_)
             if schedule.colluding is None:
-                again = relay if site.index in hosts else reissue
-                releases[site.index] = again(site, method, round_)
-        if method.travels is not None:
-            _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
-        for matrix in _carriers(method, schedule, comm, round_, roster.present):
-            buffers = {k.index: reissue_buffer(k, round_) for k in acting if receivers(matrix, k.index)}
-            pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=BUFFERS)
-        for site in acting:
-            tally = comm.traffic[site.index].since(before[site.index])
-            anew = round_ == firsts[site.index]
-            _log_round(site, method, schedule, tally, round_=round_, anew=anew, report=report)
+                resend = relay_mixture if site.index in hosts else reissue_model
+                releases[site.index] = resend(site, method, round_)
+        if method.mixing_role is not None:
+            _exchange_round(active_sites, method, schedule, comm, membership, releases, round_=round_)
+        for matrix in _buffer_hops(method, schedule, comm, round_, membership.present):
+            buffers = {k.index: reissue_buffer(k, round_) for k in active_sites if list_receivers(matrix, k.index)}
+            pass_buffers(active_sites, comm, matrix, buffers, round_=round_, hop=BUFFERS)
+        for site in active_sites:
+            tally = comm.traffic[site.index].traffic_since(previous_traffic[site.index])
+            is_first_round = round_ == first_rounds[site.index]
+            _log_round(site, method, schedule, tally, round_=round_, is_first_round=is_first_round, report=report)
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := choose_answer(site, schedule, partial(report, last))) is not None:
-            site.folder.keep("prediction_model", choice)
+        if (choice := choose_prediction_model(site, schedule, partial(report, last))) is not None:
+            site.folder.write_document("prediction_model", choice)
 
 
-def _carriers(
-    method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]
-) -> list[Matrix]:
-    """Return the hops of buffers in a round, among the sites present; there is room for one."""
-    share = method.share("buffer")
-    if share is None or (share.times == "once" and round_ > 1):
+def _buffer_hops(method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
+    """Return the hops of buffers in a round among the sites present, one at most."""
+    share = method.find_disclosure("buffer")
+    if share is None or (share.timing == "once" and round_ > 1):
         return []
-    return over(share.graph(schedule.seed), comm.n_sites, present, round_ - 1, room=1)
+    return list_hops(share.build_graph(schedule.seed), comm.n_sites, present, round_ - 1, max_hops=1)
 
 
-def _communicate(
+def _exchange_round(
     sites: list[Site],
     method: Method,
     schedule: Schedule,
     comm: Comm,
-    roster: Roster,
+    membership: Membership,
     releases: Mapping[int, Release | None],
     *,
     round_: int,
 ) -> None:
-    """Take all hops of the round's graph over the sites present, or let them make a masked sum."""
+    """Take all hops of the round's graph over the sites present, or aggregate their statistics securely."""
     if schedule.colluding is not None:
-        share_sums(sites, method, comm, schedule, roster.present, round_=round_)
+        aggregate_statistics(sites, method, comm, schedule, membership.present, round_=round_)
         return
-    held = {site.index: site.push for site in sites}
-    graph = schedule.graph or method.graph(schedule.seed)
-    among, weight = (comm.n_sites, roster.present, round_ - 1), schedule.self_weight
-    for hop, matrix in enumerate(over(graph, *among, weight, listening=roster.listening)):
+    previous_states = {site.index: site.push for site in sites}
+    graph = schedule.graph or method.build_graph(schedule.seed)
+    participation, weight = (comm.n_sites, membership.present, round_ - 1), schedule.self_weight
+    for hop, matrix in enumerate(list_hops(graph, *participation, weight, listening=membership.listening)):
         if hop > 0:
-            passing = [site for site in sites if receivers(matrix, site.index)]
-            releases = {site.index: relay(site, method, round_) for site in passing}
-        exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop, back=roster.returning)
+            relaying_sites = [site for site in sites if list_receivers(matrix, site.index)]
+            releases = {site.index: relay_mixture(site, method, round_) for site in relaying_sites}
+        exchange_models(sites, method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning)
     for site in sites:
-        if site.push is not None and site.push.w <= 0:  # all it was sent was rejected
-            site.push = held[site.index]
-    load_mixture(sites, method, n_present=len(roster.present), reset_optimizer=schedule.reset_optimizer)
+        if site.push is not None and site.push.w <= 0:  # all messages to it were rejected
+            site.push = previous_states[site.index]
+    load_mixture(sites, method, n_present=len(membership.present), reset_optimizer=schedule.reset_optimizer)
 
 
 def _train_and_record(
-    site: Site, method: Method, schedule: Schedule, round_: int, report: _Report, *, carrying: bool
+    site: Site, method: Method, schedule: Schedule, round_: int, report: _Report, *, sends_buffer: bool
 ) -> Release | None:
-    began = time.perf_counter()
-    before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
+    start = time.perf_counter()
+    previous_vectors = {role: k.parameter_vector() for role, k in site.learners.items() if role != method.mixing_role}
     site.losses = _train_round(site, method, schedule, round_, report)
-    _freeze_diverged(site, before, round_)
+    _freeze_diverged(site, previous_vectors, round_)
     for role, learner in site.learners.items():
-        if not np.isfinite(learner.vector()).all():
-            raise WsiFlError(
-                f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
-            )
-    released = release(site, method, round_) if schedule.colluding is None else None
-    if carrying := carrying and site.active:
+        if not np.isfinite(learner.parameter_vector()).all():
+            raise WsiFlError(f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr")
+    released = release_model(site, method, round_) if schedule.colluding is None else None
+    if sends_buffer := sends_buffer and site.active:
         release_buffer(site, round_)
-    checkpoint(site, round_)
-    made = [site.own] if site.active and (released is not None or site.own) else []
-    if carrying and site.leaving is not None:
-        made.append(site.leaving.digest)
-    if made:
-        site.ledger.sending(round_, *made)
-    site.seconds = time.perf_counter() - began
+    write_checkpoint(site, round_)
+    digests = [site.release_digest] if site.active and (released is not None or site.release_digest) else []
+    if sends_buffer and site.buffer_release is not None:
+        digests.append(site.buffer_release.digest)
+    if digests:
+        site.ledger.record_transmission(round_, *digests)
+    site.seconds = time.perf_counter() - start
     return released
 
 
-def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], round_: int) -> None:
-    """Restore a model that stays at home where it is no longer finite; tell nobody else.
+def _freeze_diverged(site: Site, previous_vectors: Mapping[str, NDArray[np.float32]], round_: int) -> None:
+    """Restore a local model that is no longer finite, without disclosure to other sites.
 
-    Whether it diverged depends on records that no ε covers, so the round goes on as if nothing had happened.
+    Divergence depends on records that no ε covers, so the round continues.
     """
-    if len(site.learners) == 1:  # nothing else would go on
+    if len(site.learners) == 1:  # no other model remains
         return
-    for role, vector in before.items():
+    for role, vector in previous_vectors.items():
         learner = site.learners[role]
-        if _diverged(learner.vector()) and not _diverged(vector):
+        if _is_diverged(learner.parameter_vector()) and not _is_diverged(vector):
             learner.load_vector(vector)
             learner.optimizer.state.clear()
-            site.freeze(role)
+            site.freeze_role(role)
             site.folder.log(
                 f"round {round_}: the {role} model was no longer finite and stays as it was before; lower train.lr"
             )
 
 
-def _diverged(vector: NDArray[np.float32]) -> bool:
-    """Return whether a weight or its square is not finite; the square overflows first."""
+def _is_diverged(vector: NDArray[np.float32]) -> bool:
+    """Return whether a weight or its square is not finite; squares overflow first."""
     with np.errstate(over="ignore", invalid="ignore"):
         return not np.isfinite(np.square(vector)).all()
 
@@ -181,27 +177,29 @@ def _diverged(vector: NDArray[np.float32]) -> bool:
 def _train_round(
     site: Site, method: Method, schedule: Schedule, round_: int, report: _Report
 ) -> dict[str, float | None]:
-    """Train on every batch of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
+    """Train on all batches of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
 
-    The model that the site would have alone learns from the site's rows as it would there: in batches of its own.
+    The local baseline learns from the site's rows in separate batches, without differential privacy.
     """
-    learn = partial(_learn, site, schedule=schedule, round_=round_, report=report)
+    learn = partial(_train_batches, site, schedule=schedule, round_=round_, report=report)
     losses: dict[str, float | None] = {}
-    lesson = None if site.receives else site.material().lesson(method.learns_from)
-    if lesson is not None and not all(k.frozen for role, k in site.learners.items() if role != LONE):
+    training_set = None if site.receives else site.training_sources().build_training_set(method.learns_from)
+    if training_set is not None and not all(k.frozen for role, k in site.learners.items() if role != LOCAL):
         losses |= learn(
-            lesson, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
+            training_set, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
         )
-    lone = site.learners.get(LONE)
-    if lone is not None and not (lone.fitted or lone.frozen):
-        own = TrainingSet(site.train, rows_alone(len(site.train)))
-        losses |= learn(own, None, lambda batch, noise: {LONE: supervised_step(lone, batch, noise)})
+    local_learner = site.learners.get(LOCAL)
+    if local_learner is not None and not (local_learner.fitted or local_learner.frozen):
+        local_set = TrainingSet(site.train, row_units(len(site.train)))
+        losses |= learn(
+            local_set, None, lambda batch, noise: {LOCAL: take_supervised_step(local_learner, batch, noise)}
+        )
     return losses
 
 
-def _learn(
+def _train_batches(
     site: Site,
-    lesson: TrainingSet,
+    training_set: TrainingSet,
     plan: PrivacyPlan | None,
     step: Callable[[Batch, CipherStream], dict[str, float]],
     *,
@@ -209,38 +207,37 @@ def _learn(
     round_: int,
     report: _Report,
 ) -> dict[str, float | None]:
-    """Take a step on every batch of a lesson, and return the mean losses.
+    """Take a step on each batch of a training set, and return the mean losses.
 
-    Batches are Poisson samples wherever a learner is under differential privacy. There the
-    augmentation is secret too: a sequence that others know would tie every record to the number of records before it
-    in the batch, and ε holds only where one record changes one gradient. Streams of their own keep what each lesson
-    draws from the others.
+    Under differential privacy batches are Poisson samples, and augmentation is secret: a known sequence would tie each
+    record to the number of records before it in the batch, and ε holds only where a record changes one gradient. Each
+    training set has its own streams, so that draws are independent.
     """
     seed = schedule.seed if plan is None else schedule.insecure_seed
     noise, sampler, views = (
-        CipherStream.fresh() if seed is None else CipherStream.seeded(seed, site.index, round_, purpose)
+        CipherStream.from_entropy() if seed is None else CipherStream.from_seed(seed, site.index, round_, purpose)
         for purpose in ("noise", "batches", "views")
     )
     if plan is None:
-        rows = lesson.rows(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
+        rows = training_set.epoch_batches(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
     else:
-        rows = lesson.rows_of(plan, sampler)
+        rows = training_set.private_batches(plan, sampler)
         mode: Mode = "paper" if schedule.weights.beta else "strict"
-        for trainer in (one.trainer for one in site.learners.values() if one.trainer is not None):
+        for trainer in (learner.trainer for learner in site.learners.values() if learner.trainer is not None):
             delta = site.ledger.terms.delta
-            require_planned(plan, trainer, n=lesson.units.n, steps=len(rows), delta=delta, mode=mode)
-    dropout = views.below(2**63)  # of a model that stays at home: none under privacy has any
+            require_plan(plan, trainer, n=training_set.units.n, steps=len(rows), delta=delta, mode=mode)
+    dropout = views.randbelow(2**63)  # only local models have dropout, none with differential privacy
     augment = schedule.make_augment(views)
-    images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, draws=views)
-    drawn = lesson.units.labelled(images, rows, site.device)
+    images = load_batches(training_set.join_examples(), iter(rows), augment=augment, device=site.device, draws=views)
+    labelled_batches = training_set.units.attach_units(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(dropout)
 
-        def taken(number: int, batch: Batch) -> dict[str, float]:
+        def take_step(number: int, batch: Batch) -> dict[str, float]:
             report({"site": site.name, "round": round_, "step": number, "steps": len(rows)})
             return step(batch, noise)
 
-        return mean_losses(taken(number, batch) for number, batch in enumerate(drawn))
+        return mean_losses(take_step(number, batch) for number, batch in enumerate(labelled_batches))
 
 
 def _log_round(
@@ -250,12 +247,10 @@ def _log_round(
     traffic: Traffic,
     *,
     round_: int,
-    anew: bool,
+    is_first_round: bool,
     report: _Report,
 ) -> None:
-    """Evaluate the site's models and write the round's line; `anew`, it takes the place of lines of this round and
-    later.
-    """
+    """Evaluate the site's models and write the round's line; `is_first_round`: it replaces lines from this round on."""
     line: dict[str, Any] = {
         "round": round_,
         "seconds": round(site.seconds, 3),
@@ -267,13 +262,9 @@ def _log_round(
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        line |= evaluate(site, schedule, alive)
-    line |= {
-        "messages": traffic.messages,
-        "bytes": traffic.bytes,
-        "communication_seconds": round(traffic.seconds, 4),
-    }
-    if anew:
-        site.folder.forget_rounds_from(round_)
+        line |= evaluate_site(site, schedule, alive)
+    line |= {"messages": traffic.messages, "bytes": traffic.bytes, "communication_seconds": round(traffic.seconds, 4)}
+    if is_first_round:
+        site.folder.drop_rounds_from(round_)
     site.folder.log_round(line)
     report({"site": site.name, "round": round_, "done": line})

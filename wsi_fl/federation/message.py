@@ -1,6 +1,6 @@
-"""What travels: a fixed header and flat float32 or uint8 values. Nothing is pickled; only a `Release` can be sent.
+"""Messages: a fixed header and flat float32 or uint8 values. Nothing is pickled; only a `Release` can be sent.
 
-A message that is not what was agreed on arrives as `refused`, with the reason, and the receiver goes on without.
+A message that breaks the agreement arrives as `refused`, with the reason, and without values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.federation.documents import NotAgreed
+from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile need none
@@ -24,28 +24,28 @@ _HEADER = struct.Struct("<4sHBBIId32sQ")
 """magic, version, hop, kind, sender, round, weight, schema (SHA-256), number of values."""
 HEADER_BYTES = _HEADER.size
 NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
-"""Kinds of values that travel: a model's parameters, or a buffer of images and labels."""
+"""Types of values: a model's parameters, or a buffer of images and labels."""
 _KINDS = (NUMBERS, BYTES)
 Values = NDArray[np.float32] | NDArray[np.uint8]
-Buffer = Values | NDArray[np.int64] | bytes | bytearray
+RawBuffer = Values | NDArray[np.int64] | bytes | bytearray
 PayloadType = np.dtype[Any]
 HOPS = 9
-"""Hops that one round has room for: the tags of messages and their headers tell so many apart."""
+"""Most hops of a round that message tags and headers distinguish."""
 GRAPH_HOPS = 5
-"""Those of a round's graph are 0, 1, …; the others are kept for what goes beside it."""
+"""Hops 0, 1, … of a round's graph; the others are for messages beside it."""
 BUFFERS, FAREWELL, WELCOME, SCORING = range(GRAPH_HOPS, HOPS)
-"""The hops of buffers, of those who leave, of those who come back, and of models and counts after the last round."""
+"""Hops of buffers, of leaving sites, of returning sites, and of models and counts after the last round."""
 _TAGS = 1 << 14
-"""Tags of messages are below it, in pairs of header and body; they come round again after many rounds."""
-_WIDEST = 4
-"""A body up to so many times the agreed length is received and thrown away; a longer one is left where it is."""
+"""Upper bound of message tags, in pairs of header and body; tags repeat after many rounds."""
+_MAX_OVERSIZE = 4
+"""A body up to this multiple of the agreed length is received and discarded; a longer one is not received."""
 _PART_BYTES = 1 << 30
-"""A longer body travels in parts: MPI counts what a call sends in 31 bits, and Open MPI 5 offers no larger counts."""
+"""Longest part of a body: MPI counts values in 31 bits, and Open MPI 5 offers no larger counts."""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A release on its way from local site `sender` to site `receiver`, scaled by `share` (P[receiver, sender])."""
+    """A release to send from local site `sender` to site `receiver`, scaled by `share` (P[receiver, sender])."""
 
     sender: int
     receiver: int
@@ -61,9 +61,9 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Message:
-    """What arrived: the values [d] and their weight, both already scaled by the sender's share.
+    """A received message: values [d] and their weight, both scaled by the sender's share.
 
-    Where the message is not what was agreed on, it has no values, and `refused` says why.
+    A message that breaks the agreement has no values, and the reason in `refused`.
     """
 
     sender: int
@@ -75,13 +75,13 @@ class Message:
     refused: str = ""
 
 
-def tag_of(round_: int, hop: int) -> int:
-    """Return the MPI tag of the headers of a hop; their bodies have the next one."""
+def compute_tag(round_: int, hop: int) -> int:
+    """Return the MPI tag of the headers of a hop; bodies have the next tag."""
     return 2 * (round_ * HOPS + hop) % _TAGS
 
 
-def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
-    """Return the header and the values of a message; numbers are scaled by the share that is sent.
+def pack_message(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
+    """Return the header and the values of a message; float32 values are scaled by the share.
 
     Raises:
         WsiFlError: when the release is of another round.
@@ -110,30 +110,30 @@ def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
     return header, vector
 
 
-def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: PayloadType) -> str:
-    """Return why a message is not what was agreed on, or "" where it is."""
+def _find_problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: PayloadType) -> str:
+    """Return why a header breaks the agreement, or ""."""
     if len(header) != HEADER_BYTES:
         return "it speaks another protocol"
-    magic, version, _, said_kind, said_sender, said_round, _, _, length = _HEADER.unpack(header)
+    magic, version, _, header_kind, header_sender, header_round, _, _, length = _HEADER.unpack(header)
     if (magic, version) != (_MAGIC, _VERSION):
         return "it speaks another protocol"
-    if (said_sender, said_round) != (sender, round_):
-        return f"it is of round {said_round} of site {said_sender}"
-    if said_kind != _KINDS.index(kind):
+    if (header_sender, header_round) != (sender, round_):
+        return f"it is of round {header_round} of site {header_sender}"
+    if header_kind != _KINDS.index(kind):
         return "it holds values of another kind"
     return "" if length == size else f"it has {length} values, agreed on {size}"
 
 
 def body_length(header: bytes | bytearray, size: int, kind: PayloadType = NUMBERS) -> int:
-    """Return how many values to receive after this header; 0 where the header makes no sense."""
+    """Return the number of values to receive after this header; 0 for an invalid header."""
     if len(header) != HEADER_BYTES:
         return 0
-    magic, _, _, said_kind, *_, length = _HEADER.unpack(header)
-    sensible = magic == _MAGIC and said_kind == _KINDS.index(kind) and length <= _WIDEST * size
+    magic, _, _, header_kind, *_, length = _HEADER.unpack(header)
+    sensible = magic == _MAGIC and header_kind == _KINDS.index(kind) and length <= _MAX_OVERSIZE * size
     return int(length) if sensible else 0
 
 
-def received(
+def unpack_message(
     header: bytes | bytearray,
     vector: Values,
     sender: int,
@@ -143,8 +143,8 @@ def received(
     *,
     kind: PayloadType = NUMBERS,
 ) -> Message:
-    """Return the message; where it is not what was agreed on, without values and with the reason."""
-    problem = _problem(header, sender, round_, size, kind)
+    """Return the message; where it breaks the agreement, without values and with the reason."""
+    problem = _find_problem(header, sender, round_, size, kind)
     if not problem and (vector.size, vector.dtype) != (size, kind):
         problem = f"it brings {vector.size} values, announced {size}"
     if problem:
@@ -153,61 +153,61 @@ def received(
     return Message(sender, receiver, round_, schema.hex(), vector, weight)
 
 
-def parts_of(buffer: Buffer) -> list[memoryview]:
-    """Return the parts in which a buffer travels, one after another; one where it is short, or empty."""
+def split_buffer(buffer: RawBuffer) -> list[memoryview]:
+    """Return the parts of a buffer in order, at least one."""
     view = memoryview(buffer)  # type: ignore[arg-type]  # mypy takes no array for a buffer before Python 3.12
     step = _PART_BYTES // view.itemsize
     return [view[start : start + step] for start in range(0, max(1, len(view)), step)]
 
 
-class Departure:
-    """A body on its way to a peer, in as many parts as it takes."""
+class PendingSend:
+    """A pending send to a peer, in parts."""
 
-    def __init__(self, world: Any, buffer: Buffer, kind: Any, rank: int, tag: int) -> None:
-        self._requests = [world.Isend([part, kind], rank, tag) for part in parts_of(buffer)]
+    def __init__(self, world: Any, buffer: RawBuffer, kind: Any, rank: int, tag: int) -> None:
+        self._requests = [world.Isend([part, kind], rank, tag) for part in split_buffer(buffer)]
 
     def Test(self) -> bool:
-        """Return whether all of it has left by now, as an MPI request does."""
+        """Return whether all parts were sent, as an MPI request does."""
         return bool(sum(request.Test() for request in self._requests) == len(self._requests))
 
 
 @dataclass
-class Arrival:
-    """A message on its way from a peer, received only when it has the length that was announced.
+class PendingReceive:
+    """A pending message from a peer, received only if it has the announced length.
 
-    A peer that sends more than it announced could otherwise overwrite memory: Open MPI 5.0.11 writes messages above 4
-    kB past the end of a buffer that is too short. If a peer sent less, old content of the buffer would be read.
+    A longer message could overwrite memory: Open MPI 5.0.11 writes messages above 4 kB past the end of a buffer that is
+    too short. After a shorter one old content of the buffer would be read.
     """
 
     # mpi4py's module, and the communicator of all ranks
     mpi: Any
     world: Any
-    # what to fill, to its last value, and the MPI type of these values
-    buffer: Buffer
+    # the buffer to fill completely, and the MPI type of its values
+    buffer: RawBuffer
     kind: Any
-    # whose message, and which; and what messages call that site
+    # rank and tag of the sender, and its name for messages
     rank: int
     tag: int
     name: str
 
     def __post_init__(self) -> None:
-        self._awaited = parts_of(self.buffer)
+        self._pending_parts = split_buffer(self.buffer)
         self._requests: list[Any] = []
 
     def Test(self) -> bool:
-        """Return whether it is here by now, as an MPI request does.
+        """Return whether the message was received, as an MPI request does.
 
         Raises:
-            NotAgreed: when it has another length; it is not received.
+            ProtocolError: when it has another length; then it is not received.
         """
-        while self._awaited:
+        while self._pending_parts:
             status = self.mpi.Status()
             message = self.world.Improbe(self.rank, self.tag, status)
             if message is None:
                 return False
-            if status.Get_count(self.kind) != len(self._awaited[0]):
-                raise NotAgreed(
-                    f"site {self.name} sent something else than the {len(self.buffer)} values it announced"
+            if status.Get_count(self.kind) != len(self._pending_parts[0]):
+                raise ProtocolError(
+                    f"site {self.name} sent another length than the {len(self.buffer)} values it announced"
                 )
-            self._requests.append(message.Irecv([self._awaited.pop(0), self.kind]))
+            self._requests.append(message.Irecv([self._pending_parts.pop(0), self.kind]))
         return bool(sum(request.Test() for request in self._requests) == len(self._requests))

@@ -1,7 +1,7 @@
-"""Every federated method as a row of one table; `loop.py` runs them all.
+"""The table of federated methods; `loop.py` runs them all.
 
-What leaves a site is said once, by the shares of its method. The ledger's content, what `allow` must name, the graphs
-of a round, plans, dossiers, tables and words follow from them. This file imports next to nothing.
+A method lists everything that leaves a site as its disclosures. The ledger's content, the kinds that `allow` must name,
+the graphs of a round, plans, dossiers, tables and texts follow from them. This file imports next to nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from wsi_fl.plugins import Table
+from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
     from wsi_fl.federation.topology import Topology
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from wsi_fl.learning.units import LearnsFrom
     from wsi_fl.privacy.cipher import CipherStream
 
-What = Literal["model", "sums", "buffer", "generator"]
-SHARED = "shared_head"
-"""The model that is made of all sites' sums, as `models.build` knows it; none that is trained."""
+DisclosureKind = Literal["model", "sums", "buffer", "generator"]
+SHARED_HEAD = "shared_head"
+"""The one-shot global head in `models.build`: computed from all sites' class statistics, not trained."""
 FILES, HUB = "files", "hub"
-"""Ways that are no graph of rounds: people carry files; everything goes to the first site alone."""
-DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
-"""What `train` runs where nothing is said, and the two that others are measured against."""
+"""Routes other than a graph of rounds: files that people copy; everything to the first site."""
+DEFAULT_METHOD, LOCAL_METHOD, POOLED_METHOD = "proxyfl", "regular", "joint"
+"""The default method of `train`, and the two baselines of comparisons."""
 
 
 class MakeLearner(Protocol):
-    """Build the learner of a role: "private", "proxy" or "shared"."""
+    """A factory of the learner of a role: "private", "proxy" or "shared"."""
 
     def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner:
-        """Return the learner. A private model has the site's own architecture and start unless `common`."""
+        """Return the learner. A private model has the site's architecture and start unless `common`."""
         ...
 
 
 @dataclass(frozen=True)
 class Weights:
-    """α of the private model and β of the proxy (eqs. 4 and 5)."""
+    """Weights α of the private model and β of the proxy (eqs. 4 and 5)."""
 
     alpha: float
     beta: float
@@ -46,258 +46,258 @@ class Weights:
 
 @dataclass(frozen=True)
 class Role:
-    """How a model of a site is learned.
+    """Settings of a model's training at a site.
 
     Attributes:
-        dp: under differential privacy, where the settings have it.
-        common: with the architecture and start that all sites share, as every proxy is.
-        taught: with the site's other model as its teacher. Where that has no ε, this one's is nominal, unless β = 0.
+        dp: with differential privacy, where the settings enable it.
+        common: with the architecture and start common to all sites, as all proxies.
+        has_teacher: with the site's other model as teacher. If that has no ε, this ε is nominal, unless β = 0.
     """
 
     dp: bool
     common: bool = False
-    taught: bool = False
+    has_teacher: bool = False
 
 
 @dataclass(frozen=True)
-class Share:
-    """One kind of thing that a site lets go.
+class Disclosure:
+    """A kind of data that leaves a site.
 
     Attributes:
-        what: parameters of a model, sums of features, a buffer of synthetic samples, or a model that generates some.
-        by: the graph along which it goes: a name of `topology.TOPOLOGIES`, a topology, or one of FILES and HUB.
-        of: whose parameters or features: the private model's, the proxy's or the shared head's.
-        protected: "dp": by differential privacy or, where the settings have none, by the site's leave; "leave": by
-            that alone, for the site's file must allow it by name.
-        times: in all rounds, once (in the first round), or once before the first or after the last round.
-        made_by: the module of the stage that makes or carries what the loop does not: `agreed_buffer` of a buffer,
-            `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.
+        kind: parameters of a model, class statistics, a buffer of synthetic samples, or a generator.
+        route: its graph: a name of `topology.TOPOLOGIES`, a topology, or FILES or HUB.
+        role: the role of the model: private, proxy or shared.
+        protection: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
+            permission alone, given by name in the site's file.
+        timing: all rounds, once (in the first round), or before the first or after the last round.
+        stage_module: the module of the stage that makes or sends it outside the loop: `agreed_buffer` of a buffer,
+            `bring_generated` and `hand_over_models` before and after the rounds, and `count_bytes`.
     """
 
-    what: What
-    by: str | Topology
-    of: Literal["private", "proxy", "shared"] = "private"
-    protected: Literal["dp", "leave"] = "dp"
-    times: Literal["rounds", "once", "before", "after"] = "rounds"
-    made_by: str = ""
+    kind: DisclosureKind
+    route: str | Topology
+    role: Literal["private", "proxy", "shared"] = "private"
+    protection: Literal["dp", "leave"] = "dp"
+    timing: Literal["rounds", "once", "before", "after"] = "rounds"
+    stage_module: str = ""
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
-        """Return its kind, as ledgers and the `allow` of site files name it; sums count as a model."""
-        return "model" if self.what == "sums" else self.what
+        """Return its kind in ledgers and in `allow` of site files; class statistics count as a model."""
+        return "model" if self.kind == "sums" else self.kind
 
     @property
-    def in_rounds(self) -> bool:
-        """Return whether the loop sends it along a graph."""
-        return self.times in ("rounds", "once") and self.by != FILES
+    def is_in_rounds(self) -> bool:
+        """Return whether it is sent along a graph in rounds."""
+        return self.timing in ("rounds", "once") and self.route != FILES
 
-    def is_bare(self, with_dp: bool) -> bool:
-        """Return whether it leaves without differential privacy, given whether the settings have any."""
-        return self.protected == "leave" or not with_dp
+    def is_unprotected(self, has_dp: bool) -> bool:
+        """Return whether it leaves without differential privacy, given whether the settings enable it."""
+        return self.protection == "leave" or not has_dp
 
-    def stage(self) -> Any:
-        """Return the module that makes or carries it."""
-        return import_module(self.made_by)
+    def load_stage(self) -> Any:
+        """Return the module that makes or sends it."""
+        return import_module(self.stage_module)
 
-    def graph(self, seed: int) -> Topology:
-        """Return its graph; a seed orders the sites where the graph draws."""
-        from wsi_fl.federation.topology import named
+    def build_graph(self, seed: int) -> Topology:
+        """Return its graph; the seed is for graphs that are drawn at random."""
+        from wsi_fl.federation.topology import find_topology
 
-        return named(self.by, seed) if isinstance(self.by, str) else self.by
+        return find_topology(self.route, seed) if isinstance(self.route, str) else self.route
 
 
 @dataclass(frozen=True)
 class Method:
-    """What distinguishes one method from another.
+    """A federated method.
 
     Attributes:
         name: as its paper writes it.
-        does: what it does, in a few words.
+        summary: a summary in a few words.
         learners: the models of a site by role: "private", and "proxy" or "shared" where there is one.
         step: one local step on a batch; returns the loss of each role.
-        shares: what a site lets go.
-        learns_from: what a round is learned from, as `learning.units` knows it; "everybody" is what nobody may
-            do, and what all are measured against.
-        variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
-        baselines: the module whose `baselines` trains it and what its paper measures it against, in one table, and
-            whose `baselines_lines` shows that; "" where there is none.
+        disclosures: everything that leaves a site.
+        learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
+        variants: (key, value) of a pipeline → the method in place of this one for that value.
+        baselines: the module with `baselines`, which trains it and its paper's baselines, and `baselines_lines`, which
+            prints their table; "" for none.
     """
 
     name: str
-    does: str
+    summary: str
     learners: Mapping[str, Role]
     step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
-    shares: tuple[Share, ...] = ()
+    disclosures: tuple[Disclosure, ...] = ()
     learns_from: LearnsFrom = "own"
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
     baselines: str = ""
 
-    def share(self, *kinds: What) -> Share | None:
-        """Return the first thing of these kinds that leaves a site; None where none does."""
-        return next((share for share in self.shares if share.what in kinds), None)
+    def find_disclosure(self, *kinds: DisclosureKind) -> Disclosure | None:
+        """Return the first disclosure of these kinds, or None."""
+        return next((disclosure for disclosure in self.disclosures if disclosure.kind in kinds), None)
 
-    def shares_at(self, times: str) -> list[Share]:
-        """Return what leaves a site at some time, as `Share.times` says it."""
-        return [share for share in self.shares if share.times == times]
+    def list_disclosures(self, timing: str) -> list[Disclosure]:
+        """Return the disclosures of a timing."""
+        return [disclosure for disclosure in self.disclosures if disclosure.timing == timing]
 
     @property
-    def mixed(self) -> Share | None:
-        """Return what sites send each other in a round and mix; None where nothing is mixed."""
+    def round_disclosure(self) -> Disclosure | None:
+        """Return the disclosure that is mixed in rounds, or None."""
         return next(
-            (share for share in self.shares if share.in_rounds and share.what in ("model", "sums")), None
+            (
+                disclosure
+                for disclosure in self.disclosures
+                if disclosure.is_in_rounds and disclosure.kind in ("model", "sums")
+            ),
+            None,
         )
 
     @property
-    def travels(self) -> str | None:
-        """Return the role whose parameters are mixed; None where none are."""
-        return self.mixed.of if self.mixed is not None else None
+    def mixing_role(self) -> str | None:
+        """Return the role of the mixed parameters, or None."""
+        return self.round_disclosure.role if self.round_disclosure is not None else None
 
     @property
-    def without_dp(self) -> tuple[Share, ...]:
-        """Return what leaves without differential privacy by design."""
-        return tuple(share for share in self.shares if share.protected == "leave")
+    def bare_disclosures(self) -> tuple[Disclosure, ...]:
+        """Return the disclosures without differential privacy by design."""
+        return tuple(disclosure for disclosure in self.disclosures if disclosure.protection == "leave")
 
     @property
-    def once(self) -> bool:
-        """Return whether each site releases sums of all its rows once, instead of a trained model."""
-        return self.share("sums") is not None
+    def is_oneshot(self) -> bool:
+        """Return whether each site releases class statistics once, instead of a trained model."""
+        return self.find_disclosure("sums") is not None
 
     @property
-    def starts(self) -> bool:
-        """Return whether a trained model travels, so that it needs initial weights."""
-        return self.travels is not None and not self.once
+    def needs_initial_weights(self) -> bool:
+        """Return whether a trained model is exchanged, which needs initial weights."""
+        return self.mixing_role is not None and not self.is_oneshot
 
     @property
-    def talks(self) -> bool:
-        """Return whether sites send each other anything in rounds."""
-        return any(share.in_rounds for share in self.shares)
+    def has_exchange(self) -> bool:
+        """Return whether sites exchange anything in rounds."""
+        return any(disclosure.is_in_rounds for disclosure in self.disclosures)
 
     @property
-    def keeps_lone(self) -> bool:
-        """Return whether a site learns the model that it would have alone beside those of the method.
+    def has_local_baseline(self) -> bool:
+        """Return whether a site trains a local baseline beside the models of the method.
 
-        Where sums are released the private model is that one already.
+        For one-shot methods the private model is the local baseline.
         """
-        return self.talks and not self.once
+        return self.has_exchange and not self.is_oneshot
 
     @property
-    def taught(self) -> bool:
-        """Return whether a model under privacy has a teacher without it, so that its ε is nominal unless β = 0."""
-        return any(role.dp and role.taught for role in self.learners.values())
+    def has_bare_teacher(self) -> bool:
+        """Return whether a DP model has a teacher without DP, so that its ε is nominal unless β = 0."""
+        return any(role.dp and role.has_teacher for role in self.learners.values())
 
     @property
-    def ignores(self) -> tuple[str, ...]:
-        """Return the keys and sections of a pipeline that have no effect on training by this method."""
-        found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
-        if not any(share.in_rounds for share in self.without_dp):
-            found += ("replay.",)
-        elif self.share("buffer") is None:
-            found += ("replay.buffer", "replay.unchecked")
-        if self.travels is None:
-            found += ("topology.", "train.optimizer_after_exchange")
-        found += _OF_ROUNDS if self.once else ("train.from_released",)
-        if not self.starts:
-            found += ("train.init_from",)
-        if not self.keeps_lone:
-            found += ("train.local_baseline",)
-        if not self.talks:
-            found += _OF_ANSWERS
-        return found if self.taught else found + _OF_PROXIES
+    def inert_keys(self) -> tuple[str, ...]:
+        """Return the keys and sections of a pipeline without effect on this method."""
+        keys: tuple[str, ...] = () if self.find_disclosure("generator") else ("ddpm.", "mpcpa.")
+        if not any(disclosure.is_in_rounds for disclosure in self.bare_disclosures):
+            keys += ("replay.",)
+        elif self.find_disclosure("buffer") is None:
+            keys += ("replay.buffer", "replay.unchecked")
+        if self.mixing_role is None:
+            keys += ("topology.", "train.optimizer_after_exchange")
+        keys += _ROUND_KEYS if self.is_oneshot else ("train.from_released",)
+        if not self.needs_initial_weights:
+            keys += ("train.init_from",)
+        if not self.has_local_baseline:
+            keys += ("train.local_baseline",)
+        if not self.has_exchange:
+            keys += _PREDICTION_KEYS
+        return keys if self.has_bare_teacher else keys + _PROXY_KEYS
 
-    def graph(self, seed: int) -> Topology:
-        """Return the graph of what is mixed: nobody sends anything where nothing is."""
-        return (self.mixed or Share("model", "none")).graph(seed)
+    def build_graph(self, seed: int) -> Topology:
+        """Return the graph of mixing; one without edges where nothing is mixed."""
+        return (self.round_disclosure or Disclosure("model", "none")).build_graph(seed)
 
 
-_OF_PROXIES = ("train.alpha", "train.beta", "model.proxy")
-_OF_ANSWERS = ("train.val_fraction", "predict.model")
-_OF_ROUNDS = (
+_PROXY_KEYS = ("train.alpha", "train.beta", "model.proxy")
+_PREDICTION_KEYS = ("train.val_fraction", "predict.model")
+_ROUND_KEYS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
     *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
 )
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
-_TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
-"""A private model and a proxy under differential privacy that learn from each other."""
+_TAUGHT_PAIR = {"private": Role(dp=False, has_teacher=True), "proxy": Role(dp=True, common=True, has_teacher=True)}
+"""A private model and a proxy with differential privacy that teach each other."""
 _WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
 
-def supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Let the private model learn from a batch; return its loss."""
-    from wsi_fl.learning.local import supervised_step
+def step_private(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+    """Train the private model on a batch; return its loss."""
+    from wsi_fl.learning.local import take_supervised_step
 
     del weights
-    return {"private": supervised_step(learners["private"], batch, noise)}
+    return {"private": take_supervised_step(learners["private"], batch, noise)}
 
 
-def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
+def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+    """Step the proxy, then the private model, taught by the updated proxy (Algorithm 1, lines 3–4).
 
-    One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
+    One forward pass of the private model serves both steps (Zhang et al., 2018).
     """
-    from wsi_fl.learning.local import mutual_step
+    from wsi_fl.learning.local import take_mutual_step
 
     private, proxy = learners["private"], learners["proxy"]
     x = batch[0]
-    said = private.forward(x) if len(x) else None
-    taught = said.detach() if said is not None and weights.beta else None
-    losses = {"proxy": mutual_step(proxy, taught, weights.beta, batch, noise)}
-    answers = proxy.logits(x) if len(x) and weights.alpha else None
-    losses["private"] = mutual_step(private, answers, weights.alpha, batch, noise, logits=said)
+    private_logits = private.forward(x) if len(x) else None
+    teacher_logits = private_logits.detach() if private_logits is not None and weights.beta else None
+    losses = {"proxy": take_mutual_step(proxy, teacher_logits, weights.beta, batch, noise)}
+    proxy_logits = proxy.predict_logits(x) if len(x) and weights.alpha else None
+    losses["private"] = take_mutual_step(private, proxy_logits, weights.alpha, batch, noise, logits=private_logits)
     return losses
 
 
-def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Compute the sums of all rows; the private model was fitted to all rows before."""
-    from wsi_fl.learning.local import sum_up
+def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+    """Compute the class statistics of all rows; the private model was fitted before."""
+    from wsi_fl.learning.local import compute_statistics
 
     del weights
-    sum_up(learners["shared"], batch, noise)
+    compute_statistics(learners["shared"], batch, noise)
     return {}
 
 
-def _oneshot() -> Method:
-    """Return the method whose heads are computed from sums of features, which each site releases once.
+def _oneshot_method() -> Method:
+    """Return the one-shot method: heads computed from class statistics, which each site releases once.
 
-    Where the sums lie in files by now, none are taken, and nothing travels.
+    In its variant the statistics are read from files, and nothing is sent.
     """
-    sums = Share("sums", "star", "shared", times="once")
-    row = Method("One-shot", "sums of features, released once", _WITH_HEAD, _take_sums, (sums,))
-    by_files = replace(row, shares=(replace(sums, by=FILES),), learns_from="nothing")
+    statistics = Disclosure("sums", "star", "shared", timing="once")
+    row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _step_statistics, (statistics,))
+    by_files = replace(row, disclosures=(replace(statistics, route=FILES),), learns_from="nothing")
     return replace(row, variants={("train.from_released", True): by_files})
 
 
-_OWN = {
-    ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
-    POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, learns_from="everybody"),
+_BUILT_IN = {
+    LOCAL_METHOD: Method("Regular", "local training only", PRIVATE_WITH_DP, step_private),
+    POOLED_METHOD: Method("Joint", "all data pooled", PRIVATE_WITH_DP, step_private, learns_from="everybody"),
     "fedavg": Method(
-        "FedAvg", "one averaged model, central", COMMON_WITH_DP, supervised, (Share("model", "star"),)
+        "FedAvg", "one averaged model, central", COMMON_WITH_DP, step_private, (Disclosure("model", "star"),)
     ),
     "avgpush": Method(
-        "AvgPush",
-        "one averaged model, no centre",
-        COMMON_WITH_DP,
-        supervised,
-        (Share("model", "exponential"),),
+        "AvgPush", "one averaged model, no centre", COMMON_WITH_DP, step_private, (Disclosure("model", "exponential"),)
     ),
-    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, supervised, (Share("model", "ring"),)),
+    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)),
     "fml": Method(
-        "FML", "proxies averaged, central", _TAUGHT_PAIR, _mutual, (Share("model", "star", "proxy"),)
+        "FML", "proxies averaged, central", _TAUGHT_PAIR, _step_mutual, (Disclosure("model", "star", "proxy"),)
     ),
-    DEFAULT: Method(
+    DEFAULT_METHOD: Method(
         "ProxyFL",
         "proxies travel, no centre",
         _TAUGHT_PAIR,
-        _mutual,
-        (Share("model", "exponential", "proxy"),),
+        _step_mutual,
+        (Disclosure("model", "exponential", "proxy"),),
     ),
-    "oneshot": _oneshot(),
+    "oneshot": _oneshot_method(),
 }
 
-METHODS = Table("wsi_fl.methods", _OWN, Method)
-"""By the name that `--method` takes; another package adds its own as entry points of `wsi_fl.methods`."""
+METHODS = PluginTable("wsi_fl.methods", _BUILT_IN, Method)
+"""Methods by the name of `--method`; other packages add theirs as entry points of `wsi_fl.methods`."""
 
 
-def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
-    """Return the names of all methods with a property, for messages."""
-    return ", ".join(name for name, row in METHODS.items() if asks(row))
+def list_names(has_property: Callable[[Method], bool] = lambda _: True) -> str:
+    """Return the names of methods with a property, for messages."""
+    return ", ".join(name for name, row in METHODS.items() if has_property(row))

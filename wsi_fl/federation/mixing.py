@@ -1,8 +1,8 @@
 """PushSum (Kempe et al., 2003) with training between rounds.
 
-Each site carries the biased numerator x and the weight w; what it trains and evaluates is z = x / w. Training
-moves z by Δz, which is added to x unscaled: the site sends P·(x + Δz) and P·w. Dividing x itself by w in
-every round, as Algorithm 1 is printed, averages wrongly unless P is a permutation.
+Each site holds the biased numerator x and the weight w, and trains and evaluates z = x / w. Training moves z by Δz,
+which is added to x unscaled: the site sends P·(x + Δz) and P·w. Dividing x by w in each round, as printed in Algorithm
+1, averages wrongly unless P is a permutation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class PushSum:
-    """The state of one site: numerator float32[d] and weight."""
+    """The state of a site: numerator float32[d] and weight."""
 
     x: Vector
     w: float
@@ -28,25 +28,25 @@ class PushSum:
         """Return the de-biased parameters z = x / w."""
         return self.x if self.w == 1 else (self.x / np.float32(self.w))
 
-    def trained(self, z: Vector) -> PushSum:
-        """Return the state after training moved the parameters to `z`: x + Δz, with the same w."""
+    def add_training(self, z: Vector) -> PushSum:
+        """Return the state after training to parameters `z`: x + Δz, with the same w."""
         if self.w == 1:
             return PushSum(z, 1.0)
         return PushSum(self.x + (z - self.z), self.w)
 
 
-def mix(own: PushSum, own_share: float, received: Sequence[PushSum]) -> PushSum:
-    """Return the sum of the share a site kept and what arrived, of numerators and weights.
+def mix_states(local_state: PushSum, local_share: float, messages: Sequence[PushSum]) -> PushSum:
+    """Return the sum of a site's own share and the received messages, numerators and weights.
 
     Args:
-        own_share: P[i, i], the share the site kept.
-        received: messages, already scaled by their senders' shares.
+        local_share: P[i, i].
+        messages: messages, scaled by their senders' shares.
     """
-    if own_share == 0 and len(received) == 1:
-        return received[0]
-    x = own.x * np.float32(own_share)
-    w = own.w * own_share
-    for part in received:
+    if local_share == 0 and len(messages) == 1:
+        return messages[0]
+    x = local_state.x * np.float32(local_share)
+    w = local_state.w * local_share
+    for part in messages:
         x = x + part.x
         w += part.w
     return PushSum(x, w)

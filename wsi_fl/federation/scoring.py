@@ -1,7 +1,4 @@
-"""Evaluate a site's models on its test sets, and the other sites' models as all sites agree.
-
-What is scored between hospitals, and by whom, follows from what each tells all, so that nobody waits in vain.
-"""
+"""Evaluation of a site's models on its test sets, and the choice of its prediction model."""
 
 from __future__ import annotations
 
@@ -13,37 +10,58 @@ import numpy as np
 
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
-from wsi_fl.learning.stacking import FEWEST, Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
-from wsi_fl.learning.tasks import scored, strata
-from wsi_fl.learning.validation import COMMON, LONE, STACK, answered, best_answer, reached, roles
+from wsi_fl.learning.local import predict_examples, replace_nonfinite
+from wsi_fl.learning.metrics import Probabilities, aggregate_slides, find_operating_point
+from wsi_fl.learning.stacking import (
+    MIN_PATIENTS,
+    Ensemble,
+    gate_ensemble,
+    is_worse_than_local,
+    single_federated_ensemble,
+    single_local_ensemble,
+    weight_by_sample_size,
+)
+from wsi_fl.learning.tasks import fold_strata, score_predictions
+from wsi_fl.learning.validation import (
+    COMMON,
+    ENSEMBLE,
+    LOCAL,
+    combine_predictions,
+    roles_of_choice,
+    score_candidates,
+    select_model,
+)
 from wsi_fl.models.shared_head import SharedHead
 
 
-def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
-    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "model".
+def evaluate_site(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
+    """Return the scores of a site's prediction model by test set; "model" names it where a site has several.
 
-    Those of a proxy or shared head are told too, on the last set. `alive` is called with every batch.
+    Scores of a proxy or global head on the last set are added. `alive` is called with each batch.
     """
     line: dict[str, Any] = {}
-    answer, stack = schedule.answer, None
-    if answer in ("auto", STACK):
-        chosen = choose_answer(site, schedule, alive) or {"model": "private"}
-        answer, stack = chosen["model"], Stack.of(chosen["ensemble"]) if "ensemble" in chosen else None
-    if not site.learners.keys() >= set(roles(answer, stack, site.learners)):
-        answer = "private"
+    model_choice, ensemble = schedule.prediction_model, None
+    if model_choice in ("auto", ENSEMBLE):
+        chosen = choose_prediction_model(site, schedule, alive) or {"model": "private"}
+        model_choice, ensemble = (
+            chosen["model"],
+            Ensemble.parse_document(chosen["ensemble"]) if "ensemble" in chosen else None,
+        )
+    if not site.learners.keys() >= set(roles_of_choice(model_choice, ensemble, site.learners)):
+        model_choice = "private"
     if len(site.learners) > 1:
-        line["model"] = answer
+        line["model"] = model_choice
     sets, common = list(site.tests.items()), _common(site)
     for name, examples in sets:
-        wanted = dict.fromkeys(roles(answer, stack, site.learners))
+        role_names = dict.fromkeys(roles_of_choice(model_choice, ensemble, site.learners))
         if common and name == sets[-1][0]:
-            wanted[common] = None
-        said = _predictions(site, wanted, examples, alive)
-        line[name] = scored(answered(said, answer, stack), examples.label, examples.task)
+            role_names[common] = None
+        predictions = _predict_roles(site, role_names, examples, alive)
+        line[name] = score_predictions(
+            combine_predictions(predictions, model_choice, ensemble), examples.label, examples.task
+        )
         if common and name == sets[-1][0]:
-            line[common] = {"on": name, **scored(said[common], examples.label, examples.task)}
+            line[common] = {"on": name, **score_predictions(predictions[common], examples.label, examples.task)}
     return line
 
 
@@ -52,116 +70,135 @@ def _common(site: Site) -> str:
     return next((role for role in COMMON if role in site.learners), "")
 
 
-def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """Return which model or mixture should answer at a site, as its run keeps it; None where there is no choice.
+def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
+    """Return the choice of a site's prediction model, as its run stores it; None where there is no choice.
 
-    Of classes, and with a shared head, it is the mixture of what the site would answer alone with what it has by
-    joining, where it knows both. Else it is what does best on the site's validation split; without one nothing speaks
-    against staying alone.
+    For classes, and with a one-shot global head, it is the ensemble of local and federated model. Otherwise it is the
+    best model on the site's validation split, and without one the local model.
     """
-    task, examples, lone = site.train.task, site.validation, LONE in site.learners
+    task, examples, has_local_baseline = site.train.task, site.validation, LOCAL in site.learners
     if len(site.learners) == 1:
         if site.held_out is None:
             return None
-        point = _slide_threshold(site.held_out, site.train)
+        point = _find_slide_threshold(site.held_out, site.train)
         return {"model": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
-    said = _predictions(site, site.learners, examples, alive) if examples is not None else {}
-    found = {}
+    predictions = _predict_roles(site, site.learners, examples, alive) if examples is not None else {}
+    scores = {}
     if examples is not None:
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
-        found[name] = reached(said, examples.label, task)
+        scores[name] = score_candidates(predictions, examples.label, task)
     common = _common(site)
-    shared = common != "" and isinstance(site.learners[common].model, SharedHead)
-    if schedule.answer == STACK or shared or (lone and task.kind == "classes"):
-        mixture = _mixture(site, said, alive) | found
-        stays = lone and schedule.answer != STACK and not mixture["ensemble"]["weight"]
-        return mixture | {"model": LONE} if stays else mixture
+    has_global_head = common != "" and isinstance(site.learners[common].model, SharedHead)
+    if schedule.prediction_model == ENSEMBLE or has_global_head or (has_local_baseline and task.kind == "classes"):
+        choice = _choose_ensemble(site, predictions, alive) | scores
+        is_local = has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
+        return choice | {"model": LOCAL} if is_local else choice
     if examples is None:
-        return {"model": LONE, "by": "validation", "n": 0} if lone else None
-    return {"model": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
+        return {"model": LOCAL, "by": "validation", "n": 0} if has_local_baseline else None
+    return {"model": select_model(predictions, examples.label, task), "by": "validation", "n": len(examples)} | scores
 
 
-def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
-    """Return a site's mixture, as its run keeps it, given what its models say of its validation split, by role.
+def _choose_ensemble(
+    site: Site, validation_predictions: Mapping[str, Probabilities], alive: Callable[[], None]
+) -> dict[str, Any]:
+    """Return a site's ensemble, as its run stores it, given predictions on its validation split by role.
 
-    A site that lacks a class, or has one number or no event, asks what it has by joining; so does one with a single row
-    of a class, unless a letter says what that row is worth. Any other keeps to its lone model, unless rows that neither
-    has learned by heart speak for more; it also does where a shared head does harm on them.
+    A site that lacks a class, or has a single number or no event, uses the federated model; so does a site with a
+    single row of a class, except with a one-shot global head, whose effective sample size weights that row. Any other
+    site uses its local model, unless held-out rows favour the ensemble.
     """
-    lone = LONE if LONE in site.learners else "private"
-    joined = _common(site) or "private"
-    head, task = site.learners[joined].model, site.train.task
+    local_role = LOCAL if LOCAL in site.learners else "private"
+    federated_role = _common(site) or "private"
+    head, task = site.learners[federated_role].model, site.train.task
     n_strata = site.n_classes if task.kind == "classes" else 2
-    counts = np.bincount(strata(site.train.label, task), minlength=n_strata)
-    if counts.min() < (1 if isinstance(head, SharedHead) or task.kind != "classes" else FEWEST):
-        stack, seen = shared_alone(site.n_classes), None
+    counts = np.bincount(fold_strata(site.train.label, task), minlength=n_strata)
+    if counts.min() < (1 if isinstance(head, SharedHead) or task.kind != "classes" else MIN_PATIENTS):
+        ensemble, held_out = single_federated_ensemble(site.n_classes), None
     else:
-        if site.validation is not None and lone == LONE:
-            candidates = {role: one for role, one in validated.items() if role != LONE}
-            joined = best_answer(candidates, site.validation.label)
-        seen = _unseen(site, lone, joined, validated, alive)
+        if site.validation is not None and local_role == LOCAL:
+            candidates = {role: predictions for role, predictions in validation_predictions.items() if role != LOCAL}
+            federated_role = select_model(candidates, site.validation.label)
+        held_out = _find_held_out(site, local_role, federated_role, validation_predictions, alive)
         if isinstance(head, SharedHead):
-            said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
-            rows, own, theirs = seen or (site.train, said[lone], said[joined])
-            stack = stack_by_rows(own, theirs, rows.label, head.worth(), task, rows.patient)
-            if seen and stack.weight and harms(stack, own, theirs, rows.label, task):
-                stack = own_alone(site.n_classes)
-        elif seen is None:
-            stack = own_alone(site.n_classes)
+            predictions = {} if held_out else _predict_roles(site, (local_role, federated_role), site.train, alive)
+            rows, local_predictions, federated_predictions = held_out or (
+                site.train,
+                predictions[local_role],
+                predictions[federated_role],
+            )
+            ensemble = weight_by_sample_size(
+                local_predictions, federated_predictions, rows.label, head.effective_sample_sizes(), task, rows.patient
+            )
+            if (
+                held_out
+                and ensemble.weight
+                and is_worse_than_local(ensemble, local_predictions, federated_predictions, rows.label, task)
+            ):
+                ensemble = single_local_ensemble(site.n_classes)
+        elif held_out is None:
+            ensemble = single_local_ensemble(site.n_classes)
         else:
-            rows, own, theirs = seen
-            stack = gated_stack(own, theirs, rows.label, rows.patient)
+            rows, local_predictions, federated_predictions = held_out
+            ensemble = gate_ensemble(local_predictions, federated_predictions, rows.label, rows.patient)
     return {
-        "model": STACK,
-        "by": STACK,
-        "n": 0 if seen is None else len(seen[0]),
-        "ensemble": asdict(replace(stack, own=lone, shared=joined, of_logits=task.kind == "classes")),
-        "slide_threshold": None if seen is None else _slide_threshold(stack(*seen[1:]), seen[0]),
+        "model": ENSEMBLE,
+        "by": ENSEMBLE,
+        "n": 0 if held_out is None else len(held_out[0]),
+        "ensemble": asdict(replace(ensemble, own=local_role, shared=federated_role, of_logits=task.kind == "classes")),
+        "slide_threshold": None if held_out is None else _find_slide_threshold(ensemble(*held_out[1:]), held_out[0]),
     }
 
 
-_Told = tuple[Examples, Probabilities, Probabilities]
-"""Rows, and what the lone and the joined model say of them."""
+_HeldOutPredictions = tuple[Examples, Probabilities, Probabilities]
+"""Rows, and predictions of the local and the federated model."""
 
 
-def _unseen(
-    site: Site, lone: str, joined: str, validated: Mapping[str, Probabilities], alive: Callable[[], None]
-) -> _Told | None:
-    """Return rows that neither model has learned by heart, with their answers; None where there are none.
+def _find_held_out(
+    site: Site,
+    local_role: str,
+    federated_role: str,
+    validation_predictions: Mapping[str, Probabilities],
+    alive: Callable[[], None],
+) -> _HeldOutPredictions | None:
+    """Return rows held out of both models, with their predictions; None where there are none.
 
-    A proxy under noise has memorised no training rows, and a head along few directions very little. What the lone model
-    would say of them is known by cross-validation.
+    Training rows count as held out of a DP proxy, and of a head on few directions. Cross-validation has the local
+    model's predictions of them.
     """
     epsilon = site.ledger.epsilon()
-    noisy = epsilon is not None and epsilon <= _NOT_BY_HEART
-    models = [site.learners[role] for role in roles(joined, there=site.learners)]
+    is_noisy = epsilon is not None and epsilon <= _MAX_HELD_OUT_EPSILON
+    models = [site.learners[role] for role in roles_of_choice(federated_role, there=site.learners)]
     if site.held_out is not None and all(
-        isinstance(one.model, SharedHead) or (noisy and one.with_dp) for one in models
+        isinstance(learner.model, SharedHead) or (is_noisy and learner.is_private) for learner in models
     ):
-        theirs = answered(_predictions(site, roles(joined, there=site.learners), site.train, alive), joined)
-        return site.train, site.held_out, theirs
+        federated_predictions = combine_predictions(
+            _predict_roles(site, roles_of_choice(federated_role, there=site.learners), site.train, alive),
+            federated_role,
+        )
+        return site.train, site.held_out, federated_predictions
     rows = site.validation
-    if rows is None or len(np.unique(strata(rows.label, rows.task))) < 2:
+    if rows is None or len(np.unique(fold_strata(rows.label, rows.task))) < 2:
         return None
-    return rows, validated[lone], answered(validated, joined)
+    return (rows, validation_predictions[local_role], combine_predictions(validation_predictions, federated_role))
 
 
-_NOT_BY_HEART = 10.0  # the largest ε with which a model counts as not knowing its training rows by heart
+_MAX_HELD_OUT_EPSILON = 10.0  # the largest ε with which training rows count as held out
 
 
-def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
-    """Return the score from which on the site's own slides are best called positive; None where that is not known."""
+def _find_slide_threshold(predictions: Probabilities, rows: Examples) -> float | None:
+    """Return the operating point on the site's slides, a score threshold; None where it is unknown."""
     if rows.task.kind != "classes":
         return None
-    slides = slide_level(said, rows.label, rows.slide)
-    return None if slides is None else operating_point(slides[0][:, 1], slides[1])
+    slides = aggregate_slides(predictions, rows.label, rows.slide)
+    return None if slides is None else find_operating_point(slides[0][:, 1], slides[1])
 
 
-def _predictions(
-    site: Site, asked: Iterable[str], examples: Examples, alive: Callable[[], None]
+def _predict_roles(
+    site: Site, role_names: Iterable[str], examples: Examples, alive: Callable[[], None]
 ) -> dict[str, Probabilities]:
-    """Return float64[n, classes] of some of a site's models, by role."""
-    said = {
-        role: probabilities(site.learners[role].logits, examples, site.device, alive=alive) for role in asked
+    """Return the predictions float64[n, classes] of a site's models by role."""
+    predictions = {
+        role: predict_examples(site.learners[role].predict_logits, examples, site.device, alive=alive)
+        for role in role_names
     }
-    return {role: undecided_where_broken(one, examples) for role, one in said.items()}
+    return {role: replace_nonfinite(values, examples) for role, values in predictions.items()}

@@ -1,4 +1,4 @@
-"""One site in a run: its models, its PushSum state, its buffer, what it releases, and its checkpoints."""
+"""A site in a run: models, PushSum state, buffer, releases and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from numpy.typing import NDArray
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
-from wsi_fl.learning.examples import Augment, Examples, joined
+from wsi_fl.learning.examples import Augment, Examples, concatenate_examples
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.units import Canaries, TrainingSources, Units
-from wsi_fl.models import schema
+from wsi_fl.learning.units import Canaries, PrivacyUnits, TrainingSources
+from wsi_fl.models import schema_digest
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import Release, Values, digest
+from wsi_fl.privacy.ledger_file import Release, ReleaseValues, digest_values
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 
 Flat = NDArray[np.uint8]
-_LABEL = np.dtype("<u2")
-_BUFFER = "buffer"  # what a buffer is called in ledgers and checkpoints
+_LABEL_TYPE = np.dtype("<u2")
+_BUFFER = "buffer"  # name in ledgers and checkpoints
 
 
 @dataclass(frozen=True)
 class BufferShape:
-    """What all sites agreed on: buffers of n labelled images [size_px, size_px, channels] of n_classes classes."""
+    """The agreed shape of buffers: n labelled images [size_px, size_px, channels] of n_classes classes."""
 
     n: int
     size_px: int
@@ -44,8 +44,8 @@ class BufferShape:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of all labels and all pixels together."""
-        return self.n * (_LABEL.itemsize + self.size_px**2 * self.channels)
+        """Return the number of bytes of all labels and pixels."""
+        return self.n * (_LABEL_TYPE.itemsize + self.size_px**2 * self.channels)
 
     @property
     def schema(self) -> str:
@@ -53,34 +53,34 @@ class BufferShape:
         return hashlib.sha256(json.dumps(["buffer", asdict(self)], sort_keys=True).encode()).hexdigest()
 
     @staticmethod
-    def packed(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
+    def pack_samples(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
         """Return uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
-        return np.concatenate([label.astype(_LABEL).view(np.uint8), pixels.reshape(-1)])
+        return np.concatenate([label.astype(_LABEL_TYPE).view(np.uint8), pixels.reshape(-1)])
 
-    def unpacked(self, values: Flat) -> Examples:
-        """Return the samples of a buffer without a problem; every slide and patient is called "synthetic"."""
-        head = self.n * _LABEL.itemsize
+    def unpack_samples(self, values: Flat) -> Examples:
+        """Return the samples of a valid buffer; each slide and patient is named "synthetic"."""
+        head = self.n * _LABEL_TYPE.itemsize
         pixels = values[head:].reshape(self.n, self.size_px, self.size_px, self.channels)
         name = np.full(self.n, "synthetic")
-        return Examples(lambda rows: pixels[rows], self._labels(values), name, name)
+        return Examples(lambda rows: pixels[rows], self._read_labels(values), name, name)
 
-    def problem_of(self, values: Flat) -> str:
-        """Return why these bytes are no buffer of this shape, or "" where they are one."""
+    def find_problem(self, values: Flat) -> str:
+        """Return why bytes are no buffer of this shape, or ""."""
         if len(values) != self.n_bytes:
             return f"it has {len(values)} bytes, agreed on {self.n_bytes}"
-        if (beyond := int(self._labels(values).max())) >= self.n_classes:
-            return f"it holds a label {beyond}, and there are {self.n_classes} classes"
+        if (largest := int(self._read_labels(values).max())) >= self.n_classes:
+            return f"it holds a label {largest}, and there are {self.n_classes} classes"
         return ""
 
-    def _labels(self, values: Flat) -> NDArray[np.int64]:
-        return values[: self.n * _LABEL.itemsize].copy().view(_LABEL).astype(np.int64)
+    def _read_labels(self, values: Flat) -> NDArray[np.int64]:
+        return values[: self.n * _LABEL_TYPE.itemsize].copy().view(_LABEL_TYPE).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Labelled synthetic images, drawn once from a site's generator: what it shares, uint8[shape.n_bytes].
+    """Labelled synthetic images, drawn once from a site's generator; its release is uint8[shape.n_bytes].
 
-    Where they come from, the generator, its check and the seed, stays with the site.
+    Their provenance (generator, its check, seed) stays at the site.
     """
 
     shape: BufferShape
@@ -90,219 +90,210 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all sites agree on."""
+    """Training settings, the same at all sites."""
 
     rounds: int
     epochs_per_round: int
-    batch_size: int  # units (rows or patients) of a batch, where a site has no privacy plan
+    batch_size: int  # privacy units of a batch, where a site has no privacy plan
     eval_every: int
     seed: int
     weights: Weights
-    self_weight: float  # P[i, i] where the graph leaves it open
-    make_augment: Callable[[CipherStream], Augment | None]  # what it draws on → augmentation of one image
-    graph: Topology | None = None  # instead of the method's own
-    # what a site predicts with: "private", "proxy", "shared", "mean", "local", "ensemble" for the mixture that suits
-    # its own rows, or "auto" for what the site finds best
-    answer: str = "private"
-    reset_optimizer: bool = False  # whether the optimizer of what travels starts afresh after every exchange
+    self_weight: float  # P[i, i] where the graph does not set it
+    make_augment: Callable[[CipherStream], Augment | None]  # random stream → augmentation of an image
+    graph: Topology | None = None  # in place of the method's graph
+    # the prediction model: "private", "proxy", "shared", "mean", "local", "ensemble" (weighted on local rows), or
+    # "auto" (the best of them at each site)
+    prediction_model: str = "private"
+    reset_optimizer: bool = False  # whether the exchanged model's optimizer is reset after each exchange
     insecure_seed: int | None = None  # fixed noise, for tests alone
-    # how many sites may put together what they know, where noise is added once in all; None where each site adds
-    # its own
+    # tolerated colluding sites, with distributed noise; None where each site adds its own
     colluding: int | None = None
-    dropouts: int = 0  # how many sites may go away while such a sum is made, which then is that of the others
+    dropouts: int = 0  # tolerated dropouts in secure aggregation
 
 
 @dataclass
 class Site:
-    """One site that lives in this process."""
+    """A site of this process."""
 
     index: int
     name: str
     learners: Learners
     train: Examples
-    tests: Mapping[str, Examples]  # what its model is evaluated on: "own", and "merged" where that is allowed
+    tests: Mapping[str, Examples]  # test sets: "own" (local), and "merged" (pooled) where allowed
     ledger: PrivacyLedger
     folder: SiteFolder
     device: torch.device
-    plan: PrivacyPlan | None  # what one round applies and costs, or None without differential privacy
-    units: Units  # what privacy counts, and how it is drawn: rows or patients, canaries among them
-    n_classes: int  # how many classes there are
-    # float64[n, classes], what models like the one it would have alone say of its training rows without having seen
-    # their patients; None where that is not known
+    plan: PrivacyPlan | None  # noise and cost of a round; None without differential privacy
+    units: PrivacyUnits  # privacy units and their sampling: rows or patients, canaries included
+    n_classes: int
+    # float64[n, classes], cross-validated predictions of local models on its training rows; None where unknown
     held_out: Probabilities | None = None
-    # the settings that it chose for models of its own, as its run keeps them; None where it chose none
-    tuned: Mapping[str, Any] | None = None
-    # what it holds out to choose what predicts, and learns nothing from; None for nothing
+    # the tuned settings of its local models, as its run stores them; None for none
+    tuned_settings: Mapping[str, Any] | None = None
+    # validation examples for the choice of its prediction model; None for none
     validation: Examples | None = None
-    canaries: Canaries | None = (
-        None  # those that are planted among what it learns from, for an audit; None for none
-    )
-    receives: bool = (
-        False  # whether it has no labels: it learns nothing, sends nothing and takes what others send
-    )
-    returning: bool = (
-        False  # whether it was lost and comes back; it waits to be given a share of the others' mass
-    )
-    active: bool = (
-        True  # whether it takes part in the graph and its models under differential privacy still learn
-    )
-    # PushSum state of the travelling parameters; None when nothing travels, or before and after its part
+    canaries: Canaries | None = None  # canaries among its training examples, for an audit; None for none
+    receives: bool = False  # whether it has no labels: it trains and sends nothing, and receives
+    returning: bool = False  # whether it returns after a dropout, and waits for a share of the others' mass
+    active: bool = True  # whether it participates in the graph, and its DP models are trained
+    # PushSum state of the exchanged parameters; None without exchange, and before and after participation
     push: PushSum | None = None
-    buffer: Buffer | None = (
-        None  # its own synthetic samples, which it shares; None where the method carries none
-    )
-    leaving: Release | None = None  # that buffer as it was released in the round that is on
-    # SHA-256 of what it made in the newest round: the release that is part of what `push` holds, or a model that
-    # stays; "" before the first
-    own: str = ""
-    received: dict[int, Flat] = field(
-        default_factory=dict
-    )  # the buffers it holds of other sites, by their index
-    # how many units every site has, by its index, and its noise multiplier, as it told before the run
-    announced: dict[int, tuple[int, float]] = field(default_factory=dict)
-    # how far the models that arrived lay from its own (L2), the last ones
-    heard: list[float] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)  # what it did not accept in this round, and why
-    # roles of models that were no longer finite and stay as they were before; nobody else is told
+    buffer: Buffer | None = None  # its synthetic samples, which it releases; None for none
+    buffer_release: Release | None = None  # release of that buffer in the current round
+    # SHA-256 of its newest release, which is part of `push`, or of its newest local DP model; "" before the first round
+    release_digest: str = ""
+    received_buffers: dict[int, Flat] = field(default_factory=dict)  # buffers of other sites, by index
+    # number of units and noise multiplier of each site, by index, as announced before the run
+    announced_units: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # L2 distances of the last received models from the local one
+    distances: list[float] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)  # messages rejected in this round, with reasons
+    # roles of models that diverged and are frozen; not disclosed
     diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
     def n_canaries(self) -> int:
-        """Return how many canaries were tossed for, whether they are in or out."""
+        """Return the number of canaries, included or not."""
         return len(self.canaries.included) if self.canaries else 0
 
-    def learned(self) -> Examples:
-        """Return what batches are drawn from: the training rows, and the canaries that are in."""
-        return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
+    def training_examples(self) -> Examples:
+        """Return the examples for batches: training rows and included canaries."""
+        return (
+            self.train if self.canaries is None else concatenate_examples([self.train, self.canaries.select_planted()])
+        )
 
-    def material(self) -> TrainingSources:
-        """Return the data that the site learns from."""
+    def training_sources(self) -> TrainingSources:
+        """Return the sources of training examples."""
         if self.buffer is None:
-            return TrainingSources(self.learned(), self.units)
-        unpacked = self.buffer.shape.unpacked
-        received = [unpacked(values) for _, values in sorted(self.received.items())]
-        return TrainingSources(self.learned(), self.units, unpacked(self.buffer.values), received)
+            return TrainingSources(self.training_examples(), self.units)
+        unpack = self.buffer.shape.unpack_samples
+        received = [unpack(values) for _, values in sorted(self.received_buffers.items())]
+        return TrainingSources(self.training_examples(), self.units, unpack(self.buffer.values), received)
 
-    def traveller(self, method: Method) -> Learner:
-        """Return the learner whose parameters are exchanged."""
-        assert method.travels is not None
-        return self.learners[method.travels]
+    def mixing_learner(self, method: Method) -> Learner:
+        """Return the learner with the exchanged parameters."""
+        assert method.mixing_role is not None
+        return self.learners[method.mixing_role]
 
-    def shared_head(self, method: Method) -> SharedHead:
-        """Return the head of sums that is exchanged."""
-        head = self.traveller(method).model
+    def global_head(self, method: Method) -> SharedHead:
+        """Return the one-shot global head."""
+        head = self.mixing_learner(method).model
         assert isinstance(head, SharedHead)
         return head
 
-    def settle(self, active: bool) -> None:
-        """Let the site take part, or leave; after it has left, no model under privacy is trained any more."""
+    def set_active(self, active: bool) -> None:
+        """Let the site participate, or leave; after that no DP model is trained any more."""
         self.active = active
         if not active:
             self.push = None
         for role, learner in self.learners.items():
-            learner.frozen = role in self.diverged or (learner.with_dp and not active)
+            learner.frozen = role in self.diverged or (learner.is_private and not active)
 
-    def freeze(self, role: str) -> None:
-        """Let a model that diverged learn no more."""
+    def freeze_role(self, role: str) -> None:
+        """Stop the training of a diverged model."""
         self.diverged.append(role)
         self.learners[role].frozen = True
 
 
-def release(site: Site, method: Method, round_: int) -> Release | None:
-    """Return what leaves the site, recorded in its ledger first (Algorithm 1, line 7); None where nothing does."""
+def release_model(site: Site, method: Method, round_: int) -> Release | None:
+    """Return the release of a round, recorded in the ledger first (Algorithm 1, line 7); None for none."""
     if not site.active or site.receives:
         return None
-    if method.mixed is None:
+    if method.round_disclosure is None:
         if site.plan is not None:
-            site.own = _kept(site)
-            site.ledger.record(round_, site.plan, f"kept {site.own}")
+            site.release_digest = _hash_local_models(site)
+            site.ledger.record(round_, site.plan, f"kept {site.release_digest}")
         return None
-    learner = site.traveller(method)
+    learner = site.mixing_learner(method)
     assert site.push is not None
-    site.push = site.push.trained(learner.vector())
-    made = site.ledger.release(
+    site.push = site.push.add_training(learner.parameter_vector())
+    released = site.ledger.release(
         round_,
         site.push.x,
-        schema=schema(learner.model),
+        schema=schema_digest(learner.model),
         weight=site.push.w,
         mechanism=site.plan,
-        content=method.mixed.content,
+        content=method.round_disclosure.content,
     )
-    site.own = made.digest
-    return made
+    site.release_digest = released.digest
+    return released
 
 
-def _kept(site: Site) -> str:
-    """Return the SHA-256 of the parameters that were learned under differential privacy and stay at the site."""
-    return digest(np.concatenate([k.vector() for k in site.learners.values() if k.with_dp]))
+def _hash_local_models(site: Site) -> str:
+    """Return the SHA-256 of the parameters of local models with differential privacy."""
+    return digest_values(np.concatenate([k.parameter_vector() for k in site.learners.values() if k.is_private]))
 
 
-def relay(site: Site, method: Method, round_: int) -> Release:
-    """Return the mixture that a site holds now, to be passed on; recorded, and computed from releases alone."""
+def relay_mixture(site: Site, method: Method, round_: int) -> Release:
+    """Return a site's mixture, computed from releases alone, to be passed on; recorded in the ledger."""
     assert site.push is not None
-    agreed = schema(site.traveller(method).model)
-    return site.ledger.relay(round_, site.push.x, own=site.own, schema=agreed, weight=site.push.w)
+    agreed_schema = schema_digest(site.mixing_learner(method).model)
+    return site.ledger.relay_mixture(
+        round_, site.push.x, own_sha256=site.release_digest, schema=agreed_schema, weight=site.push.w
+    )
 
 
-def reissue(site: Site, method: Method, round_: int) -> Release | None:
-    """Return the release of a round that was trained before a restart, byte for byte, on record once more."""
-    if method.travels is None and site.plan is not None and site.active:
-        site.ledger.settle(round_, _kept(site))
-    if method.travels is None or site.push is None:
+def reissue_model(site: Site, method: Method, round_: int) -> Release | None:
+    """Return the release of a round before a restart, byte for byte, recorded once more."""
+    if method.mixing_role is None and site.plan is not None and site.active:
+        site.ledger.settle_round(round_, _hash_local_models(site))
+    if method.mixing_role is None or site.push is None:
         return None
-    agreed = schema(site.traveller(method).model)
-    return site.ledger.reissue(round_, site.push.x, schema=agreed, weight=site.push.w)
+    agreed_schema = schema_digest(site.mixing_learner(method).model)
+    return site.ledger.release_again(round_, site.push.x, schema=agreed_schema, weight=site.push.w)
 
 
-def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str, content: str) -> Release:
-    """Return what leaves once in a run, without differential privacy; after a restart the same bytes once more.
+def release_once(
+    ledger: PrivacyLedger, round_: int, values: ReleaseValues, agreed_schema: str, content: str
+) -> Release:
+    """Return a release without differential privacy, once in a run; after a restart the same bytes.
 
     Args:
         values: float32[d] or uint8[d], of the agreed schema.
-        content: its kind, which the site must allow by name.
+        content: its kind, which the site's file must allow.
 
     Raises:
         WsiFlError: when other bytes of this kind have left in this run, or the site does not allow it.
     """
     try:
-        return ledger.reissue(round_, values, schema=agreed)
+        return ledger.release_again(round_, values, schema=agreed_schema)
     except WsiFlError:
-        if any(said.split()[0] == content for said in ledger.released()):
+        if any(entry.split()[0] == content for entry in ledger.list_releases()):
             raise WsiFlError(
                 f"site {ledger.site}: a different {content} has left it in this run before; start a new run"
             ) from None
-        released = ledger.release(round_, values, schema=agreed, mechanism=None, content=content)
-        ledger.sending(round_, released.digest)
+        released = ledger.release(round_, values, schema=agreed_schema, mechanism=None, content=content)
+        ledger.record_transmission(round_, released.digest)
         return released
 
 
 def release_buffer(site: Site, round_: int) -> None:
-    """Put on record that the site's buffer leaves it in a round, without differential privacy."""
+    """Record the release of a site's buffer in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
-    site.leaving = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
+    site.buffer_release = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
 
 
 def reissue_buffer(site: Site, round_: int) -> Release:
-    """Return what `release_buffer` put on record, to be sent, also after a restart."""
+    """Return the release recorded by `release_buffer`, also after a restart."""
     assert site.buffer is not None
-    if site.leaving is not None and site.leaving.round == round_:
-        return site.leaving
-    return site.ledger.reissue(round_, site.buffer.values, schema=site.buffer.shape.schema)
+    if site.buffer_release is not None and site.buffer_release.round == round_:
+        return site.buffer_release
+    return site.ledger.release_again(round_, site.buffer.values, schema=site.buffer.shape.schema)
 
 
-def checkpoint(site: Site, round_: int) -> None:
-    """Write all that is needed to send the same bytes again and go on."""
+def write_checkpoint(site: Site, round_: int) -> None:
+    """Write a checkpoint, with everything to send the same bytes again and resume."""
     tensors = {
         f"{role}/{name}": value
         for role, learner in site.learners.items()
-        for name, value in learner.state().items()
+        for name, value in learner.state_tensors().items()
     }
     if site.push is not None:
         tensors["push/x"] = torch.from_numpy(np.array(site.push.x))
-    for sender, values in site.received.items():
+    for sender, values in site.received_buffers.items():
         tensors[f"{_BUFFER}/{sender}"] = torch.from_numpy(np.array(values))
     document = {
         "round": round_,
@@ -310,26 +301,24 @@ def checkpoint(site: Site, round_: int) -> None:
         "returning": site.returning,
         "weight": site.push.w if site.push else None,
         "losses": site.losses,
-        "heard": site.heard,
+        "heard": site.distances,
         "diverged": site.diverged,
     }
     site.folder.save_checkpoint(round_, tensors, document)
 
 
-def restore(site: Site, round_: int) -> None:
-    """Bring back the state that `checkpoint` kept of a round, after its training and before its exchange."""
+def restore_checkpoint(site: Site, round_: int) -> None:
+    """Load the checkpoint of a round, a state after its training and before its exchange."""
     tensors, document = site.folder.load_checkpoint(round_)
     for role, learner in site.learners.items():
         prefix = f"{role}/"
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
     prefix = f"{_BUFFER}/"
-    site.received = {
-        int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
-    }
-    site.losses, site.heard = document["losses"], document["heard"]
+    site.received_buffers = {int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)}
+    site.losses, site.distances = document["losses"], document["heard"]
     site.diverged = document["diverged"]
     site.returning = document["returning"]
-    site.settle(document["active"])
+    site.set_active(document["active"])
     if "push/x" in tensors:
         site.push = PushSum(tensors["push/x"].numpy(), float(document["weight"]))
-        site.own = digest(site.push.x)
+        site.release_digest = digest_values(site.push.x)

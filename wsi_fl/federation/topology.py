@@ -2,15 +2,15 @@
 
 A topology returns the hops of a round, each a column-stochastic mixing matrix P float64[n, n]: P[i, j] is the share of
 its mass that site j sends to site i, so the nonzeros off the diagonal are the messages. P may change from round to
-round (ProxyFL, section 3.4), so sites may leave and come back: `over` is a topology among those present, `handover` and
-`welcome` move the PushSum mass of those who go and come, of which none is lost.
+round (ProxyFL, section 3.4), so sites may leave and return: `list_hops` restricts a topology to the sites present,
+`build_handover` and `build_welcome` move the PushSum mass of leaving and returning sites, and preserve its total.
 
-A graph may be read from a file, by the names of the sites:
+A graph may be read from a file, by site names:
 
     {"rounds": [[["S1", "S2"], ["S2", "S3"], ["S3", "S1"]], [["S1", "S3", 0.5], ["S3", "S1", 0.25]]]}
 
-is JSON with the edges of each round as [sender, receiver] or [sender, receiver, weight]; after the last round the first
-follows again. The weight is the share of its mass that the sender gives away (P[receiver, sender]).
+is JSON with the edges of each round as [sender, receiver] or [sender, receiver, weight]; after the last round comes the
+first. The weight is the share of the sender's mass (P[receiver, sender]).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from wsi_fl.federation.message import GRAPH_HOPS
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 
-_ROUND_OFF = 1e-9  # shares this near to 0 or 1 are meant to be it
+_ROUND_OFF = 1e-9  # tolerance of shares at 0 and 1
 
 
 class Edge(NamedTuple):
-    """A message of a round; without a weight it is an equal part of what its sender does not keep."""
+    """A message of a round; without a weight an equal part of the mass that its sender does not keep."""
 
     sender: int
     receiver: int
@@ -43,9 +43,9 @@ class Edge(NamedTuple):
 class Graph:
     """A topology whose edges are listed by round, as positions in `names`; after the last round comes the first.
 
-    A site sends the edges of a round equal parts of 1 − self_weight and keeps the rest; where its edges have weights,
-    it keeps what they leave of 1; where it has no edges, it keeps all. Where sites were taken out (`thinned`), a site
-    that would keep nothing keeps half. Messages call the graph `source`.
+    A site sends equal parts of 1 − self_weight along its edges and keeps the rest; with weights on its edges it keeps 1
+    minus their sum; without edges it keeps all. Where sites were removed (`thinned`), a site that would keep nothing
+    keeps half. `source` names the graph in messages.
     """
 
     names: tuple[str, ...]
@@ -54,16 +54,16 @@ class Graph:
     thinned: bool = False
 
     def __call__(self, n_sites: int, round_: int, self_weight: float = 0.0) -> list[NDArray[np.float64]]:
-        """Return the hop of a round, P[n, n], or none where nobody sends.
+        """Return the hop of a round, P[n, n], or none without edges.
 
         Raises:
-            UsageError: when a site would be left with nothing, that is a row of P has no share.
+            UsageError: when a site would have no mass, a zero row of P.
         """
         assert n_sites == len(self.names)
         edges = self.rounds[round_ % len(self.rounds)]
         if not edges:
             return []
-        matrix = _shares(edges, n_sites, self_weight)
+        matrix = _build_matrix(edges, n_sites, self_weight)
         if self.thinned:
             bare = np.flatnonzero(matrix.diagonal() == 0)
             matrix[:, bare] /= 2
@@ -75,102 +75,104 @@ class Graph:
             )
         return [matrix]
 
-    def among(self, present: Sequence[int]) -> Graph:
+    def select_sites(self, present: Sequence[int]) -> Graph:
         """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
 
-        Edges from and to others are dropped, and those from which nothing can come back any more (see `check`); what a
-        site sent there goes to its other receivers.
+        Edges from and to others are dropped, and edges without a way back (see `check_weights`); a site's other
+        receivers get their mass.
         """
         if len(present) == len(self.names):
             return self
-        place = {site: k for k, site in enumerate(present)}
-        reached = np.eye(len(self.names), dtype=bool)
+        positions = {site: k for k, site in enumerate(present)}
+        reachable = np.eye(len(self.names), dtype=bool)
         for edge in (edge for edges in self.rounds for edge in edges):
-            reached[edge.receiver, edge.sender] |= edge.sender in place and edge.receiver in place
-        reached = _closure(reached)
+            reachable[edge.receiver, edge.sender] |= edge.sender in positions and edge.receiver in positions
+        reachable = _find_reachable(reachable)
         rounds = []
         for edges in self.rounds:
-            left = [e for e in edges if e.sender in place and reached[e.receiver, e.sender] & reached[e[:2]]]
-            before, after = _sent(edges), _sent(left)
+            kept_edges = [
+                e for e in edges if e.sender in positions and reachable[e.receiver, e.sender] & reachable[e[:2]]
+            ]
+            total_before, total_after = _sum_weights(edges), _sum_weights(kept_edges)
             rounds.append(
                 tuple(
-                    Edge(place[s], place[r], None if w is None else w * before[s] / after[s])
-                    for s, r, w in left
+                    Edge(positions[s], positions[r], None if w is None else w * total_before[s] / total_after[s])
+                    for s, r, w in kept_edges
                 )
             )
         return Graph(tuple(self.names[site] for site in present), tuple(rounds), self.source, thinned=True)
 
-    def check(self, self_weight: float) -> None:
-        """Refuse a graph in which the weight of a site falls to 0, at once or little by little.
+    def check_weights(self, self_weight: float) -> None:
+        """Refuse a graph in which the weight of a site falls to 0, at once or gradually.
 
-        PushSum divides by that weight, and what a site learns counts by its inverse. It stays above a bound where
-        whatever leaves a site over one course of the rounds can come back (strong connectivity in the sense of Nedić
-        and Olshevsky, 2015); separate groups of sites may each be connected in themselves.
+        PushSum divides by that weight. It stays above a bound where all mass that leaves a site over a course of the
+        rounds can return (strong connectivity in the sense of Nedić and Olshevsky, 2015); separate groups of sites may
+        each be connected in themselves.
 
         Raises:
             UsageError: one line with the round or the sites.
         """
         n_sites = len(self.names)
-        reached = np.eye(n_sites, dtype=bool)
+        reachable = np.eye(n_sites, dtype=bool)
         for round_ in range(len(self.rounds)):
             for hop in self(n_sites, round_, self_weight):
-                reached = (hop > 0) @ reached
-        reached = _closure(reached)
-        for to, site in np.argwhere(reached & ~reached.T)[:1]:
+                reachable = (hop > 0) @ reachable
+        reachable = _find_reachable(reachable)
+        for to, site in np.argwhere(reachable & ~reachable.T)[:1]:
             raise UsageError(
                 f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, but nothing ever comes back, "
                 f"so that the weight of {self.names[site]} falls to 0; add edges that lead back to it"
             )
 
 
-def _shares(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[np.float64]:
-    """P[n, n] of one round, its columns summing to one."""
+def _build_matrix(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[np.float64]:
+    """Return P[n, n] of a round, with columns summing to one."""
     matrix, open_ = np.zeros((n_sites, n_sites)), np.zeros(n_sites, dtype=bool)
     for sender, receiver, weight in edges:
         matrix[receiver, sender] = 1 if weight is None else weight
         open_[sender] |= weight is None
     sent = matrix.sum(axis=0)
-    kept = np.where(open_, self_weight, 1 - sent)
-    kept[kept < _ROUND_OFF] = 0
-    matrix *= np.divide(1 - kept, sent, out=np.zeros(n_sites), where=sent > 0)
-    np.fill_diagonal(matrix, kept)
+    self_shares = np.where(open_, self_weight, 1 - sent)
+    self_shares[self_shares < _ROUND_OFF] = 0
+    matrix *= np.divide(1 - self_shares, sent, out=np.zeros(n_sites), where=sent > 0)
+    np.fill_diagonal(matrix, self_shares)
     return matrix
 
 
-def _closure(reached: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return bool[n, n], whether what site j has reaches site i in any number of steps."""
-    reached = reached | np.eye(len(reached), dtype=bool)
-    for _ in range(len(reached).bit_length()):
-        reached = reached @ reached
-    return reached
+def _find_reachable(reachable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return bool[n, n], whether mass of site j reaches site i in any number of steps."""
+    reachable = reachable | np.eye(len(reachable), dtype=bool)
+    for _ in range(len(reachable).bit_length()):
+        reachable = reachable @ reachable
+    return reachable
 
 
-def _sent(edges: Iterable[Edge]) -> dict[int, float]:
-    """Sender → the sum of the weights of its edges."""
+def _sum_weights(edges: Iterable[Edge]) -> dict[int, float]:
+    """Return sender → sum of the weights of its edges."""
     total: dict[int, float] = {}
     for sender, _, weight in edges:
         total[sender] = total.get(sender, 0.0) + (weight or 0.0)
     return total
 
 
-def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
-    """Return the graph in a JSON file, for the sites of a run in their order.
+def read_graph(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
+    """Read a graph from a JSON file, for the sites of a run in their order.
 
     Raises:
-        UsageError: one line with the file and the round when it is missing, of another form, names unknown sites, or
-            lets a site's weight run dry with this self-weight.
+        UsageError: one line with the file and the round when it is missing, malformed, names unknown sites, or lets a
+            site's weight fall to 0 with this self-weight.
     """
     try:
         document = read_json(path)
     except (WsiFlError, OSError) as error:
         raise UsageError(str(error)) from None
     graph = parse_graph(document, names, source=path.name)
-    graph.check(self_weight)
+    graph.check_weights(self_weight)
     return graph
 
 
 def parse_graph(document: object, names: Sequence[str], source: str = "graph") -> Graph:
-    """Return the graph that a JSON document describes.
+    """Return the graph of a JSON document.
 
     Raises:
         UsageError: one line with the source and the round.
@@ -186,17 +188,17 @@ def parse_graph(document: object, names: Sequence[str], source: str = "graph") -
 
 def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge, ...]:
     if not isinstance(edges, list):
-        raise UsageError(f"{where}: {_short(edges)} is no list of edges")
-    found: dict[tuple[int, int], Edge] = {}
+        raise UsageError(f"{where}: {_shorten(edges)} is no list of edges")
+    edge_of_pair: dict[tuple[int, int], Edge] = {}
     for item in edges:
         edge = _parse_edge(item, names, where)
-        if edge[:2] in found:
-            raise UsageError(f"{where}: {_short(item)} is there twice; write every edge once")
-        found[edge[:2]] = edge
-    parsed = tuple(found.values())
-    for sender, sent in _sent(parsed).items():
-        weighed = [edge.weight is not None for edge in parsed if edge.sender == sender]
-        if any(weighed) and not all(weighed):
+        if edge[:2] in edge_of_pair:
+            raise UsageError(f"{where}: {_shorten(item)} is there twice; write every edge once")
+        edge_of_pair[edge[:2]] = edge
+    parsed = tuple(edge_of_pair.values())
+    for sender, sent in _sum_weights(parsed).items():
+        has_weight = [edge.weight is not None for edge in parsed if edge.sender == sender]
+        if any(has_weight) and not all(has_weight):
             raise UsageError(f"{where}: give all edges of {names[sender]} a weight, or none")
         if sent > 1 + _ROUND_OFF:
             raise UsageError(f"{where}: {names[sender]} sends {sent:g} of what it has; at most 1")
@@ -205,10 +207,10 @@ def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge,
 
 def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
     if not isinstance(item, list) or len(item) not in (2, 3):
-        raise UsageError(f'{where}: {_short(item)} is no edge; write ["sender", "receiver"] or add a weight')
+        raise UsageError(f'{where}: {_shorten(item)} is no edge; write ["sender", "receiver"] or add a weight')
     for name in item[:2]:
         if name not in names:
-            raise UsageError(f"{where}: unknown site {_short(name)}; the run has {', '.join(names)}")
+            raise UsageError(f"{where}: unknown site {_shorten(name)}; the run has {', '.join(names)}")
     sender, receiver = names.index(item[0]), names.index(item[1])
     if sender == receiver:
         raise UsageError(f"{where}: {item[0]} sends to itself; a site keeps what it does not send")
@@ -216,26 +218,26 @@ def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
         return Edge(sender, receiver)
     weight = item[2]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1:
-        raise UsageError(f"{where}: {_short(item)}: a weight is a number above 0 and at most 1")
+        raise UsageError(f"{where}: {_shorten(item)}: a weight is a number above 0 and at most 1")
     return Edge(sender, receiver, float(weight))
 
 
-def _short(value: object, limit: int = 60) -> str:
-    """Return a JSON value as the file has it, on one line."""
+def _shorten(value: object, limit: int = 60) -> str:
+    """Return a JSON value on one line."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 Matrix = NDArray[np.float64]
 Topology = Callable[[int, int, float], list[Matrix]]
-"""(number of sites, round from 0, self-weight P[i, i] where the graph leaves it open) → hops."""
+"""(number of sites, round from 0, self-weight P[i, i] where the graph does not set it) → hops."""
 
 
 def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return a hop of the directed exponential graph over permutations (Assran et al., 2019; ProxyFL, Fig. 2).
 
-    In round t every site sends to the one 2^(t mod ⌈log2 n⌉) places further. With `self_weight` 0 (the paper)
-    each P is a permutation and models only travel; with 0.5 it is stochastic gradient push.
+    In round t each site sends to the site 2^(t mod ⌈log2 n⌉) places further. With `self_weight` 0 (the paper)
+    each P is a permutation; with 0.5 it is stochastic gradient push.
 
     Example:
         >>> exponential(4, 0)[0].argmax(axis=0).tolist(), exponential(4, 1)[0].argmax(axis=0).tolist()
@@ -253,13 +255,13 @@ def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Mat
 
 
 def ring(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Return the hop in which every site hands all to the next one (cyclical weight transfer, Chang et al., 2018)."""
+    """Return the hop in which each site sends all to the next one (cyclical weight transfer, Chang et al., 2018)."""
     del round_, self_weight
     return [np.roll(np.eye(n_sites), 1, axis=0)] if n_sites > 1 else []
 
 
 def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Return two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum."""
+    """Return two hops: all sites send all mass to site 0, which sends each an equal share of the sum."""
     del round_, self_weight
     if n_sites < 2:
         return []
@@ -271,7 +273,7 @@ def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
 
 
 def random_permutation(seed: int) -> Topology:
-    """Return a topology with a new random ring through all sites in every round.
+    """Return a topology with a new random ring through all sites in each round.
 
     The order depends on the seed, the round and the number of sites alone, so all sites draw the same.
     """
@@ -288,8 +290,8 @@ def random_permutation(seed: int) -> Topology:
     return ring_of_round
 
 
-def _complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Return the hop in which everybody sends to everybody, in equal shares."""
+def _complete_graph(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
+    """Return the hop in which each site sends to all, in equal shares."""
     del round_, self_weight
     return [np.full((n_sites, n_sites), 1 / n_sites)] if n_sites > 1 else []
 
@@ -299,14 +301,14 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "star": lambda _: star,
     "ring": lambda _: ring,
     "exponential": lambda _: exponential,
-    "complete": lambda _: _complete,
+    "complete": lambda _: _complete_graph,
     "random": random_permutation,
 }
-"""Name → (seed → topology); only `random` looks at the seed."""
+"""Name → (seed → topology); only `random` uses the seed."""
 
 
-def named(name: str, seed: int = 0) -> Topology:
-    """Return a topology of the table.
+def find_topology(name: str, seed: int = 0) -> Topology:
+    """Return a topology by name.
 
     Raises:
         UsageError: when the name is unknown.
@@ -316,7 +318,7 @@ def named(name: str, seed: int = 0) -> Topology:
     return TOPOLOGIES[name](seed)
 
 
-def over(
+def list_hops(
     topology: Topology,
     n_sites: int,
     present: Sequence[int],
@@ -324,50 +326,48 @@ def over(
     self_weight: float = 0.0,
     *,
     listening: Sequence[int] = (),
-    room: int = GRAPH_HOPS,
+    max_hops: int = GRAPH_HOPS,
 ) -> list[Matrix]:
-    """Return the hops of a round among the sites present, as P[n, n] of all; absent sites keep what they have.
+    """Return the hops of a round among the sites present, as P[n, n] of all; absent sites keep their mass.
 
-    The topology sees the present sites alone, in ascending order: the hub of a star is the first of them, and an
-    exponential graph of five becomes one of four. A `Graph` loses the edges of those absent. Sites that are `listening`
+    The topology is built for the present sites in ascending order: the hub of a star is the first of them, and an
+    exponential graph of five becomes one of four. A `Graph` loses the edges of absent sites. Sites that are `listening`
     come last, and send nothing.
 
     Raises:
-        UsageError: in one line, when the topology has more hops than there is room for.
+        UsageError: in one line, when the topology has too many hops.
     """
-    places = [*sorted(present), *sorted(listening)]
-    among = topology
-    if isinstance(topology, Graph):  # its sites have names, and no order of their own
-        places = sorted(places)
-        among = topology.among(places)
+    positions = [*sorted(present), *sorted(listening)]
+    reduced = topology
+    if isinstance(topology, Graph):  # of named sites without an order
+        positions = sorted(positions)
+        reduced = topology.select_sites(positions)
     hops = []
-    for hop in among(len(places), round_, self_weight):
+    for hop in reduced(len(positions), round_, self_weight):
         matrix = np.eye(n_sites)
-        matrix[np.ix_(places, places)] = hop
+        matrix[np.ix_(positions, positions)] = hop
         matrix[:, listening] = np.eye(n_sites)[:, listening]
         hops.append(matrix)
-    if len(hops) > room:
-        raise UsageError(
-            f"the graph of round {round_ + 1} has {len(hops)} hops, and a round has room for {room}"
-        )
+    if len(hops) > max_hops:
+        raise UsageError(f"the graph of round {round_ + 1} has {len(hops)} hops; at most {max_hops}")
     return hops
 
 
-def handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Matrix:
-    """Return the hop in which each leaving site gives all it has to the next one present, cyclically.
+def build_handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Matrix:
+    """Return the hop in which each leaving site sends all its mass to the next one present, cyclically.
 
-    So the mean that PushSum reaches still counts it. Where nobody stays, everybody keeps what it has.
+    So it stays in the mean of PushSum. Where no site stays, each keeps its mass.
     """
     matrix, staying = np.eye(n_sites), set(present) - set(leaving)
     for site in leaving:
         if staying:
             matrix[site, site] = 0
-            matrix[_nearest(site, staying, n_sites, step=1), site] = 1
+            matrix[_find_nearest(site, staying, n_sites, step=1), site] = 1
     return matrix
 
 
-def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> Matrix:
-    """Return the hop in which each returning site, which holds nothing, gets half of the one before it, cyclically.
+def build_welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> Matrix:
+    """Return the hop in which each returning site, without mass, gets half of the site before it, cyclically.
 
     Returning sites with the same host share evenly with it: two of them and the host get a third each.
     """
@@ -375,22 +375,22 @@ def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> M
     guests: dict[int, list[int]] = {}
     for site in returning:
         if hosts:
-            guests.setdefault(_nearest(site, hosts, n_sites, step=-1), []).append(site)
-    for host, mine in guests.items():
-        matrix[[host, *mine], host] = 1 / (1 + len(mine))
+            guests.setdefault(_find_nearest(site, hosts, n_sites, step=-1), []).append(site)
+    for host, returning_sites in guests.items():
+        matrix[[host, *returning_sites], host] = 1 / (1 + len(returning_sites))
     return matrix
 
 
-def _nearest(site: int, among: set[int], n_sites: int, *, step: int) -> int:
-    """Return the first of `among` that is met from `site` on, going round."""
-    return min(among, key=lambda other: (other - site) * step % n_sites)
+def _find_nearest(site: int, candidates: set[int], n_sites: int, *, step: int) -> int:
+    """Return the first of `candidates` from `site` on, cyclically."""
+    return min(candidates, key=lambda other: (other - site) * step % n_sites)
 
 
-def receivers(matrix: Matrix, sender: int) -> list[int]:
-    """Return the sites that get a message from `sender`."""
+def list_receivers(matrix: Matrix, sender: int) -> list[int]:
+    """Return the receivers of messages from `sender`."""
     return [int(i) for i in np.flatnonzero(matrix[:, sender]) if i != sender]
 
 
-def senders(matrix: Matrix, receiver: int) -> list[int]:
-    """Return the sites whose messages `receiver` waits for."""
+def list_senders(matrix: Matrix, receiver: int) -> list[int]:
+    """Return the senders of messages to `receiver`."""
     return [int(j) for j in np.flatnonzero(matrix[receiver]) if j != receiver]

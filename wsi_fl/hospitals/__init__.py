@@ -1,1 +1,1 @@
-"""Hospitals that learn together over a server or a folder: kits, plans, letters, and the lines that carry them."""
+"""Federated learning between hospitals over a server or a folder: kits, plans, sealed messages and transports."""

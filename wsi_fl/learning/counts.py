@@ -1,7 +1,7 @@
-"""Counts of a model's answers on a hospital's own test part: what it may tell others, without any patient's answer.
+"""Counts of a model's predictions on a hospital's test part for cross-site evaluation, free of single predictions.
 
-Counts of several hospitals add up, and from their sums follow the scores on all test parts together. Of a class with
-fewer than `FEWEST` examples nothing is told, and no bin of scores has fewer, nor fewer patients where there are more.
+Counts of several hospitals add up, and scores on all test parts follow from their sums. A class with fewer than 5
+examples is not reported; every bin of scores has at least 5 examples, and at least 5 patients where there are as many.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.metrics import Labels, Probabilities, auroc, confusion, one_each
+from wsi_fl.learning.metrics import Labels, Probabilities, compute_auroc, confusion_matrix, fill_patient_names
 
 N_BINS = 100
-"""The most bins of the probability of class 1 in which positives and negatives are counted."""
-FEWEST = 5
-"""Examples in a bin, and of a class that is told, at least; and patients in a bin, of as many or more."""
-_TOP = nextafter(1.0, 2.0)
-"""The upper end of the last bin, so that a probability of 1 lies in it."""
-_MOST = 1 << 53
-_KIND = np.dtype("<f8")
-"""Of counts, which are exact in it, and of the ends of bins."""
+"""Maximum number of bins of the probability of class 1 for the counts of positives and negatives."""
+MIN_EXAMPLES = 5
+"""Minimum number of examples in a bin and of a reported class, and of patients in a bin where there are as many."""
+_LAST_EDGE = nextafter(1.0, 2.0)
+"""Upper end of the last bin, so that a probability of 1 lies in this bin."""
+_MAX_COUNT = 1 << 53
+_COUNT_DTYPE = np.dtype("<f8")
+"""Type of counts, which are exact in it, and of the ends of bins."""
 
 _Flat = NDArray[np.uint8]
-_Tally = Annotated[int, Field(ge=0, le=_MOST)]
+_Tally = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 
 
-class Counts(TypedDict):
-    """The answers of one model on one test part.
+class PredictionCounts(TypedDict):
+    """Counts of one model's predictions on one test part.
 
     Attributes:
-        n: how many examples there are.
-        confusion: [true][predicted], how many there are of each.
-        positives, negatives: of two classes, how many examples of class 1 and of class 0 there are in each bin of the
-            probability of class 1; empty where there are more classes.
-        high: the upper ends of these bins, of which all hold about as many examples; unused ones come last. Counts of
-            earlier versions have none, and bins of equal width.
+        n: number of examples.
+        confusion: number of examples [true][predicted].
+        positives, negatives: for two classes, the number of examples of class 1 and of class 0 in each bin of the
+            probability of class 1; empty for more classes.
+        high: the upper ends of these bins, each with about as many examples; unused ones come last. Counts of earlier
+            versions have none, and bins of equal width.
         concordant: twice the number of pairs whose positive example has the higher probability; ties count once.
     """
 
@@ -49,19 +49,18 @@ class Counts(TypedDict):
     confusion: list[list[_Tally]]
     positives: list[_Tally]
     negatives: list[_Tally]
-    high: NotRequired[list[Annotated[float, Field(ge=0, le=_TOP)]]]
+    high: NotRequired[list[Annotated[float, Field(ge=0, le=_LAST_EDGE)]]]
     concordant: NotRequired[_Tally]
 
 
-class Scores(TypedDict):
-    """What the hospitals told of all models that were scored between them, as `scores.json` keeps it.
+class CrossSiteCounts(TypedDict):
+    """Reported counts of all models in a cross-site evaluation, the document `scores.json`.
 
     Attributes:
         classes: their names, in the order of `confusion`.
-        round: the round of the ledgers in which the counts left.
-        models: SHA-256 of each model that was scored, by its name: that of the site that released it, or "central" or
-            "shared" where all sites hold the same one.
-        hospitals: the sites that let counts of their test part leave.
+        round: the round of the ledgers in which the counts were released.
+        models: SHA-256 of each model by name: its site, or "central" or "shared" where all sites have the same model.
+        hospitals: the sites with released counts of their test part.
         counts: by model and by hospital.
     """
 
@@ -69,124 +68,126 @@ class Scores(TypedDict):
     round: _Tally
     models: dict[str, str]
     hospitals: list[str]
-    counts: dict[str, dict[str, Counts]]
+    counts: dict[str, dict[str, PredictionCounts]]
 
 
-def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None) -> Counts:
-    """Return the counts of a model's answers, without those to examples of a class with too few.
+def count_predictions(
+    probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None
+) -> PredictionCounts:
+    """Return the counts of a model's predictions, without classes of too few examples.
 
     Args:
         probabilities: float64[n, classes].
         labels: int64[n].
-        patient: str[n], whose each example is; None, or "" in it, for somebody of its own.
+        patient: str[n] of each example; None, or "" in it, for a patient with one example.
     """
     names = np.full(len(labels), "") if patient is None else patient
-    who = np.unique(one_each(names), return_inverse=True)[1]
-    told = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= FEWEST))
-    probabilities, labels, who = probabilities[told], labels[told], who[told]
-    found: Counts = {
+    patient_index = np.unique(fill_patient_names(names), return_inverse=True)[1]
+    is_reported = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= MIN_EXAMPLES))
+    probabilities, labels, patient_index = (probabilities[is_reported], labels[is_reported], patient_index[is_reported])
+    counts: PredictionCounts = {
         "n": len(labels),
-        "confusion": confusion(probabilities, labels),
+        "confusion": confusion_matrix(probabilities, labels),
         "positives": [],
         "negatives": [],
     }
     if probabilities.shape[1] == 2:
         score = probabilities[:, 1]
-        edges = _edges(score, who)
-        found["high"] = [*edges, *[_TOP] * (N_BINS - len(edges))]
+        edges = _bin_edges(score, patient_index)
+        counts["high"] = [*edges, *[_LAST_EDGE] * (N_BINS - len(edges))]
         bins = np.searchsorted(edges, score, side="right")
-        found["positives"], found["negatives"] = (
+        counts["positives"], counts["negatives"] = (
             np.bincount(bins[labels == c], minlength=N_BINS).tolist() for c in (1, 0)
         )
         pairs = int((labels == 1).sum()) * int((labels == 0).sum())
-        found["concordant"] = round(2 * (auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
-    return found
+        counts["concordant"] = round(2 * (compute_auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
+    return counts
 
 
-def _edges(score: NDArray[np.float64], who: NDArray[np.int64]) -> list[float]:
-    """Return where one bin ends and the next begins, each with enough patients and its part of all examples."""
-    order, most = np.argsort(score, kind="stable"), max(FEWEST, ceil(len(score) / N_BINS))
-    patients = min(FEWEST, len(np.unique(who)))
+def _bin_edges(score: NDArray[np.float64], patient_index: NDArray[np.int64]) -> list[float]:
+    """Return the edges between bins, each bin with enough patients and examples."""
+    order, min_examples = np.argsort(score, kind="stable"), max(MIN_EXAMPLES, ceil(len(score) / N_BINS))
+    patients = min(MIN_EXAMPLES, len(np.unique(patient_index)))
     edges: list[float] = []
-    seen: set[int] = set()
+    bin_patients: set[int] = set()
     n = 0
     for k, following in pairwise(order):
-        seen.add(who[k])
+        bin_patients.add(patient_index[k])
         n += 1
-        if n >= most and len(seen) >= patients and score[following] > score[k]:
+        if n >= min_examples and len(bin_patients) >= patients and score[following] > score[k]:
             middle = (score[k] + score[following]) / 2
             edges.append(float(middle if middle > score[k] else score[following]))
-            seen, n = set(), 0
-    if edges and (n + 1 < most or len(np.unique(who[score >= edges[-1]])) < patients):
+            bin_patients, n = set(), 0
+    if edges and (n + 1 < min_examples or len(np.unique(patient_index[score >= edges[-1]])) < patients):
         edges.pop()
     return edges
 
 
-def nothing(n_classes: int) -> Counts:
-    """Return the counts of no answers at all, as of a test part that is empty or a model that did not arrive."""
-    return count(np.zeros((0, n_classes)), np.zeros(0, np.int64))
+def empty_counts(n_classes: int) -> PredictionCounts:
+    """Return the counts of no predictions, for an empty test part or a missing model."""
+    return count_predictions(np.zeros((0, n_classes)), np.zeros(0, np.int64))
 
 
-def n_bytes(n_models: int, n_classes: int) -> int:
-    """Return the length of the `packed` counts of so many models."""
+def count_bytes(n_models: int, n_classes: int) -> int:
+    """Return the number of bytes of the packed counts of `n_models` models."""
     values = n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
-    return n_models * values * _KIND.itemsize
+    return n_models * values * _COUNT_DTYPE.itemsize
 
 
-def packed(told: Sequence[Counts]) -> _Flat:
-    """Return the counts of several models as uint8[d], float64 with the lowest byte first: what leaves a hospital."""
+def pack_counts(counts: Sequence[PredictionCounts]) -> _Flat:
+    """Return the counts of several models as uint8[d], little-endian float64, as released by a hospital."""
     rows = []
-    for one in told:
-        ends = [one["concordant"], *one["high"]] if "high" in one else []
-        rows.append([*np.ravel(one["confusion"]), *one["positives"], *one["negatives"], *ends])
-    return np.array(rows, _KIND).reshape(-1).view(np.uint8)
+    for model in counts:
+        ends = [model["concordant"], *model["high"]] if "high" in model else []
+        rows.append([*np.ravel(model["confusion"]), *model["positives"], *model["negatives"], *ends])
+    return np.array(rows, _COUNT_DTYPE).reshape(-1).view(np.uint8)
 
 
-def unpacked(values: _Flat, n_models: int, n_classes: int) -> list[Counts]:
-    """Return the counts that `packed` bytes hold.
+def unpack_counts(values: _Flat, n_models: int, n_classes: int) -> list[PredictionCounts]:
+    """Return the counts in packed bytes.
 
     Args:
-        values: uint8[d] of an agreed length, from a hospital that is not trusted.
+        values: uint8[d] of an agreed length, from an untrusted hospital.
 
     Raises:
-        ValueError: when they cannot be counts: a number is negative, broken or too large, bins overlap, or what they
-            count disagrees.
+        ValueError: for impossible counts: a number is negative, fractional or too large, bins overlap, or totals
+            disagree.
     """
-    if len(values) != n_bytes(n_models, n_classes):
-        raise ValueError(f"they have {len(values)} bytes, agreed on {n_bytes(n_models, n_classes)}")
-    rows = np.frombuffer(values.tobytes(), _KIND).reshape(n_models, -1)
-    whole = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
-    if not ((whole >= 0) & (whole <= _MOST // max(1, rows.size)) & (whole % 1 == 0)).all():
+    if len(values) != count_bytes(n_models, n_classes):
+        raise ValueError(f"they have {len(values)} bytes, agreed on {count_bytes(n_models, n_classes)}")
+    rows = np.frombuffer(values.tobytes(), _COUNT_DTYPE).reshape(n_models, -1)
+    integers = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
+    if not ((integers >= 0) & (integers <= _MAX_COUNT // max(1, rows.size)) & (integers % 1 == 0)).all():
         raise ValueError("they hold a negative or an impossibly large number")
-    return [_parsed(row, n_classes) for row in rows]
+    return [_parse_row(row, n_classes) for row in rows]
 
 
-def _parsed(row: NDArray[np.float64], n_classes: int) -> Counts:
+def _parse_row(row: NDArray[np.float64], n_classes: int) -> PredictionCounts:
     table = row[: n_classes**2].reshape(n_classes, n_classes).astype(int)
-    found: Counts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
+    counts: PredictionCounts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
     if n_classes == 2:
         bins, high = row[4 : 4 + 2 * N_BINS].reshape(2, N_BINS).astype(int), row[-N_BINS:]
-        wide = np.diff(high, prepend=0.0)
+        widths = np.diff(high, prepend=0.0)
         if (bins.sum(1) != table.sum(1)[::-1]).any():
             raise ValueError("their bins and their confusion matrix count different examples")
-        if not ((wide >= 0).all() and high[-1] <= _TOP and (wide[bins.any(0)] > 0).all()):
+        if not ((widths >= 0).all() and high[-1] <= _LAST_EDGE and (widths[bins.any(0)] > 0).all()):
             raise ValueError("their bins overlap")
-        found |= {"positives": bins[0].tolist(), "negatives": bins[1].tolist(), "high": high.tolist()}
-        found["concordant"] = int(row[-N_BINS - 1])
-        area, within = _pairs(found, found)
-        if abs(found["concordant"] / 2 - area) > within:
+        counts |= {"positives": bins[0].tolist(), "negatives": bins[1].tolist(), "high": high.tolist()}
+        counts["concordant"] = int(row[-N_BINS - 1])
+        area, uncertainty = _count_pairs(counts, counts)
+        if abs(counts["concordant"] / 2 - area) > uncertainty:
             raise ValueError("their bins and their pairs of examples disagree")
-    return found
+    return counts
 
 
-def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
+def sum_confusions(counts: Sequence[PredictionCounts]) -> list[list[int]]:
     """Return the confusion matrix of one model on one test part or more, [true][predicted]."""
-    found: list[list[int]] = np.sum([one["confusion"] for one in told], axis=0).tolist()
-    return found
+    matrix: list[list[int]] = np.sum([part["confusion"] for part in counts], axis=0).tolist()
+    return matrix
 
 
-class OfCounts(TypedDict):
-    """The scores that follow from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
+class CountScores(TypedDict):
+    """Scores from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
 
     n: int
     n_classes: int
@@ -196,16 +197,16 @@ class OfCounts(TypedDict):
     auroc_within: float | None
 
 
-def _scores_of(told: Sequence[Counts]) -> OfCounts:
-    """Return n and the three scores that follow from one model's counts on one test part or more.
+def _score_counts(counts: Sequence[PredictionCounts]) -> CountScores:
+    """Return n and three scores from one model's counts on one test part or more.
 
-    Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
-    count as half, so the exact one lies at most `auroc_within` away. Both are None unless there are two classes. All
-    are None without examples.
+    Accuracies are exact, and so is the AUROC of one test part. For several, cross-site pairs whose bins overlap count
+    as half, so the exact AUROC lies at most `auroc_within` away. Both are None unless there are two classes. All are
+    None without examples.
     """
-    n = sum(one["n"] for one in told)
+    n = sum(part["n"] for part in counts)
     if not n:
-        unknown: OfCounts = {
+        unknown: CountScores = {
             "n": 0,
             "n_classes": 0,
             "accuracy": None,
@@ -214,89 +215,89 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
             "auroc_within": None,
         }
         return unknown
-    table = np.array(confusion_of(told), np.int64)
+    table = np.array(sum_confusions(counts), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
-    area, within = _auroc(told)
+    area, uncertainty = _total_auroc(counts)
     return {
         "n": n,
         "n_classes": int(present.sum()),
         "accuracy": float(table.trace() / n),
         "macro_accuracy": float(per_class.mean()),
         "auroc": area,
-        "auroc_within": within,
+        "auroc_within": uncertainty,
     }
 
 
-def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
-    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away.
+def _total_auroc(counts: Sequence[PredictionCounts]) -> tuple[float, float] | tuple[None, None]:
+    """Return the area under the ROC curve, uncertain pairs counting half, and its maximum error.
 
-    Both are None unless there are two classes: others have no bins.
+    Both are None unless there are two classes: only these have bins.
     """
-    if any(len(part["confusion"]) != 2 for part in told):
+    if any(len(site["confusion"]) != 2 for site in counts):
         return None, None
-    area = within = 0.0
-    for one in told:
-        for other in told:
-            exact = one is other and "concordant" in one  # nothing is uncertain within a hospital
-            ordered, unsure = (one["concordant"] / 2, 0.0) if exact else _pairs(one, other)
-            area, within = area + ordered, within + unsure
-    positives, negatives = (sum(sum(one[name]) for one in told) for name in ("positives", "negatives"))
+    area = uncertainty = 0.0
+    for site in counts:
+        for other_site in counts:
+            exact = site is other_site and "concordant" in site  # all pairs of one hospital are certain
+            ordered, uncertain = (site["concordant"] / 2, 0.0) if exact else _count_pairs(site, other_site)
+            area, uncertainty = area + ordered, uncertainty + uncertain
+    positives, negatives = (sum(sum(site[name]) for site in counts) for name in ("positives", "negatives"))
     pairs = positives * negatives
-    return (area / pairs, within / pairs) if pairs else (None, None)
+    return (area / pairs, uncertainty / pairs) if pairs else (None, None)
 
 
-def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
-    """Return how many pairs are in order by their bins, uncertain ones counting half, and half of the uncertain."""
-    highs = [np.asarray(one.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for one in (positive, negative)]
-    low, under = (np.concatenate([[0.0], high])[:-1] for high in highs)
-    above = low[:, None] >= highs[1]
-    unsure = ~above & (highs[0][:, None] > under)
+def _count_pairs(positive: PredictionCounts, negative: PredictionCounts) -> tuple[float, float]:
+    """Return the number of pairs in order by their bins, uncertain ones counting half, and half of the uncertain."""
+    highs = [np.asarray(counts.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for counts in (positive, negative)]
+    low, low_negative = (np.concatenate([[0.0], high])[:-1] for high in highs)
+    is_ordered = low[:, None] >= highs[1]
+    uncertain = ~is_ordered & (highs[0][:, None] > low_negative)
     ordered, half = (
-        np.asarray(positive["positives"]) @ one @ np.asarray(negative["negatives"]) for one in (above, unsure)
+        np.asarray(positive["positives"]) @ mask @ np.asarray(negative["negatives"]) for mask in (is_ordered, uncertain)
     )
     return float(ordered + half / 2), float(half / 2)
 
 
-class OfModel(TypedDict):
-    """The scores of one model on each hospital's test part, and on all of these together."""
+class ModelScores(TypedDict):
+    """Scores of one model on each hospital's test part, and on all of these."""
 
-    hospitals: dict[str, OfCounts]
-    merged: OfCounts
+    hospitals: dict[str, CountScores]
+    merged: CountScores
 
 
 Constant = TypedDict("Constant", {"class": str, "accuracy": float})
-"""The class that most test examples have, and the accuracy of always saying it."""
+"""The most frequent class of the test examples, and the accuracy of predicting it always."""
 
 
-class Between(TypedDict):
-    """The document of `results`."""
+class CrossSiteScores(TypedDict):
+    """Scores of a cross-site evaluation."""
 
     hospitals: list[str]
     n_classes: int
-    models: dict[str, OfModel]
+    models: dict[str, ModelScores]
     constant: Constant | None
 
 
-def results(document: Scores) -> Between:
-    """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `cross_site`.
+def score_cross_site(document: CrossSiteCounts) -> CrossSiteScores:
+    """Return the scores of a cross-site evaluation from its counts, as `evaluate --json` prints under `cross_site`.
 
     Returns:
-        `hospitals`, the names of those that told counts, how many classes are asked for (`n_classes`), and `models`: by
-        name, the scores on each hospital's test part (`hospitals`) and on all of these together (`merged`). `constant`
-        is the class that most of all test examples have, and the accuracy of always saying it; None without examples.
+        `hospitals`, the names of those with counts, the number of classes (`n_classes`), and `models`: by name, the
+        scores on each hospital's test part (`hospitals`) and on all of these (`merged`). `constant` is the most
+        frequent class of the test examples and the accuracy of predicting it always; None without examples.
     """
-    models: dict[str, OfModel] = {}
+    models: dict[str, ModelScores] = {}
     truth = np.zeros(len(document["classes"]), np.int64)
     for model in document["models"]:
-        told = document["counts"][model]
-        parts = {name: _scores_of([told[name]]) for name in document["hospitals"]}
-        whole = list(told.values())
-        models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
-        truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 of a model that did not arrive
-    most, n = int(truth.argmax()), int(truth.sum())
+        counts = document["counts"][model]
+        parts = {name: _score_counts([counts[name]]) for name in document["hospitals"]}
+        all_counts = list(counts.values())
+        models[model] = {"hospitals": parts, "merged": _score_counts(all_counts)}
+        truth = np.maximum(truth, np.sum(sum_confusions(all_counts), axis=1))  # 0 for a missing model
+    class_index, n = int(truth.argmax()), int(truth.sum())
     constant: Constant | None = None
     if n:
-        constant = {"class": document["classes"][most], "accuracy": float(truth[most] / n)}
+        constant = {"class": document["classes"][class_index], "accuracy": float(truth[class_index] / n)}
     hospitals, n_classes = list(document["hospitals"]), len(document["classes"])
     return {"hospitals": hospitals, "n_classes": n_classes, "models": models, "constant": constant}

@@ -1,4 +1,4 @@
-"""Labelled images, features or bags as training sees them, in memory or in a store; their batches and augmentation."""
+"""Labelled images, features or bags for training, in memory or in a store; their batches and augmentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.system.bulk import BufferPool
-from wsi_fl.system.ordered import made_ahead
+from wsi_fl.system.ordered import prefetch_items
 from wsi_fl.types import BagTable, UsageError
 
 if TYPE_CHECKING:
@@ -22,23 +22,22 @@ if TYPE_CHECKING:
     from wsi_fl.privacy.cipher import CipherStream
 
 Augment = Callable[["Tensor"], "Tensor"]
-"""Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
+"""One image float32[channels, h, w], normalised to [−1, 1] → another, possibly outside this range."""
 Inputs = NDArray[Any]
-"""Pixels uint8[b, h, w, channels] of images, bags float32[b, m, d + 1] as `packed` makes them, or the features
-float32[b, d] of patches."""
+"""Pixels uint8[b, h, w, channels] of images, padded bags float32[b, m, d + 1], or features float32[b, d] of patches."""
 _Features = NDArray[np.float32]
 _Rows = NDArray[np.int64]
 
 IN_MEMORY_BYTES = 1 << 30
-_PREFETCHED = 2
-_DRAWS = 1 << 62
-"""How many numbers say what is seen of an example."""
-_NORMALISED = 1 << 17
+_PREFETCH_BATCHES = 2
+_DRAW_RANGE = 1 << 62
+"""Range of the numbers drawn for the views of examples."""
+_NORMALIZE_VALUES = 1 << 17
 """Values normalised at a time."""
-_AT_ONCE = 1 << 24
-"""Values of bags that are read at a time where all are predicted: 64 MB."""
-_MEMORY = BufferPool(most=2)
-"""Of batches that are gone."""
+_MAX_BAG_VALUES = 1 << 24
+"""Values of bags per read for predictions: 64 MB."""
+_BATCH_BUFFERS = BufferPool(capacity=2)
+"""Buffers of past batches for reuse."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Examples:
     """n labelled images, or slides as bags of features.
 
     Attributes:
-        read: rows int64[b] → what the models see of them.
-        label: int64[n] of classes, or what else the task asks for (see `tasks`).
+        read: rows int64[b] → inputs of models.
+        label: int64[n] of classes, or the truth of another task (see `tasks`).
         slide, patient: str[n].
-        allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
-        show: (rows, drawn numbers int64[b]) → what training sees of each row: the number says which patches of a bag.
-            None where it sees all that `read` returns.
-        at_once: the most that are read at a time where all are predicted; None for any number.
-        task: what is asked of each.
+        allowed: mask bool[n, classes] of classes that are possible a priori; None for all.
+        show: (rows, drawn numbers int64[b]) → training inputs, with the patches of a bag chosen by its number.
+            None for the same as `read`.
+        at_once: maximum number of examples per read for predictions; None for any.
+        task: the prediction task.
     """
 
     read: Callable[[NDArray[np.int64]], Inputs]
@@ -69,65 +68,62 @@ class Examples:
         return len(self.label)
 
     @staticmethod
-    def of(
+    def from_arrays(
         x: Inputs | Sequence[Inputs], label: ArrayLike | None = None, patient: Sequence[str] = ()
     ) -> Examples:
-        """Return n examples that lie in memory.
+        """Return n examples in memory.
 
         Args:
-            x: images uint8[n, h, w, channels], features [n, d], which become float32, or n bags of them, float32[m, d].
-            label: int64[n] of classes; all are 0 where this is left out, as of examples to predict. Others than whole
-                numbers are refused where somebody learns from them.
-            patient: of each; none of them is known where this is left out.
+            x: images uint8[n, h, w, channels], features [n, d], cast to float32, or n bags of them, float32[m, d].
+            label: int64[n] of classes; None for 0, as for examples to predict. Training refuses others than integers.
+            patient: of each example; all unknown by default.
 
         Raises:
             UsageError: for another shape, or another number of labels or patients than of examples.
         """
         if isinstance(x, np.ndarray):
-            x = _as_inputs(x)
+            x = _convert_inputs(x)
         else:
             _require_bags(x)
         n, unknown = len(x), np.full(len(x), "")
 
         def read(rows: _Rows) -> Inputs:
-            return x[rows] if isinstance(x, np.ndarray) else packed([x[k] for k in rows])
+            return x[rows] if isinstance(x, np.ndarray) else pack_bags([x[k] for k in rows])
 
         names = np.asarray(patient, np.str_) if len(patient) else unknown
-        labels = np.zeros(n, np.int64) if label is None else _positions(label)
-        for what, column in (("labels", labels), ("patients", names)):
+        labels = np.zeros(n, np.int64) if label is None else _parse_labels(label)
+        for kind, column in (("labels", labels), ("patients", names)):
             if column.shape != (n,):
-                raise UsageError(f"{n} examples need as many {what}, not {_shape_words(column.shape)}")
+                raise UsageError(f"{n} examples need as many {kind}, not {_format_shape(column.shape)}")
         return Examples(read, labels, unknown, names)
 
 
-def _as_inputs(x: Inputs) -> Inputs:
-    """Return an array as models take it: pixels as they are, and features as float32."""
+def _convert_inputs(x: Inputs) -> Inputs:
+    """Return an array as model input: pixels unchanged, features as float32."""
     if x.dtype == np.uint8:
-        if x.ndim != _DIMENSIONS_OF_IMAGES:
+        if x.ndim != _IMAGE_DIMENSIONS:
             raise UsageError(
-                f"uint8 stands for images [n, h, w, channels], not {_shape_words(x.shape)}; give features as float32, "
+                f"uint8 stands for images [n, h, w, channels], not {_format_shape(x.shape)}; give features as float32, "
                 "and grey images one channel"
             )
         return x
     if x.dtype.kind not in "fiub" or x.ndim < 2:
-        raise UsageError(f"examples are features float32[n, d], not {x.dtype} {_shape_words(x.shape)}")
-    with np.errstate(over="ignore"):  # to infinity, which is refused where somebody trains on it
+        raise UsageError(f"examples are features float32[n, d], not {x.dtype} {_format_shape(x.shape)}")
+    with np.errstate(over="ignore"):  # to infinity, which training refuses
         return x.astype(np.float32, copy=False)  # NumPy's own float64 fits no model
 
 
 def _require_bags(bags: Sequence[Inputs]) -> None:
-    """Refuse a list that is not one of bags [m, d] of the same d."""
+    """Refuse a list of anything but bags [m, d] of the same d."""
     for row, bag in enumerate(bags):
         shape = np.shape(bag)
         if not isinstance(bag, np.ndarray) or len(shape) != 2 or shape[1] != np.shape(bags[0])[1]:
-            what = _shape_words(shape) if isinstance(bag, np.ndarray) else f"a {type(bag).__name__}"
-            raise UsageError(
-                f"row {row}: a bag is an array float32[m, d], with the same d in all, not {what}"
-            )
+            shown_shape = _format_shape(shape) if isinstance(bag, np.ndarray) else f"a {type(bag).__name__}"
+            raise UsageError(f"row {row}: a bag is an array float32[m, d], with the same d in all, not {shown_shape}")
 
 
-def _positions(label: ArrayLike) -> NDArray[Any]:
-    """Return labels as int64[n] where all are whole numbers, else as they are: who learns from them refuses them."""
+def _parse_labels(label: ArrayLike) -> NDArray[Any]:
+    """Return labels as int64[n] where all are integers, else unchanged: training refuses them."""
     try:
         labels = np.asarray(label)
         if labels.dtype.kind == "U":
@@ -139,23 +135,20 @@ def _positions(label: ArrayLike) -> NDArray[Any]:
     return labels.astype(np.int64) if labels.dtype.kind in "iub" else labels
 
 
-def _shape_words(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-_DIMENSIONS_OF_IMAGES = 4
+_IMAGE_DIMENSIONS = 4
 
 
-def problem_of(examples: Examples, n_outputs: int) -> str:
-    """Return why a model of so many outputs cannot learn from examples, or "" where it can.
-
-    All of them are read.
-    """
+def find_problem(examples: Examples, n_outputs: int) -> str:
+    """Return why a model of `n_outputs` outputs cannot be trained on examples, "" where it can; all are read."""
     if not len(examples):
         return "it has no examples"
-    if problem := _problem_of_labels(examples, n_outputs):
+    if problem := _find_label_problem(examples, n_outputs):
         return problem
-    broken, size = [], examples.at_once or _LOOKED_AT
+    broken, size = [], examples.at_once or _CHECK_ROWS
     for start in range(0, len(examples), size):
         inputs = examples.read(np.arange(start, min(start + size, len(examples))))
         if inputs.dtype.kind != "f":
@@ -170,37 +163,37 @@ def problem_of(examples: Examples, n_outputs: int) -> str:
     return ""
 
 
-_LOOKED_AT = 256
+_CHECK_ROWS = 256
 
 
-def _problem_of_labels(examples: Examples, n_outputs: int | None) -> str:
-    """Return which label no model of so many outputs, or None of any number, can learn; "" where there is none."""
+def _find_label_problem(examples: Examples, n_outputs: int | None) -> str:
+    """Return the first label that is invalid for a model of `n_outputs` outputs (None: any number); "" without one."""
     labels, task = examples.label, examples.task
-    possible = task.possible(labels, n_outputs or _MANY)
+    possible = task.find_valid(labels, n_outputs or _MAX_CLASSES)
     if possible.all():
         return ""
     row, n_bad = int(possible.argmin()), int((~possible).sum())
-    asked = task.asks_for(n_outputs) if n_outputs else "positions in the classes: 0, 1, 2 and so on"
+    valid_labels = task.describe_valid(n_outputs) if n_outputs else "positions in the classes: 0, 1, 2 and so on"
     return (
         f"row {row} has the label {labels.tolist()[row]!r}, and {n_bad} of {len(labels)} rows have none that can be "
-        f"learned; labels are {asked}"
+        f"learned; labels are {valid_labels}"
     )
 
 
-_MANY = 1 << 31
+_MAX_CLASSES = 1 << 31
 
 
 def require_labels(examples: Examples) -> None:
-    """Refuse labels of classes that are no positions in any.
+    """Refuse class labels other than integers.
 
     Raises:
-        UsageError: naming the first.
+        UsageError: with the first such label.
     """
     if examples.task.kind == "classes" and examples.label.dtype.kind not in "iu":
-        raise UsageError(_problem_of_labels(examples, None))
+        raise UsageError(_find_label_problem(examples, None))
 
 
-def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+def pack_bags(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Return bags float32[m_i, d] as float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding."""
     out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
     for row, bag in zip(out, bags, strict=True):
@@ -209,7 +202,7 @@ def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     return out
 
 
-def bag_examples(
+def build_bag_examples(
     read: Callable[[int], _Features],
     table: BagTable,
     allowed: NDArray[np.bool_] | None,
@@ -222,63 +215,63 @@ def bag_examples(
 
     Args:
         read: position in the table → features float32[m, n_features].
-        allowed: bool[n, classes], the classes that each slide may have; None for all.
-        in_memory: whether all bags are read now, and held.
-        at_once: the most bags that are read at a time where all are predicted; None for any number.
+        allowed: bool[n, classes], the possible classes of each slide; None for all.
+        in_memory: whether all bags are read now and cached.
+        at_once: maximum number of bags per read for predictions; None for any.
     """
-    get = [read(k) for k in range(len(table))].__getitem__ if in_memory else read
+    read_bag = [read(k) for k in range(len(table))].__getitem__ if in_memory else read
 
-    def packed_rows(rows: _Rows) -> _Features:
+    def read_rows(rows: _Rows) -> _Features:
         if not len(rows):
             return np.zeros((0, 1, n_features + 1), np.float32)
-        return packed([get(int(k)) for k in rows])
+        return pack_bags([read_bag(int(k)) for k in rows])
 
-    return Examples(packed_rows, table.label, table.slide, table.patient, allowed, at_once=at_once)
-
-
-def bags_at_once(longest: int, n_features: int) -> int:
-    """Return how many bags of at most `longest` patches are read at a time where all are predicted."""
-    return max(1, _AT_ONCE // max(1, longest * (n_features + 1)))
+    return Examples(read_rows, table.label, table.slide, table.patient, allowed, at_once=at_once)
 
 
-def unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
-    """Return unlabelled bags as examples to predict, with the classes bool[classes] that they may have."""
+def bag_batch_size(longest: int, n_features: int) -> int:
+    """Return the number of bags of at most `longest` patches per read for predictions."""
+    return max(1, _MAX_BAG_VALUES // max(1, longest * (n_features + 1)))
+
+
+def build_unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
+    """Return unlabelled bags as examples to predict, with their possible classes bool[classes]."""
     possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
-    at_once = bags_at_once(max(map(len, bags)), bags[0].shape[1])
-    return replace(Examples.of(bags), allowed=possible, at_once=at_once, task=task)
+    at_once = bag_batch_size(max(map(len, bags)), bags[0].shape[1])
+    return replace(Examples.from_arrays(bags), allowed=possible, at_once=at_once, task=task)
 
 
-def allowed_classes(
+def find_allowed_classes(
     tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
 ) -> NDArray[np.bool_]:
-    """Return bool[n, classes], the classes that each slide's tumour type allows; all where it is not known."""
+    """Return the possible classes bool[n, classes] of each slide's tumour type; all for an unknown type."""
     rows = [[name in tumor_types.get(kind, classes) for name in classes] for kind in tumor_type.tolist()]
     return np.array(rows, bool).reshape(len(tumor_type), len(classes))
 
 
-def with_drawn_patches(examples: Examples, most: int) -> Examples:
-    """Return the same bags, of which training sees at most `most` patches, drawn anew each time.
+def sample_patches(examples: Examples, max_patches: int) -> Examples:
+    """Return the same bags, of which training gets at most `max_patches` patches, redrawn in every batch.
 
-    `batches` draws the number that stands for a choice, and the choice follows from that number and the bag's own
-    length alone. So no bag has a part in what is seen of another, and what ε promises holds.
+    The patches follow from a number drawn with the batch and the bag's length only. So bags are sampled independently
+    of each other, as the guarantee ε requires.
     """
 
-    def some(bag: _Features, seed: int) -> _Features:
-        if len(bag) <= most:
+    def draw_patches(bag: _Features, seed: int) -> _Features:
+        if len(bag) <= max_patches:
             return bag
-        return bag[np.sort(np.random.default_rng(seed).choice(len(bag), most, replace=False))]
+        return bag[np.sort(np.random.default_rng(seed).choice(len(bag), max_patches, replace=False))]
 
-    def show(rows: _Rows, which: _Rows) -> _Features:
+    def show(rows: _Rows, draws: _Rows) -> _Features:
         bags = [examples.read(rows[k : k + 1])[0][:, :-1] for k in range(len(rows))]
         if not bags:
             return np.asarray(examples.read(rows), np.float32)
-        return packed([some(bag, int(seed)) for bag, seed in zip(bags, which, strict=True)])
+        return pack_bags([draw_patches(bag, int(seed)) for bag, seed in zip(bags, draws, strict=True)])
 
     return replace(examples, show=show)
 
 
-def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
-    """Return the examples in these rows int64[m], in this order."""
+def select_examples(examples: Examples, rows: NDArray[np.int64]) -> Examples:
+    """Return the examples at rows int64[m], in this order."""
     show = examples.show
     return Examples(
         lambda chosen: examples.read(rows[chosen]),
@@ -286,18 +279,18 @@ def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
         examples.slide[rows],
         examples.patient[rows],
         None if examples.allowed is None else examples.allowed[rows],
-        None if show is None else lambda chosen, which: show(rows[chosen], which),
+        None if show is None else lambda chosen, draws: show(rows[chosen], draws),
         examples.at_once,
         examples.task,
     )
 
 
-def resized(examples: Examples, size_px: int) -> Examples:
+def resize_images(examples: Examples, size_px: int) -> Examples:
     """Return the same images at size_px × size_px."""
-    return replace(examples, read=lambda rows: reduced(examples.read(rows), size_px))
+    return replace(examples, read=lambda rows: downsample_pixels(examples.read(rows), size_px))
 
 
-def reduced(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
+def downsample_pixels(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
     """Return images uint8[n, h, w, channels] at size_px × size_px by area averaging."""
     import torch
     from torch.nn import functional
@@ -309,8 +302,8 @@ def reduced(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
     return smaller.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
-def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
-    """Return the same images held in memory when they fit in `limit_bytes`, else unchanged."""
+def cache_examples(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
+    """Return the same images cached in memory if they fit in `limit_bytes`, else unchanged."""
     if not len(examples):
         return examples
     first = examples.read(np.zeros(1, np.int64))
@@ -323,90 +316,87 @@ def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int
     return replace(examples, read=lambda rows: pixels[rows])
 
 
-def joined(parts: list[Examples]) -> Examples:
-    """Return several sets of examples as one, in order; bags are padded to the longest that is read with them."""
+def concatenate_examples(parts: list[Examples]) -> Examples:
+    """Concatenate sets of examples, in order; bags are padded to the longest of a batch."""
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def gathered(readers: Sequence[Callable[..., Inputs]], rows: _Rows, *drawn: _Rows) -> Inputs:
+    def gather_inputs(readers: Sequence[Callable[..., Inputs]], rows: _Rows, *draws: _Rows) -> Inputs:
         owner = np.searchsorted(starts, rows, side="right") - 1
-        found = {
-            k: readers[k](rows[owner == k] - starts[k], *(one[owner == k] for one in drawn))
+        inputs_by_part = {
+            k: readers[k](rows[owner == k] - starts[k], *(numbers[owner == k] for numbers in draws))
             for k in np.unique(owner).tolist()
         }
-        if not found:
+        if not inputs_by_part:
             return parts[0].read(rows)
-        shape = np.max([some.shape[1:] for some in found.values()], axis=0)
-        out = np.zeros((len(rows), *shape), next(iter(found.values())).dtype)
-        for k, some in found.items():
-            out[owner == k, : some.shape[1]] = some
+        shape = np.max([inputs.shape[1:] for inputs in inputs_by_part.values()], axis=0)
+        out = np.zeros((len(rows), *shape), next(iter(inputs_by_part.values())).dtype)
+        for k, inputs in inputs_by_part.items():
+            out[owner == k, : inputs.shape[1]] = inputs
         return out
 
     shows = [part.show for part in parts if part.show is not None]
     return Examples(
-        partial(gathered, [part.read for part in parts]),
+        partial(gather_inputs, [part.read for part in parts]),
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
         np.concatenate([part.patient for part in parts]),
-        _all_allowed(parts),
-        partial(gathered, shows) if len(shows) == len(parts) else None,
+        _concatenate_allowed(parts),
+        partial(gather_inputs, shows) if len(shows) == len(parts) else None,
         min((part.at_once for part in parts if part.at_once is not None), default=None),
         parts[0].task,
     )
 
 
-def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
-    """Return the allowed classes of all parts joined; that their classes agree is checked by the preflight."""
-    known = [part.allowed.shape[1] for part in parts if part.allowed is not None]
-    if not known:
+def _concatenate_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
+    """Concatenate the allowed classes of all parts, whose classes agree by the preflight."""
+    class_counts = [part.allowed.shape[1] for part in parts if part.allowed is not None]
+    if not class_counts:
         return None
-    every = [
-        np.ones((len(part), max(known)), bool) if part.allowed is None else part.allowed for part in parts
-    ]
-    return np.concatenate([np.pad(one, ((0, 0), (0, max(known) - one.shape[1]))) for one in every])
+    masks = [np.ones((len(part), max(class_counts)), bool) if part.allowed is None else part.allowed for part in parts]
+    return np.concatenate([np.pad(mask, ((0, 0), (0, max(class_counts) - mask.shape[1]))) for mask in masks])
 
 
-def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
-    """uint8[b, h, w, c] → float32[b, c, h, w] in [−1, 1], by constants: statistics of the data set would be fitted on
-    other records.
+def _normalize_pixels(pixels: NDArray[np.uint8]) -> Tensor:
+    """Normalise uint8[b, h, w, c] to float32[b, c, h, w] in [−1, 1] by constants, independent of other records.
 
-    In pieces that fit the processor's cache, without torch's threads: twice as fast as whole arrays.
+    In chunks that fit the processor's cache, without torch's threads: twice as fast as on entire arrays.
     """
     import torch
 
-    out = _MEMORY.empty(pixels.shape, np.float32)
-    there, here = out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
-    for start in range(0, len(here), _NORMALISED):
-        some = there[start : start + _NORMALISED]
-        np.divide(here[start : start + _NORMALISED], np.float32(127.5), out=some)
-        np.subtract(some, np.float32(1), out=some)
-    return torch.from_numpy(out).permute(0, 3, 1, 2)
+    pixels_out = _BATCH_BUFFERS.empty(pixels.shape, np.float32)
+    target, source = pixels_out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
+    for start in range(0, len(source), _NORMALIZE_VALUES):
+        chunk = target[start : start + _NORMALIZE_VALUES]
+        np.divide(source[start : start + _NORMALIZE_VALUES], np.float32(127.5), out=chunk)
+        np.subtract(chunk, np.float32(1), out=chunk)
+    return torch.from_numpy(pixels_out).permute(0, 3, 1, 2)
 
 
-def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
-    """Return the input of models on a device: images as float32[b, c, h, w] in [−1, 1], features unchanged.
+def build_tensor(inputs: Inputs, device: torch.device | None = None) -> Tensor:
+    """Return model inputs on a device: images as float32[b, c, h, w] in [−1, 1], features unchanged.
 
-    Images go to a GPU as bytes, a quarter of what they are as numbers, and become numbers there.
+    Images go to a GPU as bytes, a quarter of their size in float32, and are converted there.
     """
     import torch
 
     if device is None or device.type == "cpu":
-        return _normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
-    there = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
+        return _normalize_pixels(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
+    values = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
     if inputs.dtype != np.uint8:
-        return there
-    planes = there.permute(0, 3, 1, 2)  # in this order of memory too: GPUs have no GroupNorm of another
+        return values
+    planes = values.permute(0, 3, 1, 2)  # also in memory order: GPUs have no other GroupNorm
     return planes.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
-def epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
+def draw_epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
     """Yield the rows of ceil(n / batch_size) batches in each of `epochs` shuffled passes; without privacy."""
     for _ in range(epochs):
         yield from np.array_split(sampler.permutation(n), range(batch_size, n, batch_size))
 
 
-def batches(
+def load_batches(
     examples: Examples,
     rows: Iterator[NDArray[np.int64]],
     *,
@@ -414,43 +404,43 @@ def batches(
     device: torch.device,
     draws: CipherStream | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
+    """Yield (normalised and augmented images or features, labels int64[b]) on `device`; b may be 0.
 
-    For a GPU they are read and sent in a thread, a few batches ahead, so that it need not wait for the disk.
+    For a GPU a thread prefetches a few batches, so that the GPU need not wait for the disk.
 
     Args:
         rows: of each batch, int64[b].
-        draws: of the numbers by which training sees some of an example (`Examples.show`); None to see all of it.
+        draws: stream of the numbers for the training inputs of `Examples.show`; None for the inputs of `read`.
     """
     import torch
 
     require_labels(examples)
 
-    def seen(chosen: _Rows) -> Inputs:
+    def read_inputs(chosen: _Rows) -> Inputs:
         if draws is None or examples.show is None:
             return examples.read(chosen)
-        return examples.show(chosen, (draws.uniform(len(chosen)) * _DRAWS).astype(np.int64))
+        return examples.show(chosen, (draws.uniform(len(chosen)) * _DRAW_RANGE).astype(np.int64))
 
-    def load() -> Iterator[tuple[Tensor, Tensor]]:
+    def generate_batches() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
-            images = tensor_of(seen(chosen), device)
+            images = build_tensor(read_inputs(chosen), device)
             if augment is not None and len(images):
                 images = torch.stack([augment(image) for image in images])
             yield images, torch.from_numpy(examples.label[chosen]).to(device)
 
-    yield from made_ahead(load(), _PREFETCHED) if device.type == "cuda" else load()
+    yield from (prefetch_items(generate_batches(), _PREFETCH_BATCHES) if device.type == "cuda" else generate_batches())
 
 
 _AUGMENTATIONS = ("none", "flips", "stain")
-"""Their parameters are constants, never statistics of a data set."""
+"""Names of augmentations; their parameters are constants, never statistics of a data set."""
 
 
-def augmentation(name: str, stream: CipherStream) -> Augment | None:
+def build_augmentation(name: str, stream: CipherStream) -> Augment | None:
     """Return the named augmentation of images float32[c, h, w] in [−1, 1], drawn by the stream.
 
     `flips` draws one of the eight symmetries of the square, since a patch has no up; `stain` also, per colour channel,
-    a gain about mid-grey and an offset, as of other laboratories' stains. They draw and compute what MONAI's RandFlip,
-    RandRotate90, RandScaleIntensity and RandShiftIntensity do, whose import takes longer than a small run.
+    a gain about mid-grey and an offset, as of other laboratories' stains. They equal MONAI's RandFlip, RandRotate90,
+    RandScaleIntensity and RandShiftIntensity, whose import takes longer than a small run.
 
     Raises:
         UsageError: for an unknown name.
@@ -461,26 +451,26 @@ def augmentation(name: str, stream: CipherStream) -> Augment | None:
         return None
     import torch
 
-    def number() -> float:
-        return stream.below(2**53) * 2.0**-53
+    def draw_number() -> float:
+        return stream.randbelow(2**53) * 2.0**-53
 
-    def within(image: Tensor, bound: float) -> list[float]:
-        return [2 * bound * number() - bound for _ in image]
+    def draw_values(image: Tensor, bound: float) -> list[float]:
+        return [2 * bound * draw_number() - bound for _ in image]
 
-    def by_channel(image: Tensor, numbers: list[float]) -> Tensor:
+    def expand_channels(image: Tensor, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=image.dtype, device=image.device)[:, None, None]
 
     def augment(image: Tensor) -> Tensor:
         for axis in (1, 2):
-            if number() < 0.5:
+            if draw_number() < 0.5:
                 image = image.flip(axis)
-        if number() < 0.5:
-            image = torch.rot90(image, stream.below(3) + 1, (1, 2))
+        if draw_number() < 0.5:
+            image = torch.rot90(image, stream.randbelow(3) + 1, (1, 2))
         if name == "stain":
-            if number() < 0.8:
-                image = image * by_channel(image, [1 + one for one in within(image, 0.4)])
-            if number() < 0.8:
-                image = image + by_channel(image, within(image, 0.5))
+            if draw_number() < 0.8:
+                image = image * expand_channels(image, [1 + value for value in draw_values(image, 0.4)])
+            if draw_number() < 0.8:
+                image = image + expand_channels(image, draw_values(image, 0.5))
         return image
 
     return augment

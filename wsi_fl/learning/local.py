@@ -1,4 +1,4 @@
-"""Learners, and what one of them does in one round at its own site."""
+"""Learners, and their steps and predictions at a site."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.learning.examples import Examples, batches
-from wsi_fl.learning.metrics import one_each
+from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.learning.metrics import fill_patient_names
 from wsi_fl.learning.tasks import CLASSES, MutualLoss, Task
-from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
+from wsi_fl.models.checkpoint import Adam, copy_slots, load_slots, strip_prefix
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.gradients import trained
+from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.independence import train_without_dropout
-from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.system.bulk import Portion, few
+from wsi_fl.privacy.sums import NoisyStatistics
+from wsi_fl.system.bulk import BatchSizeFinder, rows_at_once
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy" or "shared"."""
 
 Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""What models see [b, …], labels int64[b], and where the unit of privacy is a patient, whose each row is, int64[b]."""
+"""Inputs [b, …], labels int64[b], and for the privacy unit patient the patient int64[b] of each example."""
 
 
-_BATCH = 256
-"""Examples that a model is asked about at a time."""
+_PREDICTION_ROWS = 256
+"""Examples per batch of predictions."""
 
 
 @dataclass(frozen=True)
 class DPSettings:
-    """How a learner trains with differential privacy: σ, C and the divisor B.
+    """Settings of differentially private training: σ, C and the divisor B.
 
     Attributes:
-        unit: whose gradients are clipped, a "row"'s or a "patient"'s.
-        engine: what sums the clipped gradients; None for what suits the model.
+        unit: of the clipped gradients, "row" or "patient".
+        engine: of their sums; None for the model's default.
     """
 
     sigma: float
@@ -52,7 +52,7 @@ class DPSettings:
 
 
 class Learner:
-    """One model with its optimizer (Adam), trained with or without differential privacy."""
+    """A model with its optimizer (Adam), trained with or without differential privacy."""
 
     def __init__(
         self,
@@ -67,27 +67,27 @@ class Learner:
         bfloat16: bool = False,
     ) -> None:
         self.model = model.to(device)
-        half = bfloat16 and dp is None
-        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if half else nullcontext
+        use_bfloat16 = bfloat16 and dp is None
+        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if use_bfloat16 else nullcontext
         self.task = task
         self.device = device
-        self._portion = Portion()
+        self._portion = BatchSizeFinder()
         self.frozen = False
-        """While set, steps change nothing."""
+        """Whether steps are disabled."""
         self.fitted = False
-        """Whether it was fitted to all rows at once, so that there are no steps to take."""
+        """Whether the model was fitted to all examples at once, without steps."""
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         if dp is None and device.type == "cpu":  # GPUs have no GroupNorm of that order
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = Adam(
-            trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
+            trainable_parameters(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
-        self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp)
-        """What takes its steps with differential privacy; None without."""
+        self.trainer = None if dp is None else _build_trainer(self.model, self.optimizer, dp)
+        """The differentially private trainer; None without."""
 
     @property
-    def with_dp(self) -> bool:
-        """Return whether it trains with differential privacy."""
+    def is_private(self) -> bool:
+        """Return whether training is differentially private."""
         return self.trainer is not None
 
     def step(
@@ -99,11 +99,11 @@ class Learner:
         logits: Tensor | None = None,
         patient: Tensor | None = None,
     ) -> float:
-        """Take one optimizer step on the mean loss of a batch, and return that; an empty batch moves only a DP learner.
+        """Take one optimizer step on the mean loss of a batch, and return the loss; only DP learners use empty batches.
 
         Args:
-            logits: what `forward` returned for x, where that was needed before; for learners without DP.
-            patient: int64[b], whose each row is; for learners under DP whose unit is a patient.
+            predict_logits: the logits of x in training mode, where they are known; for learners without DP.
+            patient: int64[b], the patient of each example; for DP learners with the privacy unit patient.
         """
         if self.frozen or self.fitted:
             return float("nan")
@@ -112,113 +112,113 @@ class Learner:
             return self.trainer.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
-        loss = self._portion.tried(len(x), lambda k: self._backward(x, loss_of, logits, k))
+        loss = self._portion.run_with_fitting_batch(len(x), lambda k: self._run_backward(x, loss_of, logits, k))
         self.optimizer.step()
         return loss
 
-    def _backward(
-        self, x: Tensor, loss_of: Callable[[Tensor], Tensor], logits: Tensor | None, at_once: int
+    def _run_backward(
+        self, x: Tensor, loss_of: Callable[[Tensor], Tensor], logits: Tensor | None, chunk_rows: int
     ) -> float:
-        """Set the gradients of the mean loss, with so many rows going through the model at once."""
+        """Set the gradients of the mean loss, `chunk_rows` examples per forward pass."""
         self.optimizer.zero_grad(set_to_none=True)
-        whole = at_once >= len(x)
-        loss = loss_of(logits if whole and logits is not None else self._in_parts(x, at_once))
+        is_whole = chunk_rows >= len(x)
+        loss = loss_of(logits if is_whole and logits is not None else self._forward_in_parts(x, chunk_rows))
         torch.autograd.backward(loss)
         return float(loss.detach())
 
-    def _in_parts(self, x: Tensor, at_once: int) -> Tensor:
-        """Return logits of which the backward pass computes every part anew, so that memory holds one."""
-        if at_once >= len(x):
-            return _predicted(self._called, x, at_once)
+    def _forward_in_parts(self, x: Tensor, chunk_rows: int) -> Tensor:
+        """Return logits with gradient checkpointing: memory holds one part, recomputed in the backward pass."""
+        if chunk_rows >= len(x):
+            return _predict_chunks(self._call_model, x, chunk_rows)
         from torch.utils.checkpoint import checkpoint
 
-        parts = [checkpoint(self._called, part, use_reentrant=False) for part in torch.split(x, at_once)]
+        parts = [checkpoint(self._call_model, part, use_reentrant=False) for part in torch.split(x, chunk_rows)]
         return torch.cat(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes] in training mode, with gradients."""
         self.model.train()
-        if self.with_dp:  # as `DPTrainer` has it
+        if self.is_private:  # as in `DPTrainer`
             train_without_dropout(self.model)
-        return self._portion.tried(max(1, len(x)), lambda k: self._in_parts(x, k))
+        return self._portion.run_with_fitting_batch(max(1, len(x)), lambda k: self._forward_in_parts(x, k))
 
     @torch.no_grad()
-    def logits(self, x: Tensor) -> Tensor:
+    def predict_logits(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes] in evaluation mode, without gradients."""
         self.model.eval()
-        return _predicted(self._called, x, len(x))
+        return _predict_chunks(self._call_model, x, len(x))
 
-    def _called(self, x: Tensor) -> Tensor:
+    def _call_model(self, x: Tensor) -> Tensor:
         with self._precision():
             out: Tensor = self.model(x)
         return out.float() if out.dtype == torch.bfloat16 else out
 
-    def vector(self) -> NDArray[np.float32]:
+    def parameter_vector(self) -> NDArray[np.float32]:
         """Return all trained parameters as one float32[d]."""
-        flat = torch.cat([p.detach().reshape(-1) for p in trained(self.model)])
+        flat = torch.cat([p.detach().reshape(-1) for p in trainable_parameters(self.model)])
         return flat.cpu().numpy().astype(np.float32, copy=False)
 
     def load_vector(self, vector: NDArray[np.float32], *, n_sites: int = 0) -> None:
         """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays.
 
         Args:
-            n_sites: how many sites the vector is the mean of; a head that is made of sums must know.
+            n_sites: number of sites in the mean, for a one-shot global head.
         """
         if isinstance(self.model, SharedHead):
             self.model.n_sites.fill_(n_sites)
         values = torch.from_numpy(np.array(vector, np.float32)).to(self.device)
         with torch.no_grad():
-            parameters = trained(self.model)
+            parameters = trainable_parameters(self.model)
             parts = torch.split(values, [p.numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.copy_(part.view_as(parameter))
 
-    def state(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """Return parameters and optimizer state as named tensors, for a checkpoint."""
         tensors = {f"model/{name}": value.detach().cpu() for name, value in self.model.state_dict().items()}
-        return tensors | slots_of(self.optimizer, "optimizer")
+        return tensors | copy_slots(self.optimizer, "optimizer")
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Bring back what `state` returned."""
-        self.model.load_state_dict(under(tensors, "model/"))
+        """Restore parameters and optimizer state."""
+        self.model.load_state_dict(strip_prefix(tensors, "model/"))
         load_slots(self.optimizer, tensors, "optimizer")
 
 
-def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
-    """Return the private trainer of a model: DP-SGD for most, noisy sums for heads that are made of sums."""
+def _build_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisyStatistics:
+    """Return the private trainer of a model: class statistics for one-shot global heads, else DP-SGD."""
     if isinstance(model, SharedHead):
-        return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
+        return NoisyStatistics(dp.sigma, dp.clip, dp.batch_size, dp.unit)
     return DPTrainer(model, optimizer, **asdict(dp))
 
 
-def know_rows(learner: Learner, rows: Examples) -> None:
-    """Let a shared head know all rows of its site, and which of them are of one patient; nothing of this leaves."""
+def load_site_rows(learner: Learner, rows: Examples) -> None:
+    """Set the local statistics of a one-shot global head from the site's examples; they never leave the site."""
     head = learner.model
     assert isinstance(head, SharedHead)
     if not len(rows):
         return
-    patient = torch.from_numpy(np.unique(one_each(rows.patient), return_inverse=True)[1]).to(learner.device)
-    for x, y in batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
-        head.know(head.embedded(x), learner.task.columns(y), patient)
+    patient = torch.from_numpy(np.unique(fill_patient_names(rows.patient), return_inverse=True)[1]).to(learner.device)
+    for x, y in load_batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
+        head.set_local_statistics(head.embed_rows(x), learner.task.statistics_columns(y), patient)
 
 
-def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
-    """Compute the sums of a batch of all rows, with noise where the learner is under privacy."""
+def compute_statistics(learner: Learner, batch: Batch, noise: CipherStream) -> None:
+    """Compute the class statistics of a batch of all examples, noisy for a private learner."""
     head = learner.model
     assert isinstance(head, SharedHead)
-    x, y, *whose = batch
-    dp = learner.trainer if isinstance(learner.trainer, NoisySums) else NoisySums(0.0, 1.0, len(x))
-    dp.fill(head, x, learner.task.columns(y), noise, whose[0] if whose else None)
+    x, y, *patients = batch
+    dp = learner.trainer if isinstance(learner.trainer, NoisyStatistics) else NoisyStatistics(0.0, 1.0, len(x))
+    dp.fill(head, x, learner.task.statistics_columns(y), noise, patients[0] if patients else None)
 
 
-def supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:
+def take_supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:
     """Take one step on the loss of the task, cross-entropy for classes (eq. 2), and return it."""
-    return mutual_step(learner, None, 0.0, batch, noise)
+    return take_mutual_step(learner, None, 0.0, batch, noise)
 
 
-def mutual_step(
+def take_mutual_step(
     student: Learner,
-    answers: Tensor | None,
+    teacher_logits: Tensor | None,
     weight: float,
     batch: Batch,
     noise: CipherStream,
@@ -228,15 +228,15 @@ def mutual_step(
     """Take one step of the student on eq. 4 or 5, and return the loss.
 
     Args:
-        answers: logits [b, classes] of the teacher, which is fixed; None for none.
+        teacher_logits: fixed logits [b, classes] of the teacher; None without one.
         weight: α or β.
-        logits: the student's own for this batch, where they are known already.
+        logits: the student's for this batch, where they are known.
     """
-    x, y, *whose = batch
-    patient = whose[0] if whose else None
+    x, y, *patients = batch
+    patient = patients[0] if patients else None
     return student.step(
         x,
-        MutualLoss(y, answers, weight, student.class_weights, student.task),
+        MutualLoss(y, teacher_logits, weight, student.class_weights, student.task),
         noise,
         logits=logits,
         patient=patient,
@@ -245,98 +245,98 @@ def mutual_step(
 
 def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
     """Return the mean of each loss over the steps of a round; None where every batch was empty."""
-    seen: dict[str, list[float]] = {}
+    values_by_role: dict[str, list[float]] = {}
     for losses in steps:
         for role, value in losses.items():
-            seen.setdefault(role, []).append(value)
-    means = {role: np.array(values)[np.isfinite(values)] for role, values in seen.items()}
+            values_by_role.setdefault(role, []).append(value)
+    means = {role: np.array(values)[np.isfinite(values)] for role, values in values_by_role.items()}
     return {role: float(values.mean()) if len(values) else None for role, values in means.items()}
 
 
-def probabilities(
+def predict_examples(
     predict: Callable[[Tensor], Tensor],
     examples: Examples,
     device: torch.device,
-    batch_size: int = _BATCH,
+    batch_size: int = _PREDICTION_ROWS,
     *,
     alive: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
-    """Return what a model says of all examples, in order: float64[n, k] as their task has it.
+    """Return a model's predictions for all examples, in order: float64[n, k] as their task has them.
 
-    Of classes they are probabilities, 0 where a class is not allowed.
+    For classes they are probabilities, 0 where a class is not allowed.
 
     Args:
         predict: images float32[b, c, h, w] in [−1, 1], or bags → outputs [b, k].
-        alive: called with every batch, so that nobody thinks this long job hangs.
+        alive: called with every batch, as a heartbeat.
     """
-    (found,) = probabilities_of_each([predict], examples, device, batch_size, alive=alive)
-    return np.asarray(found)
+    (predictions,) = predict_with_models([predict], examples, device, batch_size, alive=alive)
+    return np.asarray(predictions)
 
 
-def probabilities_of_each(
+def predict_with_models(
     models: Sequence[Callable[[Tensor], Tensor]],
     examples: Examples,
     device: torch.device,
-    batch_size: int = _BATCH,
+    batch_size: int = _PREDICTION_ROWS,
     *,
     alive: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
-    """Return what each of r models says of all examples, float64[r, n, k], as `probabilities`; they are read once."""
+    """Return the predictions float64[r, n, k] of r models for all examples, which are read once."""
 
-    def predict(x: Tensor) -> Tensor:
+    def stack_outputs(x: Tensor) -> Tensor:
         return torch.stack([model(x) for model in models], dim=1)
 
     parts = []
-    for outputs, _ in _answers(predict, examples, device, batch_size):
-        # in single precision all that is likelier than 1 − 6e-8 would be certain, and no order be left among it
-        said = torch.stack([examples.task.said(one.double()) for one in outputs.unbind(1)])
-        parts.append(said.cpu().numpy())
+    for outputs, _ in _iterate_logits(stack_outputs, examples, device, batch_size):
+        # single precision would round probabilities above 1 − 6e-8 to 1 and lose their order
+        predictions = torch.stack([examples.task.predict(logits.double()) for logits in outputs.unbind(1)])
+        parts.append(predictions.cpu().numpy())
         alive()
     return np.concatenate(parts, axis=1)
 
 
-def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:
-    """Return what a model says, float64[n, k] of n examples, with rows that are not finite replaced.
+def replace_nonfinite(predictions: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:
+    """Return predictions float64[n, k] with rows that are not finite replaced by the baseline prediction.
 
-    A model that has diverged answers with such rows. It knows nothing, so it is given a guess there: all classes that
-    are allowed are equally probable. Then scores can be computed.
+    Diverged models predict such rows. In the baseline all allowed classes are equally probable, so that scores can be
+    computed.
     """
-    broken = ~np.isfinite(said).all(axis=1, keepdims=True)
-    if not broken.any():
-        return said
+    is_broken = ~np.isfinite(predictions).all(axis=1, keepdims=True)
+    if not is_broken.any():
+        return predictions
     if (allowed := examples.allowed) is not None:
-        return np.where(broken, allowed / allowed.sum(1, keepdims=True), said)
-    return np.where(broken, examples.task.guess(said.shape[1]), said)
+        return np.where(is_broken, allowed / allowed.sum(1, keepdims=True), predictions)
+    return np.where(is_broken, examples.task.baseline_prediction(predictions.shape[1]), predictions)
 
 
 @torch.no_grad()
-def losses_of(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _BATCH
+def example_losses(
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _PREDICTION_ROWS
 ) -> NDArray[np.float64]:
-    """Return float64[n], the loss of every example, in order, precise where a model is all but certain."""
+    """Return the loss float64[n] of every example, in order, in double precision for confident predictions."""
     parts = [np.zeros(0)]
-    for logits, labels in _answers(predict, examples, device, batch_size) if len(examples) else ():
-        parts.append(examples.task.losses(logits.double(), labels).cpu().numpy())
+    for logits, labels in _iterate_logits(predict, examples, device, batch_size) if len(examples) else ():
+        parts.append(examples.task.compute_losses(logits.double(), labels).cpu().numpy())
     return np.concatenate(parts)
 
 
-def _answers(
+def _iterate_logits(
     predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
     size = min(batch_size, examples.at_once or batch_size)
-    rows = np.array_split(np.arange(len(examples)), range(size, len(examples), size))
-    drawn, portion = batches(examples, iter(rows), augment=None, device=device), Portion()
-    for (x, y), chosen in zip(drawn, rows, strict=True):
-        logits = portion.tried(len(x), partial(_predicted, predict, x))
+    chunks = np.array_split(np.arange(len(examples)), range(size, len(examples), size))
+    inputs, portion = load_batches(examples, iter(chunks), augment=None, device=device), BatchSizeFinder()
+    for (x, y), chunk in zip(inputs, chunks, strict=True):
+        logits = portion.run_with_fitting_batch(len(x), partial(_predict_chunks, predict, x))
         if examples.allowed is not None:
-            possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
+            possible = torch.from_numpy(examples.allowed[chunk]).to(logits.device)
             possible = possible.view(len(x), *[1] * (logits.ndim - 2), -1)
             logits = logits.masked_fill(~possible, -torch.inf)
         yield logits, y
 
 
-def _predicted(predict: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
-    """Return what a model says of x[b, …], so many rows of which it sees at once, or a few."""
-    at_once = few(at_once, x.shape[1:], gpu=x.is_cuda)
-    return torch.cat([predict(part) for part in torch.split(x, at_once)])
+def _predict_chunks(predict: Callable[[Tensor], Tensor], x: Tensor, chunk_rows: int) -> Tensor:
+    """Return a model's outputs for x[b, …], at most `chunk_rows` examples per forward pass."""
+    chunk_rows = rows_at_once(chunk_rows, x.shape[1:], gpu=x.is_cuda)
+    return torch.cat([predict(part) for part in torch.split(x, chunk_rows)])

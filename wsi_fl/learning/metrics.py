@@ -1,6 +1,6 @@
-"""How good predictions are: accuracy, macro-accuracy, AUROC, calibration, and intervals clustered by patient.
+"""Metrics of classification: accuracy, macro-accuracy, AUROC, calibration, and intervals clustered by patient.
 
-Everything takes probabilities float64[n, classes] and labels int64[n]. A metric that cannot be computed (no
+Functions take probabilities float64[n, classes] and labels int64[n]. A metric that cannot be computed (no
 examples, a class missing) is None.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.audit import TAILS, Ranked, redrawn, share_interval
+from wsi_fl.privacy.audit import INTERVAL_QUANTILES, RankedScores, resample_clusters, share_interval
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -21,72 +21,72 @@ SCORES = ("accuracy", "macro_accuracy", "auroc")
 
 
 Weights = NDArray[np.int32]
-"""How often each of n examples counts, int32[b, n], in b ways."""
+"""Counts int32[b, n] of n examples in b resamples."""
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
-_TOP = 0.1
-"""Share of a slide's patches by whose mean it is scored."""
-_AT_ONCE = 1 << 20
-"""Weights that are held at a time while intervals are computed."""
+_TOP_SHARE = 0.1
+"""Share of a slide's patches, the highest, averaged for its score."""
+_MAX_WEIGHTS = 1 << 20
+"""Weights held at a time while intervals are computed."""
 
 
-def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: Labels) -> Measure:
-    """Return a function that computes accuracy, macro-accuracy and AUROC for any weights; scores are sorted once, here.
+def build_class_measure(correct: NDArray[np.bool_], score: Probabilities, labels: Labels) -> Measure:
+    """Return a function of weights for accuracy, macro-accuracy and AUROC; scores are sorted once, here.
 
     Macro-accuracy is the mean over the classes that occur (ProxyFL, appendix B.1). So is the AUROC of more than two
     classes, each against the rest. Under weights without one of these classes neither can be computed: a mean over
     fewer classes is another score.
 
     Args:
-        right: bool[n], whether the answer was.
-        score: float64[n, classes], higher for classes that are more probable.
+        correct: bool[n], whether each prediction is correct.
+        score: float64[n, classes], higher for more probable classes.
     """
     if not len(labels):
         return lambda weights: {name: np.full(len(weights), np.nan) for name in SCORES}
     classes = np.unique(labels)
     against_rest = np.ones(1, int) if score.shape[1] == 2 else classes
-    ranked = Ranked(labels[:, None] == against_rest, score[:, against_rest])
+    ranked = RankedScores(labels[:, None] == against_rest, score[:, against_rest])
     member = (labels[:, None] == classes).astype(np.float64)
-    columns = np.hstack([member, member * right[:, None]])
+    columns = np.hstack([member, member * correct[:, None]])
 
-    def measure(weights: Weights) -> dict[str, NDArray[np.float64]]:
-        n, n_right = np.hsplit(weights @ columns, 2)
+    def compute_scores(weights: Weights) -> dict[str, NDArray[np.float64]]:
+        n, n_correct = np.hsplit(weights @ columns, 2)
         return {
-            "accuracy": n_right.sum(1) / n.sum(1),
-            "macro_accuracy": np.where(n.all(1), (n_right / np.maximum(n, 1)).mean(1), np.nan),
-            "auroc": np.stack([ranked.aurocs(row) for row in weights]).mean(1),
+            "accuracy": n_correct.sum(1) / n.sum(1),
+            "macro_accuracy": np.where(n.all(1), (n_correct / np.maximum(n, 1)).mean(1), np.nan),
+            "auroc": np.stack([ranked.compute_aurocs(row) for row in weights]).mean(1),
         }
 
-    return measure
+    return compute_scores
 
 
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is not None; None where nothing is known."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+def mean_of_available(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None without any."""
+    available = [value for value in values if value is not None]
+    return float(np.mean(available)) if available else None
 
 
-def counted_once(measure: Measure, n: int) -> dict[str, float | None]:
-    """Return every score of n examples that count once each; None for one that cannot be computed."""
-    found = measure(np.ones((1, n), np.int32))
-    return {name: None if np.isnan(value) else float(value) for name, (value,) in found.items()}
+def score_unweighted(measure: Measure, n: int) -> dict[str, float | None]:
+    """Return every score of n examples of equal weight; None where it cannot be computed."""
+    scores = measure(np.ones((1, n), np.int32))
+    return {name: None if np.isnan(value) else float(value) for name, (value,) in scores.items()}
 
 
 def mean_over_classes(values: NDArray[Any], labels: Labels) -> Any:
-    """Return the mean of values[n, …], as whether answers are right, within each class that occurs, then over these."""
+    """Return the mean of values[n, …] within each class that occurs, then over these classes."""
     return np.mean([values[labels == c].mean(0) for c in np.unique(labels)], axis=0)
 
 
-def one_each(patient: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Return names str[n] of patients, where a row without one is a patient of its own."""
+def fill_patient_names(patient: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Return patient names str[n]; an example without one gets a unique name."""
     return np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())], np.str_)
 
 
 def choose_classes(probabilities: Probabilities) -> Labels:
-    """Return int64[n], the class that each example is said to be of, the most probable one.
+    """Return the most probable class int64[n] of each example.
 
-    Of two it is the second from one half on, as whoever reaches a threshold is a case; of more the first of equals.
+    Of two classes it is the second from 1/2 on, as a score at a threshold is positive; of more the first of equals.
 
     Example:
         >>> choose_classes(np.array([[0.5, 0.5], [0.6, 0.4]]))
@@ -97,174 +97,173 @@ def choose_classes(probabilities: Probabilities) -> Labels:
     return np.asarray(probabilities.argmax(1), np.int64)
 
 
-def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Return the area under the ROC curve; for more than two classes the mean of one against the rest."""
-    right = choose_classes(probabilities) == labels
-    return counted_once(measure_of_classes(right, probabilities, labels), len(labels))["auroc"]
+def compute_auroc(probabilities: Probabilities, labels: Labels) -> float | None:
+    """Return the area under the ROC curve; for more than two classes the mean of one versus rest."""
+    correct = choose_classes(probabilities) == labels
+    return score_unweighted(build_class_measure(correct, probabilities, labels), len(labels))["auroc"]
 
 
-def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
-    """Return how many examples there are of each true class and predicted class, [true][predicted]."""
+def confusion_matrix(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
+    """Return the number of examples of each true and predicted class, [true][predicted]."""
     k = probabilities.shape[1]
     flat = np.bincount(labels * k + choose_classes(probabilities), minlength=k * k)
     return [[int(value) for value in row] for row in flat.reshape(k, k)]
 
 
-def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
+def compute_calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
     """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score.
 
-    Of two classes that is the mean squared error of the second one's probability, from 0 to 1, as clinical papers have
-    it; of more, squared errors are summed over the classes, from 0 to 2 (Brier, 1950).
+    For two classes the Brier score is the mean squared error of the second one's probability, from 0 to 1, as in
+    clinical papers; for more, squared errors are summed over the classes, from 0 to 2 (Brier, 1950).
     """
     if not len(labels):
         return {"ece": None, "brier": None, "bins": []}
     confidence = probabilities.max(1)
-    right = choose_classes(probabilities) == labels
-    which = np.minimum((confidence * n_bins).astype(int), n_bins - 1)
+    correct = choose_classes(probabilities) == labels
+    bin_index = np.minimum((confidence * n_bins).astype(int), n_bins - 1)
     bins = [
         {
-            "confidence": float(confidence[which == b].mean()),
-            "accuracy": float(right[which == b].mean()),
-            "n": int((which == b).sum()),
+            "confidence": float(confidence[bin_index == b].mean()),
+            "accuracy": float(correct[bin_index == b].mean()),
+            "n": int((bin_index == b).sum()),
         }
-        for b in np.unique(which)
+        for b in np.unique(bin_index)
     ]
     ece = sum(b["n"] * abs(b["confidence"] - b["accuracy"]) for b in bins) / len(labels)
     one_hot = np.eye(probabilities.shape[1])[labels]
-    each = ((probabilities - one_hot) ** 2).sum(1)
-    brier = (each / 2 if probabilities.shape[1] == 2 else each).mean()
+    squared_errors = ((probabilities - one_hot) ** 2).sum(1)
+    brier = (squared_errors / 2 if probabilities.shape[1] == 2 else squared_errors).mean()
     return {"ece": float(ece), "brier": float(brier), "bins": bins}
 
 
-Exact = Callable[[str, float], list[float] | None]
-"""The name of a score and the value that it has in every resample → its exact interval; None where there is none."""
+ExactInterval = Callable[[str, float], list[float] | None]
+"""Name of a score and its value, the same in every resample → the exact interval; None without one."""
 
 
-def resampled(
-    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], exact: Exact, *, repeats: int
+def bootstrap_intervals(
+    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], exact: ExactInterval, *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return 95 % percentile intervals of scores when whole clusters (patients) are drawn with replacement.
+    """Return 95 % percentile intervals of scores from a bootstrap over clusters (patients).
 
-    None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
-    Where every resample has the same score, the interval is the exact one: six of six right are no proof of a perfect
-    model.
+    None for fewer than two clusters, or where most resamples have no score, as when a class is missing. Where every
+    resample has the same score, the interval is the exact one: six of six correct do not prove a perfect model.
 
     Args:
-        measure: of the n examples.
-        scores: the names of what it computes.
-        cluster: str[n], whose each example is.
-        exact: of a score that no resample changes.
+        measure: weights of the n examples → scores.
+        scores: their names.
+        cluster: str[n], the cluster of each example.
+        exact: the interval of a score that no resample changes.
     """
-    names, which = np.unique(cluster, return_inverse=True)
+    names, cluster_index = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
         return dict.fromkeys(scores)
     rng = np.random.default_rng(0)
-    drawn = {name: np.full(repeats, np.nan) for name in scores}
-    step = max(1, _AT_ONCE // len(cluster))
-    for first in range(0, repeats, step):
-        some = slice(first, min(first + step, repeats))
-        weights = [redrawn(rng, which, len(names)) for _ in range(repeats)[some]]
+    samples = {name: np.full(repeats, np.nan) for name in scores}
+    step = max(1, _MAX_WEIGHTS // len(cluster))
+    for start in range(0, repeats, step):
+        rows = slice(start, min(start + step, repeats))
+        weights = [resample_clusters(rng, cluster_index, len(names)) for _ in range(repeats)[rows]]
         for name, values in measure(np.stack(weights)).items():
-            drawn[name][some] = values
+            samples[name][rows] = values
     intervals: dict[str, list[float] | None] = {}
-    for name, draws in drawn.items():
-        values = draws[~np.isnan(draws)]
+    for name, sample in samples.items():
+        values = sample[~np.isnan(sample)]
         if len(values) <= repeats / 2:
             intervals[name] = None
             continue
-        low, high = (float(end) for end in np.quantile(values, TAILS))
+        low, high = (float(end) for end in np.quantile(values, INTERVAL_QUANTILES))
         intervals[name] = exact(name, low) if low == high else [low, high]
     return intervals
 
 
-def exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) -> Exact:
-    """Return the exact intervals of scores of classes that no resample changes.
+def build_exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) -> ExactInterval:
+    """Return a function for the exact intervals of classification scores that no resample changes.
 
-    An accuracy is a share of the clusters. Macro-accuracy is the mean of such shares, over the clusters of each class:
-    of a class with two patients, both right, little is known. An AUROC of 0 or 1 rests on pairs of which no two share a
-    cluster; another is that of scores that are all the same, which rank nobody anywhere.
+    An accuracy is a share of the clusters. Macro-accuracy is the mean of such shares over the clusters of each class:
+    two correct patients of a class prove little. An AUROC of 0 or 1 rests on pairs of which no two share a cluster; any
+    other constant AUROC comes from equal scores, which rank no pair.
     """
 
-    def n_of(rows: NDArray[np.bool_]) -> int:
+    def count_clusters(rows: NDArray[np.bool_]) -> int:
         return len(np.unique(cluster[rows]))
 
-    def exact(name: str, value: float) -> list[float] | None:
+    def compute_interval(name: str, value: float) -> list[float] | None:
         classes = [labels == c for c in np.unique(labels)]
         if name == "macro_accuracy":
             shares = measure(np.stack(classes).astype(np.int32))["accuracy"]
-            ends = [share_interval(s, n_of(rows)) for s, rows in zip(shares, classes, strict=True)]
+            ends = [share_interval(s, count_clusters(rows)) for s, rows in zip(shares, classes, strict=True)]
         elif name == "auroc" and value not in (0, 1):
             ends = [(value, value)]
         elif name == "auroc":
-            ends = [share_interval(value, min(n_of(rows), n_of(~rows))) for rows in classes]
+            ends = [share_interval(value, min(count_clusters(rows), count_clusters(~rows))) for rows in classes]
         else:
             ends = [share_interval(value, len(np.unique(cluster)))]
         return [float(end) for end in np.mean(ends, axis=0)]
 
-    return exact
+    return compute_interval
 
 
-def slide_level(
+def aggregate_slides(
     probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], threshold: float | None = None
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
-    """Return (probabilities, labels, a row of each) of the slides in a two-class task.
+    """Return (probabilities, labels, an example index) of the slides in a two-class task.
 
     None for more classes, or when no slide has two patches. A slide is positive when any of its patches is; its
-    probability is the mean of its most probable patches (a tenth, at least one), moved so that `threshold`
-    lies at one half.
+    probability is the mean of its most probable patches (a tenth, at least one), rescaled so that `threshold`
+    lies at 1/2.
     """
-    names, row, which = np.unique(slide, return_index=True, return_inverse=True)
+    names, row, slide_index = np.unique(slide, return_index=True, return_inverse=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
         return None
     positive = probabilities[:, 1]
     truth, score = np.empty(len(names), np.int64), np.empty(len(names))
-    ends = np.cumsum(np.bincount(which))[:-1]
-    for k, mine in enumerate(np.split(np.argsort(which, kind="stable"), ends)):
-        truth[k] = labels[mine].max()
-        best = np.sort(positive[mine])[::-1]
-        score[k] = best[: max(1, round(_TOP * len(best)))].mean()
+    ends = np.cumsum(np.bincount(slide_index))[:-1]
+    for k, rows in enumerate(np.split(np.argsort(slide_index, kind="stable"), ends)):
+        truth[k] = labels[rows].max()
+        highest = np.sort(positive[rows])[::-1]
+        score[k] = highest[: max(1, round(_TOP_SHARE * len(highest)))].mean()
     if threshold is not None:
-        score = _recentred_at_half(score, threshold)
+        score = _center_scores(score, threshold)
     return np.stack([1 - score, score], axis=1), truth, row
 
 
-def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
+def find_operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
     """Return the threshold on scores float64[n] in [0, 1] with the best balanced accuracy, the middle one of equals.
 
-    It lies between two scores, or at the upper one where no number lies between them, and is never rounded: scores of a
-    model that is sure of one class may all be nearer to each other than any number of decimals. None where truth
-    int64[n], 0 or 1, has one class alone.
+    It lies between two scores, or at the upper one where no number lies between them, and is never rounded: scores of
+    an overconfident model may differ by less than any number of decimals. None where truth int64[n], 0 or 1, has only
+    one class.
     """
     if len(np.unique(truth)) < 2:
         return None
     ordered = np.unique(score)
     middle = (ordered[1:] + ordered[:-1]) / 2
-    between = np.where(middle > ordered[:-1], middle, ordered[1:])
-    reached = [mean_over_classes((score >= t) == (truth == 1), truth) for t in between]
-    if not reached:
+    thresholds = np.where(middle > ordered[:-1], middle, ordered[1:])
+    accuracies = [mean_over_classes((score >= threshold) == (truth == 1), truth) for threshold in thresholds]
+    if not accuracies:
         return None
-    best = np.flatnonzero(np.isclose(reached, max(reached)))
-    return float(between[best[len(best) // 2]])
+    best = np.flatnonzero(np.isclose(accuracies, max(accuracies)))
+    return float(thresholds[best[len(best) // 2]])
 
 
-def _recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half.
+def _center_scores(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+    """Return scores float64[n] in [0, 1], rescaled in both halves so that the threshold lies at 1/2.
 
-    Order is kept. What reaches the threshold lies above one half, by the least that a number can, and all else below.
+    Order is kept. Scores from the threshold on lie above 1/2, by at least one unit in the last place, others below.
     """
-    if not 0 < threshold <= 1:  # of an earlier version, which rounded it: it parts nothing
+    if not 0 < threshold <= 1:  # rounded by an earlier version: it separates nothing
         return score
     below, above = np.nextafter(0.5, [0.0, 1.0])
     low = np.minimum(0.5 * (score / threshold), below)
     high = 0.5 + 0.5 * ((score - threshold) / max(1 - threshold, np.finfo(float).eps))
-    moved: NDArray[np.float64] = np.where(score >= threshold, np.maximum(high, above), low)
-    return moved
+    centered: NDArray[np.float64] = np.where(score >= threshold, np.maximum(high, above), low)
+    return centered
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:
     """Return the mean and population standard deviation over sites, as the paper reports; None when any is missing.
 
-    What is the same everywhere has none, not what rounding leaves of it.
+    Equal values have 0 exactly, without rounding errors.
     """
     if not values or any(value is None for value in values):
         return {"mean": None, "sd": None}

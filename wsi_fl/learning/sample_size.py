@@ -1,4 +1,4 @@
-"""How many patients a test set needs, so that what clinics ask of a model is known as closely as they wish."""
+"""Sample size of a test set for confidence intervals of a given width."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How wide 95 % intervals may be, from end to end; `expected` is of observed over expected cases."""
+class IntervalWidths:
+    """Widths of 95 % intervals, from end to end; `expected` is of observed over expected cases."""
 
     auroc: float = 0.1
     slope: float = 0.4
@@ -25,53 +25,53 @@ class Wanted:
     specificity: float = 0.1
 
 
-def patients_needed(
+def compute_sample_size(
     prevalence: float,
     area: float,
-    wanted: Wanted,
+    widths: IntervalWidths,
     *,
     sensitivity: float | None = None,
     specificity: float | None = None,
 ) -> dict[str, int]:
-    """Return how many patients a test set needs for each interval to be as narrow as wanted.
+    """Return the number of test patients for each interval to be as narrow as given.
 
-    The model is taken to be calibrated, and its log-odds to be normal among cases and among others, as wide as `area`
-    says.
+    The model is assumed to be calibrated, its log-odds to be normal among cases and among others, with a spread that
+    follows from `area`.
 
     Args:
         prevalence: the share of cases.
-        area: the AUROC that is expected.
-        sensitivity, specificity: that are expected; without them they are not planned for.
+        area: the expected AUROC.
+        sensitivity, specificity: expected values; None leaves them out.
 
     Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
         outcome", Statistics in Medicine 40, 2021.
     """
-    found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / Z)}
-    # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
-    log_error = asinh(wanted.expected / 2) / Z
-    found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
-    found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / Z)
+    sizes = {"auroc": _sample_size_for_area(prevalence, area, widths.auroc / 2 / Z)}
+    # a ratio around 1: exp(zs) − exp(−zs) is the width
+    log_error = asinh(widths.expected / 2) / Z
+    sizes["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
+    sizes["slope"] = _sample_size_for_slope(*_model_log_odds(prevalence, area), widths.slope / 2 / Z)
     for name, value, share, width in (
-        ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
-        ("specificity", specificity, 1 - prevalence, wanted.specificity),
+        ("sensitivity", sensitivity, prevalence, widths.sensitivity),
+        ("specificity", specificity, 1 - prevalence, widths.specificity),
     ):
         if value is not None:
-            found[name] = ceil(value * (1 - value) / (width / 2 / Z) ** 2 / share)
-    return found
+            sizes[name] = ceil(value * (1 - value) / (width / 2 / Z) ** 2 / share)
+    return sizes
 
 
-def _for_area(prevalence: float, area: float, error: float) -> int:
+def _sample_size_for_area(prevalence: float, area: float, error: float) -> int:
     """Return the least n with Newcombe's standard error of an AUROC; it falls as n rises."""
 
-    def reached(n: int) -> float:
+    def standard_error(n: int) -> float:
         half = n / 2 - 1
         spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
         return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
 
-    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: reached(n) <= error)
+    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: standard_error(n) <= error)
 
 
-def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
+def _model_log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
     """Return log-odds and weights of a calibrated model: normal in both groups, d² apart and d wide."""
     from scipy.stats import norm
 
@@ -83,11 +83,11 @@ def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
     return lp, np.concatenate([prevalence * density, (1 - prevalence) * density])
 
 
-def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
-    """Return how many patients give the calibration slope this standard error.
+def _sample_size_for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
+    """Return the number of patients for this standard error of the calibration slope.
 
     Args:
-        lp, weight: float64[m], log-odds of the model and how often each occurs, 1 in sum.
+        lp, weight: float64[m], log-odds of the model and their frequencies, 1 in sum.
     """
     from scipy.special import expit
 

@@ -1,7 +1,7 @@
-"""What a hospital can do alone: settings chosen by cross-validation over its own patients.
+"""Hyperparameters of local models, chosen by cross-validation over the site's patients.
 
-A model that learns without differential privacy is given the regularisation, the learning rate and the weights of the
-classes that serve rows of patients best that it has not seen. Nothing here looks at a test set.
+For models without differential privacy: regularisation, learning rate and class weights by the loss on held-out
+patients. Test sets are never used.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
-from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, quality, strata
+from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
+from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
 """C of the logistic regression, times the number of features."""
-_USUAL = 1.0
-"""Of these, where nothing can be held out."""
-_SURE = 1e-12
+_DEFAULT_STRENGTH = 1.0
+"""Default of the strengths, where nothing can be held out."""
+_MIN_PROBABILITY = 1e-12
 
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A linear head fitted to all rows of a site, its decision boundary midway between the classes on unseen rows.
+    """A linear head fitted to all examples of a site; on held-out ones its boundary lies midway between classes.
 
     Attributes:
         weight, bias: float64[outputs, d], float64[outputs].
         strength: C of the regularisation, in scikit-learn's sense.
         loss: balanced log-loss of `held_out`, or the mean loss of another task; None where nothing could be held out.
-        held_out: float64[n, outputs], what heads that had not seen a row's patient said of it; None likewise.
+        held_out: float64[n, outputs], cross-validated predictions, each by a head without the patient; None likewise.
     """
 
     weight: NDArray[np.float64]
@@ -42,219 +42,216 @@ class FittedHead:
     held_out: Probabilities | None
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What a run keeps of it."""
+    def fit_summary(self) -> dict[str, Any]:
+        """Return the record of the fit for a run."""
         return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
 
 
-def fitted_head(
+def fit_linear_head(
     x: NDArray[Any], labels: Truth, patient: NDArray[np.str_], n_classes: int, task: Task = CLASSES
 ) -> FittedHead:
-    """Fit a linear head whose regularisation is the best on patients that were held out.
+    """Fit a linear head with the best regularisation on held-out patients.
 
-    For classes it is a balanced logistic regression, for a number ridge regression, for survival one of hazards.
+    For classes it is a balanced logistic regression, for a number ridge regression, for survival a hazard regression.
 
-    Few rows of a class leave its scores too low, since the head knows them by heart. So the bias is moved to where the
-    scores of held-out rows are equal midway between the classes' means, if that lessens their balanced log-loss.
-    Features are rotated into the span of the rows first, which changes nothing about the solution.
+    With few examples of a class the overfitted head scores held-out ones too low. So the bias is moved to make scores
+    of held-out examples equal midway between the classes' means, if this lessens their balanced log-loss. Features are
+    first rotated into the span of the examples, with the same solution.
 
     Args:
-        x: float[n, d], features as the linear layer sees them.
-        labels: int64[n], or what another task asks for.
-        patient: str[n]; "" where it is not known, and then the row is one of its own.
+        x: float[n, d], features as the linear layer takes them.
+        labels: int64[n], or the truth of another task.
+        patient: str[n]; "" for an unknown one, different from all others.
         n_classes: or the number of outputs of another task.
     """
     if task.kind != "classes":
-        return _fitted_line(x, labels, patient, n_classes, task)
+        return _fit_task_head(x, labels, patient, n_classes, task)
     present = np.unique(labels)
     d = x.shape[1]
-    if len(present) < 2:  # it can say nothing else
+    if len(present) < 2:  # a constant prediction
         bias = np.full(n_classes, 0.0)
         bias[present] = 1.0
-        return FittedHead(np.zeros((n_classes, d)), bias, _USUAL / d, None, None)
+        return FittedHead(np.zeros((n_classes, d)), bias, _DEFAULT_STRENGTH / d, None, None)
 
-    def judged(logits: NDArray[np.float64]) -> tuple[float, Probabilities]:
-        said = softmax(logits)
-        return _balanced_loss(said, labels), said
+    def evaluate_logits(logits: NDArray[np.float64]) -> tuple[float, Probabilities]:
+        probabilities = softmax(logits)
+        return _class_balanced_loss(probabilities, labels), probabilities
 
-    head = _by_cross_validation(
-        x, labels, n_classes, _logistic, judged, list(_held_out_folds(labels, patient))
-    )
+    head = _cross_validate(x, labels, n_classes, _fit_logistic, evaluate_logits, list(_split_folds(labels, patient)))
     if head.loss is not None and head.held_out is not None:
-        middle = _middle(head.held_out, labels)
-        moved = softmax(_logs(head.held_out) - middle)
-        if (better := _balanced_loss(moved, labels)) < head.loss:
-            return replace(head, bias=head.bias - middle, loss=better, held_out=moved)
+        middle = _class_midpoint(head.held_out, labels)
+        shifted = softmax(_log_probabilities(head.held_out) - middle)
+        if (shifted_loss := _class_balanced_loss(shifted, labels)) < head.loss:
+            return replace(head, bias=head.bias - middle, loss=shifted_loss, held_out=shifted)
     return head
 
 
-def _fitted_line(
-    x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task
-) -> FittedHead:
-    """Return the head of a number, by ridge regression, or of hazards.
+def _fit_task_head(x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task) -> FittedHead:
+    """Fit the head of a number by ridge regression, or of hazards by logistic regression.
 
-    The hazards of all intervals share one slope. That is logistic regression with a row for each interval that a
-    patient is known to have reached (Allison, "Discrete-time methods for the analysis of event histories", Sociological
-    Methodology 1982).
+    The hazards of all intervals share one slope: logistic regression with a row for each interval reached by a patient
+    (Allison, "Discrete-time methods for the analysis of event histories", Sociological Methodology 1982).
     """
     import torch
 
-    known = torch.from_numpy(truth)
+    targets = torch.from_numpy(truth)
 
-    def judged(outputs: NDArray[np.float64]) -> tuple[float, Predicted]:
-        told = torch.from_numpy(outputs)
-        return float(task.losses(told, known).mean()), task.said(told).numpy()
+    def evaluate_outputs(outputs: NDArray[np.float64]) -> tuple[float, PredictionArray]:
+        tensor = torch.from_numpy(outputs)
+        return float(task.compute_losses(tensor, targets).mean()), task.predict(tensor).numpy()
 
-    column, fit = task.columns(known).numpy(), _ridge if task.kind == "number" else _hazards
-    folds = list(_held_out_folds(column > np.median(column), patient))
-    return _by_cross_validation(x, column, n_outputs, fit, judged, folds)
-
-
-_Fit = Callable[
-    [NDArray[np.float64], NDArray[Any], float, int], tuple[NDArray[np.float64], NDArray[np.float64]]
-]
-"""(rows, what is true of them, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
+    column, fit = (task.statistics_columns(targets).numpy(), _fit_ridge if task.kind == "number" else _fit_hazards)
+    folds = list(_split_folds(column > np.median(column), patient))
+    return _cross_validate(x, column, n_outputs, fit, evaluate_outputs, folds)
 
 
-def _by_cross_validation(
+_Fit = Callable[[NDArray[np.float64], NDArray[Any], float, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
+"""(rows, their truth, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
+
+
+def _cross_validate(
     x: NDArray[Any],
     truth: NDArray[Any],
     n_outputs: int,
     fit: _Fit,
-    judged: Callable[[NDArray[np.float64]], tuple[float, Predicted]],
+    evaluate: Callable[[NDArray[np.float64]], tuple[float, PredictionArray]],
     folds: Sequence[NDArray[np.bool_]],
 ) -> FittedHead:
-    """Return the head of that strength whose outputs for rows that were held out have the least loss.
+    """Return the head of the strength with the least loss on held-out rows.
 
     Args:
-        judged: outputs float64[n, k] of all rows → their loss, and what they say.
+        evaluate: outputs float64[n, k] of all rows → their loss and predictions.
     """
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
-    rows, found = x @ basis, []
-    for strength in (one / d for one in _STRENGTHS) if folds else ():
+    rows, candidates = x @ basis, []
+    for strength in (factor / d for factor in _STRENGTHS) if folds else ():
         outputs = np.empty((len(rows), n_outputs))
         for fold in folds:
             weight, bias = fit(rows[~fold], truth[~fold], strength, n_outputs)
             outputs[fold] = rows[fold] @ weight.T + bias
-        loss, said = judged(outputs)
-        found.append((loss, strength, said))
-    best = min(found, key=lambda one: one[0]) if found else (None, _USUAL / d, None)
+        loss, predictions = evaluate(outputs)
+        candidates.append((loss, strength, predictions))
+    best = min(candidates, key=lambda candidate: candidate[0]) if candidates else (None, _DEFAULT_STRENGTH / d, None)
     weight, bias = fit(rows, truth, best[1], n_outputs)
     return FittedHead(weight @ basis.T, bias, best[1], best[0], best[2])
 
 
-def _ridge(
+def _fit_ridge(
     rows: NDArray[np.float64], share: NDArray[np.float64], strength: float, n_outputs: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [1, d] and bias [1] of ridge regression on places in the range, from −1 to 1."""
     from sklearn.linear_model import Ridge
 
-    found = Ridge(alpha=1 / strength).fit(rows, 2 * share - 1)
-    return found.coef_[None], np.full(n_outputs, found.intercept_)
+    model = Ridge(alpha=1 / strength).fit(rows, 2 * share - 1)
+    return model.coef_[None], np.full(n_outputs, model.intercept_)
 
 
-def _hazards(
+def _fit_hazards(
     rows: NDArray[np.float64], column: Labels, strength: float, n_outputs: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [k, d], the same for all, and bias [k] of the logits of hazards in k intervals."""
     from sklearn.linear_model import LogisticRegression
 
-    seen, interval = column < n_outputs, np.arange(n_outputs)
-    reached = np.where(seen, column + 1, column - n_outputs)
-    row, at = np.nonzero(interval < reached[:, None])
-    event = seen[row] & (at == column[row])
+    observed, interval = column < n_outputs, np.arange(n_outputs)
+    n_reached = np.where(observed, column + 1, column - n_outputs)
+    row, interval_index = np.nonzero(interval < n_reached[:, None])
+    event = observed[row] & (interval_index == column[row])
     if not 0 < event.sum() < len(event):
-        return np.zeros((n_outputs, rows.shape[1])), np.full(n_outputs, -_NEVER if event.any() else _NEVER)
-    scale = _FREE * np.sqrt(rows.shape[1])
-    person_periods = np.concatenate([rows[row], scale * (at[:, None] == interval)], axis=1)
-    found = LogisticRegression(C=strength, fit_intercept=False, solver="newton-cg").fit(person_periods, event)
-    slope, bias = np.split(found.coef_[0], [rows.shape[1]])
+        return np.zeros((n_outputs, rows.shape[1])), np.full(
+            n_outputs, -_UNSEEN_LOGIT if event.any() else _UNSEEN_LOGIT
+        )
+    scale = _INTERVAL_SCALE * np.sqrt(rows.shape[1])
+    person_periods = np.concatenate([rows[row], scale * (interval_index[:, None] == interval)], axis=1)
+    model = LogisticRegression(C=strength, fit_intercept=False, solver="newton-cg").fit(person_periods, event)
+    slope, bias = np.split(model.coef_[0], [rows.shape[1]])
     return np.tile(slope, (n_outputs, 1)), scale * bias
 
 
-_FREE = 10.0
-"""How much less the hazard of an interval is drawn to even odds than the slope is to 0."""
+_INTERVAL_SCALE = 10.0
+"""Factor of the intercepts' features: the hazards of intervals are regularised less than the slope."""
 
 
-def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
-    """Return logarithms [classes] of probabilities midway between the means of the classes that occur; 0 for others."""
-    means = mean_over_classes(_logs(said), labels)
-    found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), labels), means, 0.0)
-    return found
+def _class_midpoint(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
+    """Return log-probabilities [classes] midway between the means of the classes that occur; 0 for others."""
+    means = mean_over_classes(_log_probabilities(probabilities), labels)
+    midpoint: NDArray[np.float64] = np.where(np.isin(np.arange(probabilities.shape[1]), labels), means, 0.0)
+    return midpoint
 
 
-def _logs(said: Probabilities) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.log(np.clip(said, _SURE, None))
-    return found
+def _log_probabilities(probabilities: Probabilities) -> NDArray[np.float64]:
+    logs: NDArray[np.float64] = np.log(np.clip(probabilities, _MIN_PROBABILITY, None))
+    return logs
 
 
-def _logistic(
+def _fit_logistic(
     rows: NDArray[np.float64], labels: Labels, strength: float, n_classes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights [classes, d] and bias [classes] of a balanced logistic regression; absent classes get −∞."""
     from sklearn.linear_model import LogisticRegression
 
-    found = LogisticRegression(C=strength, class_weight="balanced", solver="newton-cg").fit(rows, labels)
-    weight, bias = np.zeros((n_classes, rows.shape[1])), np.full(n_classes, _NEVER)
-    if len(found.classes_) == 2:  # one row for both
-        for sign, one in zip((-0.5, 0.5), found.classes_, strict=True):
-            weight[one], bias[one] = sign * found.coef_[0], sign * found.intercept_[0]
+    model = LogisticRegression(C=strength, class_weight="balanced", solver="newton-cg").fit(rows, labels)
+    weight, bias = np.zeros((n_classes, rows.shape[1])), np.full(n_classes, _UNSEEN_LOGIT)
+    if len(model.classes_) == 2:  # one row for both
+        for sign, label in zip((-0.5, 0.5), model.classes_, strict=True):
+            weight[label], bias[label] = sign * model.coef_[0], sign * model.intercept_[0]
     else:
-        weight[found.classes_], bias[found.classes_] = found.coef_, found.intercept_
+        weight[model.classes_], bias[model.classes_] = model.coef_, model.intercept_
     return weight, bias
 
 
-_NEVER = -30.0
-"""Logit of a class that was never seen."""
+_UNSEEN_LOGIT = -30.0
+"""Logit of a class without examples."""
 
 
-def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
-    """Yield the rows bool[n] that each of up to five folds holds out: whole patients, of all classes alike.
+def _split_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
+    """Yield the held-out rows bool[n] of up to five folds: whole patients, stratified by class.
 
-    Of a class that one patient has alone, single rows are held out: a threshold that has seen the patient is better
-    than one that was never moved (studies/WORTH.md). Nothing is yielded where a class has one row.
+    Of a class with a single patient, single rows are held out: a threshold fitted to the patient's other rows is better
+    than the initial one (studies/WORTH.md). Without a second row of a class there are no folds.
     """
     from sklearn.model_selection import StratifiedGroupKFold
 
-    names = one_each(patient)
-    for one in np.unique(labels):
-        if len(np.unique(names[mine := labels == one])) == 1:
-            names = np.where(mine, np.char.add("row ", np.arange(len(names)).astype(str)), names)
-    patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
+    names = fill_patient_names(patient)
+    for label in np.unique(labels):
+        if len(np.unique(names[rows := labels == label])) == 1:
+            names = np.where(rows, np.char.add("row ", np.arange(len(names)).astype(str)), names)
+    patients = [len(np.unique(names[labels == label])) for label in np.unique(labels)]
     n_folds = min(_FOLDS, *patients)
     if n_folds < 2 or len(patients) < 2:
         return
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
-    for seen, held in splitter.split(np.zeros(len(labels)), labels, names):
-        if len(np.unique(labels[seen])) == len(patients):
-            yield np.isin(np.arange(len(labels)), held)
+    for train_rows, test_rows in splitter.split(np.zeros(len(labels)), labels, names):
+        if len(np.unique(labels[train_rows])) == len(patients):
+            yield np.isin(np.arange(len(labels)), test_rows)
 
 
-def _balanced_loss(said: Probabilities, labels: Labels) -> float:
+def _class_balanced_loss(probabilities: Probabilities, labels: Labels) -> float:
     """Return the log-loss of float64[n, classes], averaged within each class that occurs and then over classes."""
-    return float(mean_over_classes(log_losses(said, labels), labels))
+    return float(mean_over_classes(log_losses(probabilities, labels), labels))
 
 
-def log_losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
+def log_losses(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return float64[n], the log-loss of every row of float64[n, classes]."""
-    found: NDArray[np.float64] = -np.log(np.clip(said[np.arange(len(labels)), labels], _SURE, None))
-    return found
+    losses: NDArray[np.float64] = -np.log(
+        np.clip(probabilities[np.arange(len(labels)), labels], _MIN_PROBABILITY, None)
+    )
+    return losses
 
 
 def softmax(logits: NDArray[np.float64]) -> Probabilities:
     """Return probabilities of logits float64[n, classes]."""
-    raised = np.exp(logits - logits.max(1, keepdims=True))
-    found: Probabilities = raised / raised.sum(1, keepdims=True)
-    return found
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities: Probabilities = exponentials / exponentials.sum(1, keepdims=True)
+    return probabilities
 
 
 @dataclass(frozen=True)
 class HyperParameters:
-    """Settings of training that a site may choose for itself.
+    """Settings of training that a site may tune.
 
     Attributes:
-        balance: whether rows are weighed so that all classes count alike.
+        balance: whether examples are weighted so that all classes count alike.
     """
 
     lr: float
@@ -262,58 +259,59 @@ class HyperParameters:
     balance: bool
 
 
-def criterion(said: Predicted, truth: Truth, task: Task) -> float:
-    """Return how bad answers are by what is chosen: the balanced log-loss of classes, else minus the first score."""
+def selection_loss(predictions: PredictionArray, truth: Truth, task: Task) -> float:
+    """Return the loss for selection: the balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
-        return _balanced_loss(said, truth)
-    reached = quality(said, truth, task)
-    return np.inf if reached is None else -reached
+        return _class_balanced_loss(predictions, truth)
+    score = selection_score(predictions, truth, task)
+    return np.inf if score is None else -score
 
 
-def tuned(
+def tune_hyperparameters(
     labels: Truth,
     patient: NDArray[np.str_],
-    usual: HyperParameters,
-    trained: Callable[[HyperParameters, NDArray[np.bool_]], Probabilities],
+    defaults: HyperParameters,
+    train_and_predict: Callable[[HyperParameters, NDArray[np.bool_]], Probabilities],
     *,
     folds: int,
     task: Task = CLASSES,
-) -> tuple[HyperParameters, Predicted | None]:
-    """Choose settings one by one: balance where classes are asked, then the decay of weights, then the learning rate.
+) -> tuple[HyperParameters, PredictionArray | None]:
+    """Tune settings in turn: class balance (for classes), then weight decay, then the learning rate.
 
     Args:
-        labels: the truth of n rows.
-        usual: the settings to begin with.
-        trained: settings, rows bool[n] to learn from → what a model that learned from these says of the others.
-        folds: how many times rows are held out for a choice, where there are patients enough.
+        labels: the truth of n examples.
+        defaults: the initial settings.
+        train_and_predict: settings, training mask bool[n] → predictions for the other examples by a model trained on
+            these.
+        folds: number of folds for a choice, where there are enough patients.
 
     Returns:
-        The best settings by `criterion`, and what was said with them of rows that were held out, float64[n, k]; the
-        usual ones and None where nothing can be held out.
+        The settings of least loss, and their cross-validated predictions float64[n, k]; the initial settings and None
+        where nothing can be held out.
     """
-    parts = list(_held_out_folds(strata(labels, task), patient))
+    parts = list(_split_folds(fold_strata(labels, task), patient))
     if not parts:
-        return usual, None
-    asked = np.concatenate([np.flatnonzero(fold) for fold in parts[:folds]])
-    tried: dict[HyperParameters, tuple[float, list[Probabilities]]] = {}
+        return defaults, None
+    tested_rows = np.concatenate([np.flatnonzero(fold) for fold in parts[:folds]])
+    results: dict[HyperParameters, tuple[float, list[Probabilities]]] = {}
 
-    def loss(way: HyperParameters) -> float:
-        if way not in tried:
-            said = [trained(way, ~fold) for fold in parts[:folds]]
-            tried[way] = criterion(np.concatenate(said), labels[asked], task), said
-        return tried[way][0]
+    def fold_loss(settings: HyperParameters) -> float:
+        if settings not in results:
+            predictions = [train_and_predict(settings, ~fold) for fold in parts[:folds]]
+            results[settings] = (selection_loss(np.concatenate(predictions), labels[tested_rows], task), predictions)
+        return results[settings][0]
 
     balances = (True, False) if task.kind == "classes" else (False,)
-    best = min((replace(usual, balance=one) for one in balances), key=loss)
-    best = min((replace(best, weight_decay=one) for one in (usual.weight_decay, *_DECAYS)), key=loss)
-    best = min((replace(best, lr=one * usual.lr) for one in (1.0, *_RATES)), key=loss)
-    if not np.any(parts, axis=0).all():  # some rows were never held out
+    best = min((replace(defaults, balance=balance) for balance in balances), key=fold_loss)
+    best = min((replace(best, weight_decay=decay) for decay in (defaults.weight_decay, *_WEIGHT_DECAYS)), key=fold_loss)
+    best = min((replace(best, lr=factor * defaults.lr) for factor in (1.0, *_RATE_FACTORS)), key=fold_loss)
+    if not np.any(parts, axis=0).all():  # rows without a cross-validated prediction
         return best, None
-    said = tried[best][1] + [trained(best, ~fold) for fold in parts[folds:]]
-    held_out = np.empty((len(labels), said[0].shape[1]))
-    for fold, one in zip(parts, said, strict=True):
-        held_out[fold] = one
+    predictions = results[best][1] + [train_and_predict(best, ~fold) for fold in parts[folds:]]
+    held_out = np.empty((len(labels), predictions[0].shape[1]))
+    for fold, fold_predictions in zip(parts, predictions, strict=True):
+        held_out[fold] = fold_predictions
     return best, held_out
 
 
-_DECAYS, _RATES = (1e-3, 1e-2, 1e-1), (0.3,)
+_WEIGHT_DECAYS, _RATE_FACTORS = (1e-3, 1e-2, 1e-1), (0.3,)

@@ -1,4 +1,4 @@
-"""What a site learns from in a round, counted in units of privacy; and canaries, planted among its rows."""
+"""Training sets of a round, their privacy units, and canaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples, Inputs, epoch_rows, joined, subset
+from wsi_fl.learning.examples import Examples, Inputs, concatenate_examples, draw_epoch_rows, select_examples
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from wsi_fl.privacy.cipher import CipherStream
     from wsi_fl.privacy.plan import PrivacyPlan
 
-_INSTANCES = 8
-"""Patches of a bag that is a canary."""
+_CANARY_PATCHES = 8
+"""Patches of a canary bag."""
 
 
 # ---- units
 
 
 @dataclass(frozen=True)
-class Units:
-    """The units of a site and their training rows.
+class PrivacyUnits:
+    """The privacy units of a site and their training rows.
 
     Attributes:
         kind: "row" or "patient".
-        n: how many there are; public, and counted before a fold or validation patients are held out, since others see n
+        n: number of units; public, and counted before a fold or validation patients are held out, since others see n
             and choose those settings. A unit may have no row.
-        of_row: int64[rows], in [0, n): whose each training row is.
-        max_rows: the most rows that one unit has in one batch, a public constant; None for all.
+        of_row: int64[rows], in [0, n): the unit of each training row.
+        max_rows: maximum number of rows of a unit in a batch, a public constant; None for all.
     """
 
     kind: str
@@ -48,172 +48,175 @@ class Units:
     max_rows: int | None = None
 
     @cached_property
-    def _rows_of(self) -> list[NDArray[np.int64]]:
+    def _rows_by_unit(self) -> list[NDArray[np.int64]]:
         order = np.argsort(self.of_row, kind="stable")
         return np.split(order, np.searchsorted(self.of_row[order], np.arange(1, self.n)))
 
     @cached_property
-    def _one_row_each(self) -> bool:
+    def _has_single_rows(self) -> bool:
         return bool((np.diff(self.of_row) > 0).all())
 
-    def rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
-        """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
-        if self._one_row_each and len(self.of_row):
-            place = np.searchsorted(self.of_row, chosen).clip(max=len(self.of_row) - 1)
-            rows: NDArray[np.int64] = place[self.of_row[place] == chosen]
+    def draw_rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
+        """Return the rows int64[b] of the chosen units, at random at most `max_rows` of each."""
+        if self._has_single_rows and len(self.of_row):
+            positions = np.searchsorted(self.of_row, chosen).clip(max=len(self.of_row) - 1)
+            rows: NDArray[np.int64] = positions[self.of_row[positions] == chosen]
             return rows
-        found = [np.zeros(0, np.int64)]
-        for rows in (self._rows_of[k] for k in chosen):
-            few = self.max_rows is None or len(rows) <= self.max_rows
-            found.append(rows if few else rows[sampler.permutation(len(rows))[: self.max_rows]])
-        return np.concatenate(found)
+        parts = [np.zeros(0, np.int64)]
+        for rows in (self._rows_by_unit[k] for k in chosen):
+            is_small = self.max_rows is None or len(rows) <= self.max_rows
+            parts.append(rows if is_small else rows[sampler.permutation(len(rows))[: self.max_rows]])
+        return np.concatenate(parts)
 
-    def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows of the batches of `epochs` shuffled passes over the units that have rows, without privacy."""
+    def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
+        """Yield the rows of the batches of `epochs` shuffled passes over the units with rows, without privacy."""
         units = np.unique(self.of_row)
-        for chosen in epoch_rows(len(units), batch_size, epochs, sampler=sampler):
-            yield self.rows(units[chosen], sampler)
+        for chosen in draw_epoch_rows(len(units), batch_size, epochs, sampler=sampler):
+            yield self.draw_rows(units[chosen], sampler)
 
-    def labelled(
-        self, drawn: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
+    def attach_units(
+        self, batches: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
     ) -> Iterator[Batch]:
-        """Yield the batches of these rows; where units are patients, with the patient of each row."""
+        """Yield the batches of these rows, where units are patients with the patient of each row."""
         if self.kind == "row":
-            yield from drawn
+            yield from batches
             return
         import torch
 
-        for (x, y), chosen in zip(drawn, rows, strict=True):
+        for (x, y), chosen in zip(batches, rows, strict=True):
             yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
 
-    def only(self, rows: NDArray[np.int64]) -> Units:
-        """Return the same units with these of their rows alone, as int64[rows] positions; n stays."""
+    def select_rows(self, rows: NDArray[np.int64]) -> PrivacyUnits:
+        """Return the same units with the rows at positions int64[rows]; n stays."""
         return replace(self, of_row=self.of_row[rows])
 
-    def with_rows(self) -> Units:
-        """Return the units that have rows alone, as an attack on each of them sees them."""
+    def drop_empty(self) -> PrivacyUnits:
+        """Return only the units with rows, for attacks on each unit."""
         units, of_row = np.unique(self.of_row, return_inverse=True)
         return replace(self, n=len(units), of_row=of_row.astype(np.int64))
 
-    def with_canaries(self, included: NDArray[np.bool_]) -> Units:
-        """Return the units with canaries bool[m] added, each a unit of its own, whose rows come behind all others.
+    def add_canaries(self, included: NDArray[np.bool_]) -> PrivacyUnits:
+        """Return the units and one for each canary bool[m], whose rows come after all others.
 
-        Those that are not included have no row. So the number of units, the sample rate and the number of steps do not
-        depend on the coins.
+        Canaries that are not included have no row. So the number of units, the sample rate and the number of steps do
+        not depend on the coins.
         """
-        own = self.n + np.flatnonzero(included)
-        return replace(self, n=self.n + len(included), of_row=np.concatenate([self.of_row, own]))
+        canary_units = self.n + np.flatnonzero(included)
+        return replace(self, n=self.n + len(included), of_row=np.concatenate([self.of_row, canary_units]))
 
 
-def rows_alone(n: int) -> Units:
-    """Return n rows, each a unit."""
-    return Units("row", n, np.arange(n))
+def row_units(n: int) -> PrivacyUnits:
+    """Return the units of n rows, one each."""
+    return PrivacyUnits("row", n, np.arange(n))
 
 
-def whole_patients(patient: NDArray[np.str_], max_rows: int | None, site: str) -> Units:
-    """Return the patients of rows, str[rows], each a unit.
+def patient_units(patient: NDArray[np.str_], max_rows: int | None, site: str) -> PrivacyUnits:
+    """Return the units of patients str[rows], one each.
 
     Raises:
-        UsageError: where rows have no patient. Taken for a patient of its own, such a row would be promised what may
-            not hold: whom it comes from may have others.
+        UsageError: where rows have no patient. As a unit, such a row could lack its guarantee: its patient may have
+            other rows.
     """
     if n := int((patient == "").sum()):
         raise UsageError(
-            f"site {site}: {n} training rows have no patient, so privacy.unit = 'patient' cannot protect whom they "
-            "come from; name the patients in the site's table of slides, or use privacy.unit = 'row'"
+            f"site {site}: {n} training rows have no patient, so privacy.unit = 'patient' cannot protect their "
+            "patients; name them in the site's table of slides, or use privacy.unit = 'row'"
         )
-    names, which = np.unique(patient, return_inverse=True)
-    return Units("patient", len(names), which.astype(np.int64), max_rows)
+    names, patient_index = np.unique(patient, return_inverse=True)
+    return PrivacyUnits("patient", len(names), patient_index.astype(np.int64), max_rows)
 
 
-# ---- what a round is learned from
+# ---- training sets
 
-LearnsFrom = Literal[
-    "own", "everybody", "own+received", "synthetic+received", "all synthetic", "generated", "nothing"
-]
-"""What a round is learned from. Who makes a site's rows pools those of everybody, or puts generated ones there."""
+LearnsFrom = Literal["own", "everybody", "own+received", "synthetic+received", "all synthetic", "generated", "nothing"]
+"""Sources of a round's training set. For "everybody" and "generated" the site's rows are pooled or generated before."""
 
 
 @dataclass(frozen=True)
 class TrainingSources:
-    """What a site has to learn from.
+    """Real and synthetic training data of a site.
 
     Attributes:
-        real: its training rows, and the canaries that are in.
-        units: what privacy counts among them.
-        own: its own synthetic samples, those it shares; None where it has none.
-        received: the synthetic samples of each site that it holds a buffer of.
+        real: its training rows and planted canaries.
+        units: their privacy units.
+        synthetic: the site's shared synthetic samples; None without any.
+        received: buffers of other sites' synthetic samples.
     """
 
     real: Examples
-    units: Units
-    own: Examples | None = None
+    units: PrivacyUnits
+    synthetic: Examples | None = None
     received: Sequence[Examples] = ()
 
-    def lesson(self, learns_from: LearnsFrom) -> TrainingSet | None:
-        """Return what a round is learned from; None where the round is over before a batch is drawn."""
+    def build_training_set(self, learns_from: LearnsFrom) -> TrainingSet | None:
+        """Return the training set of a round; None for a round without batches."""
         if learns_from in ("own", "everybody", "generated"):
             return TrainingSet(self.real, self.units)
-        received = joined(list(self.received)) if self.received else None
+        received = concatenate_examples(list(self.received)) if self.received else None
         if learns_from == "own+received":  # Pennisi et al., eq. 4
             return TrainingSet(self.real, self.units, received)
         if learns_from == "synthetic+received":  # their Fig. 5b
-            assert self.own is not None
-            return TrainingSet(self.own, rows_alone(len(self.own)), received)
+            assert self.synthetic is not None
+            return TrainingSet(self.synthetic, row_units(len(self.synthetic)), received)
         if learns_from == "nothing" or received is None:  # synthetic samples have not arrived yet
             return None
-        assert self.own is not None
-        everything = joined([self.own, *self.received])
-        return TrainingSet(everything, rows_alone(len(everything)))
+        assert self.synthetic is not None
+        all_synthetic = concatenate_examples([self.synthetic, *self.received])
+        return TrainingSet(all_synthetic, row_units(len(all_synthetic)))
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """What one round is learned from.
+    """The training set of one round.
 
     Attributes:
-        learned: what its epochs go through, in batches of `units`.
-        replayed: as many rows of it as a batch has stand beside each batch; None for nothing.
+        epoch_examples: the examples of its epochs, in batches of `units`.
+        replayed: examples that double each batch; None without any.
     """
 
-    learned: Examples
-    units: Units
+    epoch_examples: Examples
+    units: PrivacyUnits
     replayed: Examples | None = None
 
-    def examples(self) -> Examples:
-        """Return both parts joined, `learned` first."""
-        return self.learned if self.replayed is None else joined([self.learned, self.replayed])
+    def join_examples(self) -> Examples:
+        """Return both parts concatenated, the examples of epochs first."""
+        return (
+            self.epoch_examples if self.replayed is None else concatenate_examples([self.epoch_examples, self.replayed])
+        )
 
-    def rows_of(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
-        """Return the rows of `examples` for every batch of a round under differential privacy.
+    def private_batches(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
+        """Return the rows of `join_examples` for every batch of a round under differential privacy.
 
         Raises:
-            WsiFlError: when something is replayed beside them, of which the plan says nothing.
+            WsiFlError: for replayed examples, which the plan does not cover.
         """
         if self.replayed is not None:
-            raise WsiFlError("a privacy plan covers a site's own rows alone, and nothing that is replayed")
-        return [self.units.rows(chosen, sampler) for chosen in plan.batches(sampler)]
+            raise WsiFlError("a privacy plan covers this site's rows only, without replayed examples")
+        return [self.units.draw_rows(chosen, sampler) for chosen in plan.draw_batches(sampler)]
 
-    def rows(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
+    def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
         """Return the rows of every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
         L(own) + L(buffer), whose constant factor Adam ignores.
         """
-        own = list(self.units.epoch(batch_size, epochs, sampler=sampler))
+        epoch_rows = list(self.units.epoch_batches(batch_size, epochs, sampler=sampler))
         if self.replayed is None:
-            return own
-        again = _replayed_rows([len(rows) for rows in own], len(self.replayed), sampler)
-        n = len(self.learned)
-        return [np.concatenate([mine, n + theirs]) for mine, theirs in zip(own, again, strict=True)]
+            return epoch_rows
+        replayed_rows = _draw_replayed([len(rows) for rows in epoch_rows], len(self.replayed), sampler)
+        n = len(self.epoch_examples)
+        return [
+            np.concatenate([local_part, n + replayed_part])
+            for local_part, replayed_part in zip(epoch_rows, replayed_rows, strict=True)
+        ]
 
 
-def _replayed_rows(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[NDArray[np.int64]]:
-    """For batches of these sizes, rows of n samples in shuffled passes: each has its turn before any comes again."""
+def _draw_replayed(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[NDArray[np.int64]]:
+    """Return rows of n samples in shuffled passes, for batches of these sizes."""
     passes = -(-sum(sizes) // n)
     order = [sampler.permutation(n) for _ in range(passes)]
-    drawn = np.concatenate([*order, np.zeros(0, np.int64)])[: sum(sizes)]
-    return np.split(drawn, np.cumsum(sizes)[:-1])
+    rows = np.concatenate([*order, np.zeros(0, np.int64)])[: sum(sizes)]
+    return np.split(rows, np.cumsum(sizes)[:-1])
 
 
 # ---- canaries
@@ -221,14 +224,14 @@ def _replayed_rows(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[
 
 @dataclass(frozen=True)
 class Canaries:
-    """Meaningless examples, each planted among the training rows of a site or not, by a fair coin.
+    """Meaningless examples, each planted among the training rows of a site by a fair coin.
 
-    Whether a trained model tells those that were in from the others bounds the privacy of its training from below
-    (`privacy/audit.py`). They are noise with a random label: what a model knows of one it has from that one alone.
+    The success of distinguishing planted ones from the others by a trained model bounds its ε from below
+    (`privacy/audit.py`). They are noise with a random label: a model has information on one only from itself.
 
     Attributes:
-        seed: what their pixels or features and their labels are made from.
-        included: bool[m], which ones are planted: m fair coins.
+        seed: of their pixels or features and their labels.
+        included: bool[m], whether each is planted: m fair coins.
         examples: all m.
     """
 
@@ -236,40 +239,40 @@ class Canaries:
     included: NDArray[np.bool_]
     examples: Examples
 
-    def planted(self) -> Examples:
-        """Return the canaries that are planted, in order."""
-        return subset(self.examples, np.flatnonzero(self.included))
+    def select_planted(self) -> Examples:
+        """Return the planted canaries, in order."""
+        return select_examples(self.examples, np.flatnonzero(self.included))
 
 
-def tossed(m: int) -> tuple[int, NDArray[np.bool_]]:
+def toss_coins(m: int) -> tuple[int, NDArray[np.bool_]]:
     """Return (seed, m fair coins), from the operating system's entropy and never from a seed of the study."""
     coins = np.frombuffer(secrets.token_bytes(m), np.uint8) < 128
     return secrets.randbits(256), coins
 
 
-def canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int) -> Canaries:
-    """Return the canaries of a seed, always the same ones, for models that see `shape`."""
+def build_canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int) -> Canaries:
+    """Return the canaries of a seed, deterministically, for models with inputs of `shape`."""
     from wsi_fl.privacy.cipher import CipherStream
 
     m = len(included)
-    stream = CipherStream.seeded(seed, "canaries")
-    labels = np.array([stream.below(n_classes) for _ in range(m)], np.int64)
-    inputs = _noise(stream, m, shape)
+    stream = CipherStream.from_seed(seed, "canaries")
+    labels = np.array([stream.randbelow(n_classes) for _ in range(m)], np.int64)
+    inputs = _draw_noise(stream, m, shape)
     names = np.array([f"canary {k}" for k in range(m)])
     allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
     read = inputs.__getitem__
-    made = Examples(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
-    return Canaries(seed, included, made)
+    examples = Examples(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
+    return Canaries(seed, included, examples)
 
 
-def _noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:
+def _draw_noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:
     """Return m images of uniform pixels, vectors of normal features, or bags of such."""
     if isinstance(shape, Images):
         size = (m, shape.size_px, shape.size_px, shape.channels)
         return (stream.uniform(math.prod(size)) * 256).astype(np.uint8).reshape(size)
     if isinstance(shape, Bags):
-        bags = stream.normal(m * _INSTANCES * (shape.n_features + 1)).astype(np.float32)
-        bags = bags.reshape(m, _INSTANCES, shape.n_features + 1)
-        bags[:, :, -1] = 1  # every patch is there
+        bags = stream.normal(m * _CANARY_PATCHES * (shape.n_features + 1)).astype(np.float32)
+        bags = bags.reshape(m, _CANARY_PATCHES, shape.n_features + 1)
+        bags[:, :, -1] = 1  # no padding
         return bags
     return stream.normal(m * shape.n_features).astype(np.float32).reshape(m, shape.n_features)

@@ -1,9 +1,9 @@
-"""Three tables of builders, of images, bags and vectors, and `build` the door to all.
+"""Models of images, bags and vectors by name.
 
-What a builder returns maps a batch of its kind of input to logits float32[b, n_classes]: images
-float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `mil`), or vectors
-float32[b, n_features]. None uses BatchNorm, whose batch statistics tie the examples of a batch together and void
-differential privacy. Networks of images may start from published weights (see `pretrained`).
+They map a batch of their kind of input to logits float32[b, n_classes]: images float32[b, channels, size_px, size_px],
+bags float32[b, m, n_features + 1] (see `mil`), or vectors float32[b, n_features]. None uses BatchNorm, whose batch
+statistics make examples dependent and void differential privacy. Networks of images may start from published weights
+(see `pretrained`).
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import nn
 
-from wsi_fl.models.cnn import BUILDERS
+from wsi_fl.models.cnn import IMAGE_BUILDERS
 from wsi_fl.models.directions import N_RANDOM
 from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
-from wsi_fl.models.shared_head import Kind, SharedHead
+from wsi_fl.models.shared_head import HeadKind, SharedHead
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
     from wsi_fl.models.pretrained import Part
 
-_SEEN: dict[str, tuple[str, str, dict[str, Callable[[int, int], nn.Module]]]] = {
+_FEATURE_BUILDERS: dict[str, tuple[str, str, dict[str, Callable[[int, int], nn.Module]]]] = {
     "bags": ("bags of features", "mosaics", BAG_BUILDERS),
     "vectors": ("the features of a patch", "features", VECTOR_BUILDERS),
 }
-"""What models of features see, in words; the `train.data` that gives it; and who sees it."""
+"""Kind of features → its description, its `train.data`, and the builders of its models."""
 
 HUB: Literal["hub"] = "hub"
 """Weights that timm publishes."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """The weights that a network starts from, and the part of it that is trained.
+class StartWeights:
+    """Initial weights of a network and its trained part.
 
     Attributes:
-        train: everything, the classifier, the last block and what comes after it, gains and biases of normalisation
-            layers and the classifier, or low-rank adapters and the classifier.
-        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
-            be loaded afterwards.
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
+        train: all parameters, the classifier, the last block and all after it, gains and biases of normalisation layers
+            and the classifier, or low-rank adapters and the classifier.
+        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture only, whose weights are
+            loaded afterwards.
+        cache: folder for the tensors of a pickle whose own folder is read-only.
     """
 
     train: Part = "all"
@@ -54,82 +54,83 @@ class Start:
     cache: Path | None = None
 
 
-def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | None = None) -> nn.Module:
-    """A freshly initialised model, the same for the same seed whatever ran before.
+def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None) -> nn.Module:
+    """Build a model initialised deterministically from a seed.
 
     Args:
         name: a key of the builders of this kind of input, or `timm:NAME` for any timm architecture of images (BatchNorm
             becomes GroupNorm).
-        start: what a timm architecture starts from, or `resnet18`, which is timm's then; None for random weights.
+        start: initial weights of a timm architecture or `resnet18`, then timm's; None for random weights.
 
     Raises:
-        UsageError: for a name that is unknown, sees another kind of input, has no published weights to start from, or
-            images too small for it.
-        WsiFlError: when the weights cannot be had or do not fit.
+        UsageError: for an unknown name, a model of another kind of input or without published weights, or images too
+            small for it.
+        WsiFlError: when the weights are not available or do not fit.
 
     Example:
-        >>> sum(p.numel() for p in build("mlp", n_classes=10, shape=Images(1, 28), seed=0).parameters())
+        >>> sum(p.numel() for p in create_model("mlp", n_classes=10, shape=Images(1, 28), seed=0).parameters())
         199210
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if start is not None:
-            return _started(name, n_classes, shape, start)
+            return _build_pretrained(name, n_classes, shape, start)
         if not isinstance(shape, Images):
-            return _of_features(name, n_classes, shape)
+            return _build_feature_model(name, n_classes, shape)
         if name.startswith("timm:"):
-            from wsi_fl.models.pretrained import timm_model
+            from wsi_fl.models.pretrained import build_timm_model
 
-            return timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
-        for sees, data, builders in _SEEN.values():
+            return build_timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
+        for sees, data, builders in _FEATURE_BUILDERS.values():
             if name in builders:
-                raise UsageError(f"model {name!r} sees {sees}, not images; set train.data = {data!r}")
-        if name not in BUILDERS:
-            raise UsageError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}, timm:NAME")
-        return BUILDERS[name](n_classes, shape.channels, shape.size_px)
+                raise UsageError(f"model {name!r} takes {sees}, not images; set train.data = {data!r}")
+        if name not in IMAGE_BUILDERS:
+            raise UsageError(f"unknown model {name!r}; known: {', '.join(IMAGE_BUILDERS)}, timm:NAME")
+        return IMAGE_BUILDERS[name](n_classes, shape.channels, shape.size_px)
 
 
-def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module:
+def _build_pretrained(name: str, n_classes: int, shape: Shape, start: StartWeights) -> nn.Module:
     if not isinstance(shape, Images) or not (name == "resnet18" or name.startswith("timm:")):
-        raise UsageError(
-            f"model {name!r} starts from no weights; those that do are resnet18 and timm:NAME, of patches"
-        )
-    from wsi_fl.models.pretrained import pretrained_model
+        raise UsageError(f"model {name!r} starts from no weights; those that do are resnet18 and timm:NAME, of patches")
+    from wsi_fl.models.pretrained import build_pretrained_model
 
-    return pretrained_model(name.removeprefix("timm:"), n_classes, shape, start)
+    return build_pretrained_model(name.removeprefix("timm:"), n_classes, shape, start)
 
 
-def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
+def _build_feature_model(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
-    made, *how = name.split(":")
-    if made == "shared_head":  # of `oneshot`: how many directions, and where no classes are asked what is
-        n, asked = int(how[0]) if how else N_RANDOM, cast(Kind, how[1] if len(how) > 1 else "classes")
-        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", directions=n, kind=asked)
-    sees, _, builders = _SEEN[kind]
+    family, *options = name.split(":")
+    if family == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
+        n, head_kind = (
+            int(options[0]) if options else N_RANDOM,
+            cast(HeadKind, options[1] if len(options) > 1 else "classes"),
+        )
+        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", projection=n, kind=head_kind)
+    sees, _, builders = _FEATURE_BUILDERS[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees
-        raise UsageError(f"model {name!r} does not see {sees}; those that do: {', '.join(builders)}")
+        raise UsageError(f"model {name!r} does not take {sees}; those that do: {', '.join(builders)}")
     return builders[name](n_classes, shape.n_features)
 
 
-def schema(model: nn.Module) -> str:
-    """A digest of the trained parameters' names and shapes: peers can mix only what has the same one.
+def schema_digest(model: nn.Module) -> str:
+    """Return the digest of the trained parameters' names and shapes, which peers must share to average models.
 
-    It covers the weights that a model started from, since what is not trained never travels.
+    It covers the initial weights, since parameters that are not trained never leave the site.
     """
-    said: list[object] = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
-    if start := started_from(model):
-        said.append(start)
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    layout: list[object] = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
+    if start := start_digest(model):
+        layout.append(start)
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
 def parameters_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over names and shapes of all parameters of a model, and which of them are trained."""
+    """Return the SHA-256 over names, shapes and trained flags of all parameters of a model."""
     shapes = [[name, list(p.shape), p.requires_grad] for name, p in model.named_parameters()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
-def started_from(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights that a model started from; "" for random ones."""
-    started = getattr(model, "started", None)
-    return bytes(started.tolist()).hex() if isinstance(started, torch.Tensor) else ""
+def start_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of the initial weights of a model; "" for random ones."""
+    digest = getattr(model, "started", None)
+    return bytes(digest.tolist()).hex() if isinstance(digest, torch.Tensor) else ""

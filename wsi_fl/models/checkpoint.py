@@ -1,4 +1,4 @@
-"""The optimizer, and what it remembers as named tensors of a checkpoint."""
+"""The optimizer, and its state as named tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Adam(torch.optim.Adam):
-    """PyTorch's Adam without what its methods are wrapped in for `torch.compile`, which takes 2 s to import."""
+    """PyTorch's Adam without the wrappers for `torch.compile`, whose import takes 2 s."""
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
@@ -19,8 +19,8 @@ class Adam(torch.optim.Adam):
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
-def slots_of(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:
-    """Return what an optimizer remembers of each parameter, as copies on the CPU named `prefix/index/slot`."""
+def copy_slots(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:
+    """Return the optimizer's state of each parameter, as copies on the CPU named `prefix/index/slot`."""
     return {
         f"{prefix}/{index}/{name}": torch.as_tensor(value).detach().cpu().clone()
         for index, slots in optimizer.state_dict()["state"].items()
@@ -29,22 +29,22 @@ def slots_of(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]
 
 
 def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Restore what `slots_of` returned; tensors of other names are left alone."""
+    """Restore the optimizer's state from named tensors; tensors of other prefixes are ignored."""
     groups = optimizer.state_dict()["param_groups"]
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     slots: dict[int, dict[str, Tensor]] = {}
-    for key, value in under(tensors, f"{prefix}/").items():
+    for key, value in strip_prefix(tensors, f"{prefix}/").items():
         index, name = key.split("/", 1)
-        slots.setdefault(int(index), {})[name] = laid_out_like(parameters[int(index)], value)
+        slots.setdefault(int(index), {})[name] = match_strides(parameters[int(index)], value)
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
 
-def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, named without it."""
+def strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors with a prefix, named without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def laid_out_like(parameter: Tensor, values: Tensor) -> Tensor:
+def match_strides(parameter: Tensor, values: Tensor) -> Tensor:
     """Return values with the strides of a parameter: fused optimizers pair numbers by their place in memory."""
     if values.stride() == parameter.stride() or values.shape != parameter.shape:
         return values

@@ -1,6 +1,6 @@
 """Networks for images: those of ProxyFL's appendix A.1, LeNet-5, ResNet-18, VGG-11, and a GroupNorm CNN for CPUs.
 
-None normalises over a batch, which differential privacy forbids, nor works in place.
+Examples are independent, as differential privacy requires, and no layer works in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wsi_fl.types import UsageError
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """GroupNorm with 32 groups (Wu and He, 2018), or the most that divide `channels` among the divisors of 32.
+    """Return GroupNorm with 32 groups (Wu and He, 2018), or the largest divisor of 32 that divides `channels`.
 
     Example:
         >>> group_norm(64).num_groups, group_norm(48).num_groups, group_norm(6).num_groups
@@ -28,10 +28,10 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 class FrozenNorm(nn.Module):
-    """A trained BatchNorm in evaluation mode, whatever the mode of the model: y = (x − m)/√(v + ε) · γ + β.
+    """A trained BatchNorm, always in evaluation mode: y = (x − m)/√(v + ε) · γ + β.
 
-    Mean m and variance v are constants of the weights that a network starts from, so no example sees another. Gain γ
-    and bias β may be trained. Parameters and buffers are those of `norm`.
+    Mean m and variance v are constants of the initial weights, so examples are independent. Gain γ and bias β may be
+    trained. Parameters and buffers are those of `norm`.
     """
 
     running_mean: Tensor
@@ -46,29 +46,29 @@ class FrozenNorm(nn.Module):
         self.register_buffer("running_var", norm.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._of(x, self.weight, self.bias)
+        return self._apply_norm(x, self.weight, self.bias)
 
-    def normalised(self, x: Tensor) -> Tensor:
-        """Return (x − m)/√(v + ε), which the gain is multiplied with."""
-        return self._of(x, None, None)
+    def normalize_input(self, x: Tensor) -> Tensor:
+        """Return (x − m)/√(v + ε), the input before gain and bias."""
+        return self._apply_norm(x, None, None)
 
-    def _of(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _apply_norm(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
         # cuDNN and CPU kernels alike compute BatchNorm's own evaluation mode, bit for bit
         return functional.batch_norm(x, self.running_mean, self.running_var, gain, bias, False, 0.0, self.eps)
 
 
-def perceptron(*widths: int) -> list[nn.Module]:
-    """Linear layers from each width to the next, with ReLU between them."""
+def build_perceptron(*widths: int) -> list[nn.Module]:
+    """Return linear layers from each width to the next, with ReLU between them."""
     layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+    for width_in, width_out in pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     return layers[:-1]
 
 
-def _convolutions(
+def _build_convolutions(
     in_channels: int, blocks: Sequence[Sequence[int]], norm: Callable[[int], nn.Module]
 ) -> list[nn.Module]:
-    """conv(3×3), normalisation and ReLU for each width of each block, which ends in 2×2 pooling."""
+    """Return conv(3×3), normalisation and ReLU for each width of each block, with 2×2 pooling after a block."""
     layers: list[nn.Module] = []
     for block in blocks:
         for width in block:
@@ -78,7 +78,7 @@ def _convolutions(
     return layers
 
 
-def _two_rounds(
+def _build_two_rounds(
     n_classes: int,
     in_channels: int,
     size_px: int,
@@ -88,47 +88,47 @@ def _two_rounds(
     widths: Sequence[int],
     hidden: Sequence[int],
 ) -> nn.Module:
-    """Two rounds of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between them."""
+    """Build two stages of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between."""
     side = ((size_px - kernel + 1) // 2 - kernel + 1) // 2
     if side < 1:
         raise UsageError(f"{name} needs images of at least {3 * kernel + 1} px, not {size_px}")
     layers: list[nn.Module] = []
-    for before, after in pairwise((in_channels, *widths)):
-        layers += [nn.Conv2d(before, after, kernel), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), *perceptron(widths[1] * side**2, *hidden, n_classes))
+    for width_in, width_out in pairwise((in_channels, *widths)):
+        layers += [nn.Conv2d(width_in, width_out, kernel), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), *build_perceptron(widths[1] * side**2, *hidden, n_classes))
 
 
-def _gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
-    """conv(3×3), GroupNorm(1 group), ReLU and, but for the last, pooling; mean; fc(n_classes)."""
+def _build_gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
+    """Build conv(3×3), GroupNorm(1 group), ReLU and, except after the last, pooling; mean; fc(n_classes)."""
     if size_px < 16:
         raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")
-    layers = _convolutions(in_channels, [(width,) for width in widths], partial(nn.GroupNorm, 1))
+    layers = _build_convolutions(in_channels, [(width,) for width in widths], partial(nn.GroupNorm, 1))
     end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes)
     return nn.Sequential(*layers[:-1], *end)
 
 
-def _mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """flatten, fc(200), ReLU, fc(200), ReLU, fc(n_classes): the perceptron of ProxyFL's appendix A.1."""
-    return nn.Sequential(nn.Flatten(), *perceptron(in_channels * size_px**2, 200, 200, n_classes))
+def _build_mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """Build flatten, fc(200), ReLU, fc(200), ReLU, fc(n_classes): the perceptron of ProxyFL's appendix A.1."""
+    return nn.Sequential(nn.Flatten(), *build_perceptron(in_channels * size_px**2, 200, 200, n_classes))
 
 
-def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """ResNet-18 (He et al., 2016) with GroupNorm; any image size from 32 px.
+def _build_resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """Build ResNet-18 (He et al., 2016) with GroupNorm; any image size from 32 px.
 
     Names, shapes and parameter count are torchvision's, so its checkpoints of GroupNorm variants load.
     """
-    from wsi_fl.models.resnet import resnet18  # and with it torchvision
+    from wsi_fl.models.resnet import build_resnet18  # and with it torchvision
 
     del size_px  # pooled globally
-    return resnet18(n_classes, in_channels, group_norm)
+    return build_resnet18(n_classes, in_channels, group_norm)
 
 
-_BLOCKS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+_VGG_BLOCKS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Channels of the convolutions before each pooling (configuration A of the VGG paper)."""
 
 
-def _vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """conv(3×3), GroupNorm, ReLU eight times, five times pooled; fc(n_classes); images of at least 32 px.
+def _build_vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """Build eight conv(3×3), GroupNorm, ReLU with five poolings; fc(n_classes); images of at least 32 px.
 
     ProxyFL (section 4.3) names "the VGG model from Yang et al. [2021] with minor adjustments for the resized images" of
     100 × 80 px and gives no table of layers. The code that Yang et al. published with FLOP has the eight convolutions
@@ -136,25 +136,25 @@ def _vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     map: so here. Our own choices are GroupNorm, square images, and that "minor adjustments" means the width of the
     linear layer.
     """
-    side = size_px // 2 ** len(_BLOCKS)
+    side = size_px // 2 ** len(_VGG_BLOCKS)
     if side < 1:
         raise UsageError(f"vgg11 needs images of at least 32 px, not {size_px}")
-    layers = _convolutions(in_channels, _BLOCKS, group_norm)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(_BLOCKS[-1][-1] * side**2, n_classes))
+    layers = _build_convolutions(in_channels, _VGG_BLOCKS, group_norm)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(_VGG_BLOCKS[-1][-1] * side**2, n_classes))
 
 
-BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
-    "resnet18": _resnet18,
-    "gn_cnn": partial(_gn_cnn, name="gn_cnn", widths=(16, 32, 32, 64)),
-    "gn_cnn_small": partial(_gn_cnn, name="gn_cnn_small", widths=(8, 8, 16, 16)),
-    "lenet5": partial(_two_rounds, name="lenet5", kernel=5, widths=(6, 16), hidden=(120, 84)),
-    "mlp": _mlp,
-    "cnn1": partial(_two_rounds, name="cnn1", kernel=3, widths=(6, 16), hidden=(64,)),
-    "cnn2": partial(_two_rounds, name="cnn2", kernel=3, widths=(128, 128), hidden=()),
-    "vgg11": _vgg11,
+IMAGE_BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "resnet18": _build_resnet18,
+    "gn_cnn": partial(_build_gn_cnn, name="gn_cnn", widths=(16, 32, 32, 64)),
+    "gn_cnn_small": partial(_build_gn_cnn, name="gn_cnn_small", widths=(8, 8, 16, 16)),
+    "lenet5": partial(_build_two_rounds, name="lenet5", kernel=5, widths=(6, 16), hidden=(120, 84)),
+    "mlp": _build_mlp,
+    "cnn1": partial(_build_two_rounds, name="cnn1", kernel=3, widths=(6, 16), hidden=(64,)),
+    "cnn2": partial(_build_two_rounds, name="cnn2", kernel=3, widths=(128, 128), hidden=()),
+    "vgg11": _build_vgg11,
 }
 """(n_classes, in_channels, size_px) → a model of images.
 
 `lenet5` is that of LeCun et al. (1998). `gn_cnn` is for small patches and CPUs; `gn_cnn_small` is a proxy of 5 000
-parameters, which noise drowns less.
+parameters, which lose less accuracy to noise.
 """

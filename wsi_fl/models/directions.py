@@ -1,8 +1,8 @@
-"""Directions of features that all sites know, and along which they sum: where tissue that is nobody's secret varies.
+"""The projection of features for class statistics, common to all sites, from public reference slides.
 
-A row's layer-normalised features, minus the mean of public rows, are projected on the first principal components of
-public rows, each divided by the fourth root of its variance, and clipped to the median length of public rows. Noise is
-the same along every direction, so that few directions in which tissue varies lose less than many random ones.
+An example's layer-normalised features, minus the mean of public examples, are projected on the first principal
+components of public examples, each divided by the fourth root of its variance, and clipped to the median norm of public
+examples. Noise is the same along every component, so few components of high variance lose less than many random ones.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
 
 N_PUBLIC = 32
-"""Directions of public tissue. With 64 there is more noise than they tell, at ε = 1."""
+"""Default number of principal components of public reference slides; at ε = 1 the noise of 64 exceeds their gain."""
 N_RANDOM = 128
-"""Random directions, where there is no public tissue: with fewer too much of the features is lost."""
-_FEWEST, _MOST = 16, 96
-_LEAST = 0.1  # of the mean variance, added to each, so that none is divided by nearly nothing
+"""Default number of random components without public reference slides; fewer lose too much of the features."""
+_MIN_COMPONENTS, _MAX_COMPONENTS = 16, 96
+_VARIANCE_FLOOR = 0.1  # of the mean variance, added to each, to avoid divisions by almost 0
 _SEED = 1_618_033
-_WITHIN = 0.25
-"""Of the square of a row's length in random directions, what rows of one class differ by; nobody knows it there."""
+_WITHIN_CLASS_SHARE = 0.25
+"""Assumed share of the variance within classes in the squared norm of an example on random components."""
 
 
-class Source(BaseModel):
-    """A file or store of public tissue: its name, how many rows came of it, and its SHA-256."""
+class ProjectionSource(BaseModel):
+    """A file or store of public reference slides: its name, number of rows and SHA-256."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -41,135 +41,135 @@ class Source(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class Origin(BaseModel):
-    """Where public directions come from: the encoder of the features, and the tissue."""
+class ProjectionOrigin(BaseModel):
+    """Origin of a projection: the encoder of the features, and the public reference slides."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     format: Literal[1] = 1
     encoder: str
-    sources: list[Source] = Field(min_length=1)
+    sources: list[ProjectionSource] = Field(min_length=1)
 
 
 @dataclass(frozen=True, eq=False)
-class Directions:
-    """A map of features to numbers that are summed."""
+class Projection:
+    """A linear projection of features for class statistics."""
 
-    mean: NDArray[np.float32]  # float32[n_features], taken off first
-    # float32[n_features, d], such that most rows of public tissue come to be at most 1 long
+    mean: NDArray[np.float32]  # float32[n_features], subtracted first
+    # float32[n_features, d], scaled such that most public examples have a norm of at most 1
     components: NDArray[np.float32]
-    covariance: NDArray[np.float64]  # float64[d, d], of public rows along the directions
-    origin: Origin | None = None  # where public ones are from; None where nobody said, and for random ones
+    covariance: NDArray[np.float64]  # float64[d, d], of projected public examples
+    origin: ProjectionOrigin | None = None  # None for random components and where unknown
 
     @property
-    def n(self) -> int:
-        """Return how many directions there are."""
+    def n_components(self) -> int:
+        """Return the number of components."""
         return int(self.components.shape[1])
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the numbers, by which sites know that they have the same ones."""
-        found = hashlib.sha256()
+        """Return the SHA-256 of the numbers, by which sites check that they have the same projection."""
+        digest = hashlib.sha256()
         for kind, values in (("<f4", self.mean), ("<f4", self.components), ("<f8", self.covariance)):
-            found.update(np.ascontiguousarray(values, kind).tobytes())
-        return found.hexdigest()
+            digest.update(np.ascontiguousarray(values, kind).tobytes())
+        return digest.hexdigest()
 
 
-def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
-    """Return random directions, the same everywhere: |LayerNorm(x)|² is n_features, so that a row is about 1 long."""
+def random_projection(n_features: int, n: int = N_RANDOM) -> Projection:
+    """Return the random projection, the same at all sites; |LayerNorm(x)|² = n_features, so norms are about 1."""
     import torch
 
     d = min(n, n_features)
     stream = torch.Generator().manual_seed(_SEED)
-    drawn = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(d * n_features)
-    return Directions(np.zeros(n_features, np.float32), drawn.astype(np.float32), np.eye(d) * (_WITHIN / d))
+    components = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(d * n_features)
+    return Projection(
+        np.zeros(n_features, np.float32), components.astype(np.float32), np.eye(d) * (_WITHIN_CLASS_SHARE / d)
+    )
 
 
-def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: int = N_PUBLIC) -> Directions:
-    """Return at most n directions of public tissue, given features x float32[m, n_features] of patches, m > n.
+def fit_projection(x: NDArray[np.float32], origin: ProjectionOrigin | None = None, n: int = N_PUBLIC) -> Projection:
+    """Fit a projection of n components to features x float32[m, n_features] of public patches, m > n.
 
     Raises:
-        UsageError: when there are too few rows, or they are all the same.
+        UsageError: for too few rows, or equal ones.
     """
     if len(x) <= n or not np.isfinite(x).all():
         raise UsageError(
-            f"{len(x)} public rows give no {n} directions; take {10 * n} patches or more of several slides"
+            f"{len(x)} public rows give no {n} components; take {10 * n} patches or more of several slides"
         )
-    rows = normalised(x)
+    rows = normalize_rows(x)
     mean = rows.mean(0)
     _, lengths, axes = np.linalg.svd(rows - mean, full_matrices=False)
     variance = lengths[:n] ** 2 / len(x)
     if variance[-1] <= variance[0] * 1e-9:
-        raise UsageError(
-            f"public rows vary in fewer than {n} directions; take patches of other slides as well"
-        )
-    components = axes[:n].T * (variance + _LEAST * variance.mean()) ** -0.25
+        raise UsageError(f"public rows vary in fewer than {n} components; take patches of other slides as well")
+    components = axes[:n].T * (variance + _VARIANCE_FLOOR * variance.mean()) ** -0.25
     length = np.median(np.linalg.norm((rows - mean) @ components, axis=1))
     components = (components / length).astype(np.float32)
     z = (rows - mean) @ components
     z /= np.linalg.norm(z, axis=1, keepdims=True).clip(min=1)
-    return Directions(mean.astype(np.float32), components, np.cov(z.T), origin)
+    return Projection(mean.astype(np.float32), components, np.cov(z.T), origin)
 
 
-def enough_directions(x: NDArray[np.float32], rows: int, variance: float) -> int:
-    """Return how many directions suit the letters of some hospitals, from 16 to 96: more where noise is little.
+def choose_n_components(x: NDArray[np.float32], rows: int, variance: float) -> int:
+    """Return the number of components, from 16 to 96, for the class statistics of several hospitals.
 
-    As many as 9 times the cube root of the rows that noise leaves a class's mean worth. These are v N² / s², with the
-    mean variance v of public rows and N half of all rows. The rule is the best of those tried in studies/LETTERS.md.
-    All that it asks is known before anything is sent.
+    It is 9 times the cube root of the effective sample size of a class mean under noise, v N² / s², with the mean
+    variance v of public examples and half of all examples N. The rule is the best of those tried in studies/LETTERS.md.
+    Its inputs are known before anything is released.
 
     Args:
         x: float32[m, n_features], features of public patches.
-        rows: of all hospitals together, about.
-        variance: s², of the noise in each number of the sum of all letters, where a row's letter is 1 long.
+        rows: approximate number of examples of all hospitals.
+        variance: s², of the noise in each number of the summed statistics, where those of one example have norm 1.
     """
-    v = public_directions(x).covariance.trace() / N_PUBLIC
-    worth = v * (rows / 2) ** 2 / variance
-    return int(np.clip(9 * np.cbrt(worth), _FEWEST, max(_FEWEST, min(_MOST, len(x) // 2))))
+    v = fit_projection(x).covariance.trace() / N_PUBLIC
+    effective_rows = v * (rows / 2) ** 2 / variance
+    return int(
+        np.clip(9 * np.cbrt(effective_rows), _MIN_COMPONENTS, max(_MIN_COMPONENTS, min(_MAX_COMPONENTS, len(x) // 2)))
+    )
 
 
-def normalised(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return features float64[m, n_features] as a head sees them, each row with mean 0 and variance 1."""
+def normalize_rows(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return layer-normalised features float64[m, n_features], each row with mean 0 and variance 1."""
     rows = x.astype(np.float64)
     rows -= rows.mean(1, keepdims=True)
-    found: NDArray[np.float64] = rows / np.sqrt(rows.var(1, keepdims=True) + 1e-5)
-    return found
+    normalized: NDArray[np.float64] = rows / np.sqrt(rows.var(1, keepdims=True) + 1e-5)
+    return normalized
 
 
-def write_directions(path: Path, directions: Directions) -> None:
-    """Write public directions, whole or not at all."""
+def write_projection(path: Path, projection: Projection) -> None:
+    """Write a projection to a file, atomically."""
     import torch
 
-    assert directions.origin is not None
-    tensors = {name: torch.from_numpy(getattr(directions, name)) for name in _TENSORS}
-    save_tensors(path, tensors, directions.origin.model_dump())
+    assert projection.origin is not None
+    tensors = {name: torch.from_numpy(getattr(projection, name)) for name in _TENSOR_NAMES}
+    save_tensors(path, tensors, projection.origin.model_dump())
 
 
-def read_directions(path: Path, label: str) -> Directions:
-    """Return what `write_directions` wrote; errors call the file by its label.
+def read_projection(path: Path, label: str) -> Projection:
+    """Read a projection from a file, called `label` in errors.
 
     Raises:
-        WsiFlError: when it is damaged, or no file of directions.
+        WsiFlError: for a damaged or another file.
     """
     tensors, document = load_tensors(path, "directions")
     try:
-        origin = Origin.model_validate(document)
-        mean, components, covariance = (tensors[name].numpy() for name in _TENSORS)
+        origin = ProjectionOrigin.model_validate(document)
+        mean, components, covariance = (tensors[name].numpy() for name in _TENSOR_NAMES)
         n_features, n = components.shape
-        whole = (
+        is_valid = (
             mean.shape == (n_features,)
             and covariance.shape == (n, n)
             and mean.dtype == components.dtype == np.float32
             and covariance.dtype == np.float64
-            and all(bool(np.isfinite(one).all()) for one in (mean, components, covariance))
+            and all(bool(np.isfinite(values).all()) for values in (mean, components, covariance))
         )
     except (ValidationError, KeyError, ValueError):
-        whole = False
-    if not whole:
-        raise WsiFlError(
-            f"{label}: not a file of directions; make one with `wsi-fl projection`, or copy it again"
-        )
-    return Directions(mean, components, covariance, origin)
+        is_valid = False
+    if not is_valid:
+        raise WsiFlError(f"{label}: not a projection file; make one with `wsi-fl projection`, or copy it again")
+    return Projection(mean, components, covariance, origin)
 
 
-_TENSORS = ("mean", "components", "covariance")
+_TENSOR_NAMES = ("mean", "components", "covariance")

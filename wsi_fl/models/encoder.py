@@ -1,7 +1,4 @@
-"""From the pixels of patches to their features: a preset or any timm model without its classifier.
-
-Batches are read meanwhile.
-"""
+"""Encoders of patches to features: a preset or any timm model without its classifier, with prefetched batches."""
 
 from __future__ import annotations
 
@@ -19,28 +16,28 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform, instead_of
+from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform, suggest_encoder
 from wsi_fl.models.weights import (
     State,
-    created,
-    digest_of,
-    fit,
-    published_weights,
+    create_timm_model,
+    download_weights,
+    load_weights,
     read_weights,
     refuse_file_name,
+    weights_digest,
 )
-from wsi_fl.system.ordered import made_ahead
+from wsi_fl.system.ordered import prefetch_items
 from wsi_fl.types import UsageError, WsiFlError, encoder_label
 
 _T = TypeVar("_T")
 _Patches = NDArray[np.uint8]
 _Features = NDArray[np.float32]
 
-_CLASS, _BOTH = "class token", "class token and mean of patches"
-_GPU_BATCH = 256  # patches that a GPU takes at once: with 32 it waits for the processor half of the time
+_CLASS_TOKEN, _CLASS_AND_MEAN = "class token", "class token and mean of patches"
+_GPU_BATCH = 256  # patches; with 32 a GPU waits for the CPU half of the time
 _CPU_PX = 1 << 19
-"""Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
-_AHEAD = 2
+"""Maximum number of pixels of a forward pass on CPUs: larger ones exceed the caches and are slower."""
+_PREFETCH_BATCHES = 2
 
 
 class Network(nn.Module):
@@ -48,47 +45,49 @@ class Network(nn.Module):
 
     Args:
         model: a timm model without classifier.
-        pooling: what is made of the tokens of a patch, in words; None takes what the model itself pools.
+        pooling: of the tokens of a patch, in words; None for the model's own pooling.
     """
 
     def __init__(self, model: nn.Module, transform: Transform, pooling: Pooling | None = None) -> None:
         super().__init__()
         self.model, self.transform = model, transform
-        named = getattr(model, "global_pool", "")
-        own = f"pooling {named}" if isinstance(named, str) and named else "the model's own pooling"
-        self.pooling = pooling or own
+        pool_name = getattr(model, "global_pool", "")
+        default_pooling = (
+            f"pooling {pool_name}" if isinstance(pool_name, str) and pool_name else "the model's own pooling"
+        )
+        self.pooling = pooling or default_pooling
         for name, values in (("mean", transform.mean), ("sd", transform.sd)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.of_images(pixels.permute(0, 3, 1, 2).float().div_(255))
+        return self.encode_images(pixels.permute(0, 3, 1, 2).float().div_(255))
 
-    def of_images(self, images: torch.Tensor) -> torch.Tensor:
-        """Return features [b, d] of images float32[b, 3, h, w] in [0, 1], which may be overwritten."""
-        images = self._normalised(images)
-        if self.pooling not in {_CLASS, _BOTH}:
+    def encode_images(self, images: torch.Tensor) -> torch.Tensor:
+        """Return features [b, d] of images float32[b, 3, h, w] in [0, 1]; the input may be overwritten."""
+        images = self._normalize_images(images)
+        if self.pooling not in {_CLASS_TOKEN, _CLASS_AND_MEAN}:
             pooled: torch.Tensor = self.model(images)
             return pooled
         tokens: torch.Tensor = self.model.forward_features(images)  # type: ignore[operator]
-        if self.pooling == _CLASS:
+        if self.pooling == _CLASS_TOKEN:
             return tokens[:, 0]
         patches = tokens[:, self.model.num_prefix_tokens :]
         return torch.cat([tokens[:, 0], patches.mean(1)], 1)
 
-    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
-        how = self.transform
-        size = how.resize_px or how.px
+    def _normalize_images(self, images: torch.Tensor) -> torch.Tensor:
+        transform = self.transform
+        size = transform.resize_px or transform.px
         if size and images.shape[-2:] != (size, size):
-            images = functional.interpolate(images, (size, size), mode=how.interpolation, antialias=True)
+            images = functional.interpolate(images, (size, size), mode=transform.interpolation, antialias=True)
             images = images.clamp_(0, 1)
-        if size and how.px and how.px < size:
-            first = (size - how.px) // 2
-            images = images[..., first : first + how.px, first : first + how.px]
+        if size and transform.px and transform.px < size:
+            first = (size - transform.px) // 2
+            images = images[..., first : first + transform.px, first : first + transform.px]
         return images.sub_(self.mean).div_(self.sd)  # type: ignore[arg-type]
 
 
-def preset_model(preset: Preset) -> nn.Module:
-    """Return the architecture of a preset on PyTorch's meta device: its names and shapes, without memory."""
+def build_preset_model(preset: Preset) -> nn.Module:
+    """Build the architecture of a preset on PyTorch's meta device: names and shapes without memory."""
     import timm
     from timm.layers import SwiGLUPacked
 
@@ -101,34 +100,34 @@ def preset_model(preset: Preset) -> nn.Module:
 
 
 class EncoderError(WsiFlError):
-    """The encoder itself failed, whatever slide it was busy with."""
+    """A failure of the encoder, independent of the slide."""
 
 
 class Encoder:
-    """A model in evaluation mode whose pooled output is the feature of a patch.
+    """A model in evaluation mode with pooled outputs as features of patches.
 
     Args:
         name: of a preset, or of a timm architecture with or without the tag of its weights.
         weights: a file with the names of timm, torchvision, transformers or KimiaNet; None for the published ones.
-        input_px: patches are resized to it; None takes them as they are, or where the encoder has but one size
-            (presets, vision transformers), that.
-        batch_size: None takes 256 on a GPU, 32 elsewhere.
+        input_px: size of resized patches; None for the only size of the encoder (presets, vision transformers), else
+            the original one.
+        batch_size: None for 256 on a GPU, 32 elsewhere.
         half_precision: whether matrix products on a GPU have half the bits.
         compiled: whether PyTorch compiles the network for a GPU.
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
-        tell: is told in a line what people should know.
+        cache: folder for the tensors of a pickle whose own folder is read-only.
+        tell: called with notices, one line each.
 
     Attributes:
-        label: name, size that patches are resized to and digest of the weights, then `parts`: mean, sd, size and
-            pooling in words; it tells whether features of two sites mean the same.
+        label: name, size of resized patches and digest of the weights, then `parts`: mean, sd, size and pooling in
+            words; features of two sites are compatible if it is the same.
         network: from pixels to features.
         n_features: d.
-        half: the type of matrix products on GPUs, bfloat16 or float16; None for float32, as on processors.
-        batch_size: most patches of a forward pass; halved where the device's memory does not hold them.
+        half: type of matrix products on GPUs, bfloat16 or float16; None for float32, as on CPUs.
+        batch_size: maximum number of patches of a forward pass; halved when the device runs out of memory.
 
     Raises:
-        WsiFlError: when the weights cannot be had or do not fit.
-        UsageError: for a name that neither is a preset nor known to timm.
+        WsiFlError: when the weights are not available or do not fit.
+        UsageError: for a name of neither a preset nor a timm model.
     """
 
     def __init__(
@@ -148,90 +147,87 @@ class Encoder:
         self.batch_size = batch_size or (32 if self.device.type == "cpu" else _GPU_BATCH)
         weights = None if weights is None else Path(weights)
         read = partial(read_weights, cache=cache, tell=tell)
-        network = (_of_preset if name in PRESETS else _of_timm)(name, weights, input_px, read)
-        own = (*network.transform.parts, network.pooling)
-        self.parts = PRESETS[name].parts if name in PRESETS else own
+        network = (_build_from_preset if name in PRESETS else _build_from_timm)(name, weights, input_px, read)
+        network_parts = (*network.transform.parts, network.pooling)
+        self.parts = PRESETS[name].parts if name in PRESETS else network_parts
         self.input_px = network.transform.px
         size = f" at {self.input_px} px" if self.input_px else ""
-        self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)}", self.parts)
+        self.label = encoder_label(f"{name}{size} sha256:{weights_digest(network.model)}", self.parts)
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
         self.half = None
         if half_precision and self.device.type != "cpu":
             self.half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
         for module in self.network.modules() if self.half is not None else ():
-            if type(module) in {
-                nn.Linear,
-                nn.Conv2d,
-            }:  # autocast would bring their weights there for every batch
+            if type(module) in {nn.Linear, nn.Conv2d}:  # autocast would convert their weights for every batch
                 module.to(self.half)
         self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
-        side = self.input_px or int(_input_of(network.model)["input_size"][-1])
+        side = self.input_px or int(_input_config(network.model)["input_size"][-1])
         shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
         if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
             raise EncoderError(
-                f"{name} gives {shape[1:]} numbers for a patch, which are not the features it is known for; what is "
-                "made of its tokens (pooling) is not that of this architecture"
+                f"{name} gives {shape[1:]} numbers for a patch instead of its known features; its pooling of tokens is "
+                "not that of this architecture"
             )
         self.n_features = shape[1]
         if compiled and self.device.type != "cpu":
             self._compiled = torch.compile(self.network)
 
     def __call__(self, patches: _Patches) -> _Features:
-        """float32[b, d] of patches uint8[b, h, w, 3]."""
-        return self.begin(patches)()
+        """Return features float32[b, d] of patches uint8[b, h, w, 3]."""
+        return self.start_batch(patches)()
 
-    def begin(self, patches: _Patches) -> Callable[[], _Features]:
-        """Start on patches uint8[b, h, w, 3] and return what waits for their features float32[b, d].
+    def start_batch(self, patches: _Patches) -> Callable[[], _Features]:
+        """Start encoding patches uint8[b, h, w, 3] and return a function that waits for features float32[b, d].
 
-        A GPU works on the next batch meanwhile, where one is begun.
+        So a GPU can work on the next batch.
 
         Raises:
-            EncoderError: when the device's memory does not hold them; while waiting, when a feature is no number.
+            EncoderError: when the device runs out of memory; by the function, when a feature is not finite.
         """
-        started: Callable[[], _Features] | None = None
+        pending: Callable[[], _Features] | None = None
         with suppress(torch.OutOfMemoryError):
-            started = self._started(patches)
-        if started is None:  # what the attempt held is free by now
-            features = self._in_halves(patches)
+            pending = self._launch_batch(patches)
+        if pending is None:  # memory of the attempt is free by now
+            features = self._encode_in_halves(patches)
             return lambda: features
 
-        def wait() -> _Features:
-            features = started()
+        def wait_for_features() -> _Features:
+            features = pending()
             if not np.isfinite(features).all():
                 raise EncoderError(f"{self.label}: gives features that are no numbers; check its weights")
             return features
 
-        return wait
+        return wait_for_features
 
-    def _started(self, patches: _Patches) -> Callable[[], _Features]:
-        with torch.inference_mode(), self.precision():
+    def _launch_batch(self, patches: _Patches) -> Callable[[], _Features]:
+        with torch.inference_mode(), self.autocast_context():
             pixels = torch.from_numpy(np.ascontiguousarray(patches))
-            features = self._of(pixels.to(self.device, non_blocking=True)).float()
+            features = self._run_network(pixels.to(self.device, non_blocking=True)).float()
             if self.device.type == "cpu":
                 return partial(torch.Tensor.numpy, features)
-            there = torch.empty(features.shape, pin_memory=True)
-            there.copy_(features, non_blocking=True)
-        done = torch.cuda.current_stream(self.device).record_event()
-        return partial(_waited, done, there, pixels)
+            host_features = torch.empty(features.shape, pin_memory=True)
+            host_features.copy_(features, non_blocking=True)
+        copy_event = torch.cuda.current_stream(self.device).record_event()
+        return partial(_wait_for_copy, copy_event, host_features, pixels)
 
-    def _of(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Features of pixels on the device; what is compiled for one number of patches gets no other."""
+    def _run_network(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return features of pixels on the device, padded to the compiled batch size."""
         if self._compiled is None or len(pixels) > self.batch_size:
             features: torch.Tensor = self.network(pixels)
             return features
-        whole = pixels.new_zeros(self.batch_size, *pixels.shape[1:])
-        whole[: len(pixels)] = pixels
-        return self._compiled(whole)[: len(pixels)]
+        padded = pixels.new_zeros(self.batch_size, *pixels.shape[1:])
+        padded[: len(pixels)] = pixels
+        return self._compiled(padded)[: len(pixels)]
 
-    def room(self, shape: tuple[int, ...]) -> _Patches:
-        """Return an array to fill with patches, in memory that the device copies from by itself."""
+    def allocate_batch(self, shape: tuple[int, ...]) -> _Patches:
+        """Return an empty array of patches, in pinned memory for a GPU."""
         if self.device.type == "cpu":
             return np.empty(shape, np.uint8)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
 
-    def _in_halves(self, patches: _Patches) -> _Features:
-        """Encode a batch that was too large in parts, which are halved until they fit; so are all batches to come."""
+    def _encode_in_halves(self, patches: _Patches) -> _Features:
+        """Encode a batch that does not fit in parts, halved until they fit, and lower the batch size likewise."""
         n, size = len(patches), f"of {patches.shape[1]} px"
         if n == 1:
             raise EncoderError(f"{self.device}: no memory for a patch {size}; lower input_px")
@@ -241,181 +237,177 @@ class Encoder:
         size_now = self.batch_size
         return np.concatenate([self(patches[k : k + size_now]) for k in range(0, n, size_now)])
 
-    def precision(self) -> AbstractContextManager[Any]:
-        """Return what the network is to be called in."""
+    def autocast_context(self) -> AbstractContextManager[Any]:
+        """Return the autocast context for calls of the network."""
         return nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
 
-    def batch_of(self, size_px: int) -> int:
-        """How many patches of this size go through at once: `batch_size`, on processors fewer where they are large."""
+    def batch_size_for(self, size_px: int) -> int:
+        """Return the number of patches of this size per forward pass: `batch_size`, on CPUs fewer large ones."""
         if self.device.type != "cpu":
             return self.batch_size
         return max(1, min(self.batch_size, _CPU_PX // (self.input_px or size_px) ** 2))
 
 
-def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> _Features:
-    """Return what is there once a copy is done; pixels are kept until then, since they are copied too."""
-    done.synchronize()
-    return there.numpy().copy()
+def _wait_for_copy(copy_event: torch.cuda.Event, host_features: torch.Tensor, _: torch.Tensor) -> _Features:
+    """Return features on the host after a copy; the reference to pixels keeps their buffer until then."""
+    copy_event.synchronize()
+    return host_features.numpy().copy()
 
 
-def _of_preset(
-    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
-) -> Network:
+def _build_from_preset(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
     preset = PRESETS[name]
-    _only_px(preset.transform.px or 0, input_px)
+    _require_input_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
         return Network(preset.build(weights), preset.transform, preset.pooling)
-    path = weights or published_weights(name, preset.hub_id, HUB_FILES)
-    model = preset_model(preset)
-    fit(model, read(path), str(path), assign=True)
+    path = weights or download_weights(name, preset.hub_id, HUB_FILES)
+    model = build_preset_model(preset)
+    load_weights(model, read(path), str(path), assign=True)
     return Network(model, preset.transform, preset.pooling)
 
 
-def _of_timm(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
+def _build_from_timm(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
     refuse_file_name(name)
     try:
-        model = created(name, "features", num_classes=0)
+        model = create_timm_model(name, "features", num_classes=0)
     except UsageError as error:
-        advice = instead_of(name) or f"{error}; presets are {', '.join(PRESETS)}"
+        advice = suggest_encoder(name) or f"{error}; presets are {', '.join(PRESETS)}"
         raise UsageError(f"encoder = {name!r}: {advice}") from None
-    path = weights or published_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
-    if fit(model, read(path), str(path)):
-        _without_last_relu(model)
-    data = _input_of(model)
+    path = weights or download_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
+    if load_weights(model, read(path), str(path)):
+        _remove_last_relu(model)
+    data = _input_config(model)
     interpolation = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"
     if getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
-        input_px = _only_px(int(data["input_size"][-1]), input_px)
+        input_px = _require_input_px(int(data["input_size"][-1]), input_px)
     return Network(model, Transform(tuple(data["mean"]), tuple(data["std"]), input_px, interpolation))
 
 
-def _input_of(model: nn.Module) -> dict[str, Any]:
+def _input_config(model: nn.Module) -> dict[str, Any]:
     from timm.data import resolve_model_data_config
 
     data: dict[str, Any] = resolve_model_data_config(model)
     return data
 
 
-def _only_px(only: int, wanted: int | None) -> int:
-    if wanted not in {None, only}:
-        raise UsageError(f"input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out")
-    return only
+def _require_input_px(fixed_px: int, input_px: int | None) -> int:
+    if input_px not in {None, fixed_px}:
+        raise UsageError(f"input_px = {input_px}: this encoder takes only patches of {fixed_px} px; leave it out")
+    return fixed_px
 
 
 @dataclass
-class Spent:
-    """Seconds that patches took: to be read, to be encoded, to be written; the first and the last run meanwhile."""
+class StageSeconds:
+    """Seconds of reading, encoding and writing patches; reading and writing overlap with encoding."""
 
     read: float = 0.0
     encode: float = 0.0
     write: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.read + other.read, self.encode + other.encode, self.write + other.write)
+    def __add__(self, other: StageSeconds) -> StageSeconds:
+        return StageSeconds(self.read + other.read, self.encode + other.encode, self.write + other.write)
 
 
 @dataclass
-class Encoded(Generic[_T]):
-    """What became of the patches of one item: features float32[n, d], or the error that reading them raised."""
+class EncodedItem(Generic[_T]):
+    """Features float32[n, d] of one item's patches, or the error of reading them."""
 
     item: _T
     features: _Features
     error: Exception | None = None
-    spent: Spent = field(default_factory=Spent)
+    spent: StageSeconds = field(default_factory=StageSeconds)
 
 
-def encode_each(
+def encode_items(
     items: Iterable[tuple[_T, Iterable[_Patches]]], encoder: Encoder
-) -> Generator[Encoded[_T], None, None]:
+) -> Generator[EncodedItem[_T], None, None]:
     """Encode the patches of many items, each in batches uint8[b, h, w, 3] of any length, and yield them in order.
 
-    One thread reads on from item to item while the encoder runs, a few batches ahead, so the encoder does not wait
-    where an item ends. Items and batches are drawn in that thread. What drawing an item raises is raised here; what
-    drawing its batches raises is part of the result.
+    One thread iterates over items and batches, a few batches ahead of the encoder and across items, so the encoder does
+    not wait. Errors of iterating over items are raised here; those over an item's batches are part of its result.
     """
-    found: list[_Features] = []
-    spent = Spent()
-    with closing(made_ahead(_stream(items, encoder), _AHEAD)) as stream:
-        for item, batch, reading, begun in _begun(stream, encoder):
-            began = time.perf_counter()
+    parts: list[_Features] = []
+    spent = StageSeconds()
+    with closing(prefetch_items(_stream_batches(items, encoder), _PREFETCH_BATCHES)) as stream:
+        for item, batch, reading, start_seconds in _start_ahead(stream, encoder):
+            start = time.perf_counter()
             if callable(batch):
-                found.append(batch())
-                spent += Spent(reading, begun + time.perf_counter() - began)
+                parts.append(batch())
+                spent += StageSeconds(reading, start_seconds + time.perf_counter() - start)
                 continue
-            features = np.concatenate(found) if found else np.empty((0, encoder.n_features), np.float32)
-            yield Encoded(item, features, batch, spent + Spent(reading))
-            found, spent = [], Spent()
+            features = np.concatenate(parts) if parts else np.empty((0, encoder.n_features), np.float32)
+            yield EncodedItem(item, features, batch, spent + StageSeconds(reading))
+            parts, spent = [], StageSeconds()
 
 
-def _begun(
+def _start_ahead(
     stream: Iterable[tuple[_T, _Patches | Exception | None, float]], encoder: Encoder
 ) -> Iterator[tuple[_T, Callable[[], _Features] | Exception | None, float, float]]:
-    """Yield what waits for a batch's features in its place, and the seconds that beginning took, one batch behind."""
-    before: list[Any] = []
+    """Replace batches by functions that wait for their features, with the seconds of the start, one batch behind."""
+    pending: list[Any] = []
     for item, batch, reading in stream:
-        began = time.perf_counter()
+        start = time.perf_counter()
         if not isinstance(batch, np.ndarray):
-            before.append((item, batch, reading, 0.0))
+            pending.append((item, batch, reading, 0.0))
             continue
-        started = encoder.begin(batch)
-        begun = time.perf_counter() - began
-        yield from before
-        before = [(item, started, reading, begun)]
-    yield from before
+        waiter = encoder.start_batch(batch)
+        seconds = time.perf_counter() - start
+        yield from pending
+        pending = [(item, waiter, reading, seconds)]
+    yield from pending
 
 
-def _stream(
+def _stream_batches(
     items: Iterable[tuple[_T, Iterable[_Patches]]], encoder: Encoder
 ) -> Iterator[tuple[_T, _Patches | Exception | None, float]]:
-    """Yield (item, batch, seconds of reading), and at the end of an item its error or None in the place of a batch."""
+    """Yield (item, batch, seconds of reading), and at the end of an item its error or None instead of a batch."""
     for item, batches in items:
-        ready = _regrouped(batches, encoder)
+        regrouped = _regroup_batches(batches, encoder)
         while True:
-            began = time.perf_counter()
+            start = time.perf_counter()
             try:
-                batch: _Patches | Exception | None = next(ready, None)
+                batch: _Patches | Exception | None = next(regrouped, None)
             except Exception as error:
                 batch = error
-            yield item, batch, time.perf_counter() - began
+            yield item, batch, time.perf_counter() - start
             if not isinstance(batch, np.ndarray):
                 break
 
 
-def encode(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
-    """Return the features float32[n, d] of n patches that come in batches uint8[b, h, w, 3] of any length.
+def encode_batches(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
+    """Encode n patches in batches uint8[b, h, w, 3] of any length to features float32[n, d].
 
-    The next batches are made in a thread of their own while the encoder runs; how they were divided makes no
-    difference.
+    A thread prefetches batches while the encoder runs; results do not depend on the batches.
     """
-    with closing(encode_each([(None, batches)], encoder)) as encoded:
-        (one,) = encoded
-    if one.error is not None:
-        raise one.error
-    return one.features
+    with closing(encode_items([(None, batches)], encoder)) as encoded:
+        (result,) = encoded
+    if result.error is not None:
+        raise result.error
+    return result.features
 
 
-def _regrouped(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:
-    """Yield the same patches in batches as the encoder wants them, copied."""
-    waiting: _Patches | None = None
-    filled = 0
+def _regroup_batches(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:
+    """Copy patches into batches of the encoder's size."""
+    buffer: _Patches | None = None
+    n_filled = 0
     for batch in batches:
-        taken = 0
-        while taken < len(batch):
-            if waiting is None:
-                waiting = encoder.room((encoder.batch_of(batch.shape[1]), *batch.shape[1:]))
-                filled = 0
-            n = min(len(waiting) - filled, len(batch) - taken)
-            waiting[filled : filled + n] = batch[taken : taken + n]
-            filled, taken = filled + n, taken + n
-            if filled == len(waiting):
-                yield waiting
-                waiting = None
-    if waiting is not None:
-        yield waiting[:filled]
+        n_copied = 0
+        while n_copied < len(batch):
+            if buffer is None:
+                buffer = encoder.allocate_batch((encoder.batch_size_for(batch.shape[1]), *batch.shape[1:]))
+                n_filled = 0
+            n = min(len(buffer) - n_filled, len(batch) - n_copied)
+            buffer[n_filled : n_filled + n] = batch[n_copied : n_copied + n]
+            n_filled, n_copied = n_filled + n, n_copied + n
+            if n_filled == len(buffer):
+                yield buffer
+                buffer = None
+    if buffer is not None:
+        yield buffer[:n_filled]
 
 
-def _without_last_relu(model: nn.Module) -> None:
-    """KimiaNet pools the last normalisation as it is; torchvision and timm put a ReLU between."""
+def _remove_last_relu(model: nn.Module) -> None:
+    """Remove the ReLU after the last normalisation of torchvision and timm, which KimiaNet lacks."""
     last = getattr(getattr(model, "features", None), "norm5", None)
     if last is None or not hasattr(last, "act"):
-        raise WsiFlError("weights with KimiaNet's names fit DenseNets alone; set encoder = 'densenet121'")
+        raise WsiFlError("weights with KimiaNet's names fit only DenseNets; set encoder = 'densenet121'")
     last.act = nn.Identity()

@@ -1,4 +1,4 @@
-"""Trained models as files of other programs: TorchScript and ONNX, each read back and compared before it counts."""
+"""Export of trained models to TorchScript and ONNX, each read back and compared before it is kept."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.nn import functional
 from wsi_fl.models.encoder import Network
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.traces import remove_onnx_traces, remove_torchscript_traces
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic_path
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
-_TOLERANCE, _MOST_NOISE = 1e-5, 1e-3
-"""How far a file's logits may be from the model's, as a share of the largest (1 at least): what float32 makes of
-another order of sums. A model whose batches differ more from single examples may be that far from its file too."""
-_EXAMPLES, _PATCHES = 3, 5
+_TOLERANCE, _MAX_NOISE = 1e-5, 1e-3
+"""Tolerance of a file's logits relative to the largest (at least 1): rounding of float32 in another order of sums; and
+its maximum for a model with larger differences between batches and single examples."""
+_N_EXAMPLES, _N_PATCHES = 3, 5
 
 
-class Reduced(nn.Module):
-    """A model that takes larger images, float32[b, 3, h, w] in [−1, 1], and reduces them as training did."""
+class DownsamplingModel(nn.Module):
+    """A model of larger images, float32[b, 3, h, w] in [−1, 1], downsampled as in training."""
 
     def __init__(self, model: nn.Module, size_px: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Reduced(nn.Module):
         return logits
 
 
-class Encoded(nn.Module):
+class HeadWithEncoder(nn.Module):
     """A head with its encoder in front: images float32[b, 3, h, w] in [−1, 1] to logits."""
 
     def __init__(self, encoder: Network, head: nn.Module) -> None:
@@ -48,106 +48,102 @@ class Encoded(nn.Module):
         self.encoder, self.head = copy.deepcopy(encoder).cpu(), head
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder.of_images(images * 0.5 + 0.5))
+        logits: Tensor = self.head(self.encoder.encode_images(images * 0.5 + 0.5))
         return logits
 
 
-def fit_to_leave(model: nn.Module) -> nn.Module:
-    """Return a model that holds nothing but what its answers need; of a shared head no site's own sums."""
-    return model.as_released() if isinstance(model, SharedHead) else model
+def strip_local_statistics(model: nn.Module) -> nn.Module:
+    """Return a model with only what its predictions need: a one-shot global head without local statistics."""
+    return model.solve_released_head() if isinstance(model, SharedHead) else model
 
 
-def _example_of(shape: Shape) -> Tensor:
-    """Return a batch of a model's inputs: noise, the same at every call; bags of different lengths."""
+def _example_batch(shape: Shape) -> Tensor:
+    """Return a batch of model inputs: deterministic noise; bags of different lengths."""
     source = torch.Generator().manual_seed(0)
     if isinstance(shape, Images):
-        size = (_EXAMPLES, shape.channels, shape.size_px, shape.size_px)
+        size = (_N_EXAMPLES, shape.channels, shape.size_px, shape.size_px)
         return torch.randint(0, 256, size, generator=source) / 127.5 - 1
     if isinstance(shape, Bags):
-        bags = torch.randn(_EXAMPLES, _PATCHES, shape.n_features + 1, generator=source)
-        bags[..., -1] = torch.arange(_PATCHES) < torch.arange(_PATCHES - 2, _PATCHES + 1)[:, None]
+        bags = torch.randn(_N_EXAMPLES, _N_PATCHES, shape.n_features + 1, generator=source)
+        bags[..., -1] = torch.arange(_N_PATCHES) < torch.arange(_N_PATCHES - 2, _N_PATCHES + 1)[:, None]
         return bags
-    return torch.randn(_EXAMPLES, shape.n_features, generator=source)
+    return torch.randn(_N_EXAMPLES, shape.n_features, generator=source)
 
 
 def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
-    """Write a traced model and return how far its logits are from the model's, as a share of the largest.
+    """Write a traced model and return the largest error of its logits relative to the largest logit.
 
     Raises:
-        WsiFlError: when that is more than 10⁻⁵, and more than the model's own noise; then there is no file.
+        WsiFlError: for an error above 10⁻⁵ and above the model's own noise; then there is no file.
     """
-    example = _example_of(shape)
-    with atomic(path) as temporary, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing is what WSInfer's runtime reads, deprecated or not
+    example = _example_batch(shape)
+    with atomic_path(path) as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # WSInfer's runtime reads traced models, deprecated or not
         torch.jit.save(torch.jit.trace(model, example), str(temporary))  # type: ignore[no-untyped-call]
         remove_torchscript_traces(temporary)
         read_back = torch.jit.load(str(temporary), map_location="cpu")  # type: ignore[no-untyped-call]
-        return _difference(path, model, read_back, shape)
+        return _check_difference(path, model, read_back, shape)
 
 
 def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, str] | None = None) -> float:
-    """Write an ONNX file; return how far its logits are from the model's, as a share of the largest.
+    """Write an ONNX file and return the largest error of its logits relative to the largest logit.
 
-    Its input is named by `input_of`, its output `logits`; the dimensions `batch` and `patches` are free. `facts` is
-    what the file says of itself (`custom_metadata_map`).
+    The input is `images`, `bags` or `features`, the output `logits`; the dimensions `batch` and `patches` are free.
+    `facts` are the file's metadata (`custom_metadata_map`).
 
     Raises:
         UsageError: when the extra `export` is missing.
-        WsiFlError: when that is more than 10⁻⁵, and more than the model's own noise; then there is no file.
+        WsiFlError: for an error above 10⁻⁵ and above the model's own noise; then there is no file.
     """
     if any(find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
         raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
     import onnxruntime
 
     dynamic = {0: "batch", 1: "patches"} if isinstance(shape, Bags) else {0: "batch"}
-    name = input_of(shape)
+    name = input_name(shape)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with atomic(path) as temporary, warnings.catch_warnings():
+    with atomic_path(path) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        how = {"input_names": [name], "output_names": ["logits"], "verbose": False}
+        options = {"input_names": [name], "output_names": ["logits"], "verbose": False}
         try:
             program = torch.onnx.export(
                 model,
-                (_example_of(shape),),
+                (_example_batch(shape),),
                 dynamo=True,
                 dynamic_shapes=(dynamic,),
-                **how,  # type: ignore[arg-type]
+                **options,  # type: ignore[arg-type]
             )
         except torch.onnx.OnnxExporterError:
             program = None
         if program is None:
-            raise UsageError(
-                f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express"
-            )
+            raise UsageError(f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express")
         program.model.metadata_props.update(facts or {})
-        written = program.model_proto
-        remove_onnx_traces(written)
-        temporary.write_bytes(written.SerializeToString())
+        proto = program.model_proto
+        remove_onnx_traces(proto)
+        temporary.write_bytes(proto.SerializeToString())
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
 
         def read_back(x: Tensor) -> Tensor:
             return torch.from_numpy(session.run(["logits"], {name: x.numpy()})[0])
 
-        return _difference(path, model, read_back, shape)
+        return _check_difference(path, model, read_back, shape)
 
 
-def input_of(shape: Shape) -> str:
+def input_name(shape: Shape) -> str:
     """Return the name of an ONNX file's input."""
     return {"Images": "images", "Bags": "bags", "Vectors": "features"}[type(shape).__name__]
 
 
 @torch.no_grad()
-def _difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
-    """The largest over several examples and over one: a file must not know how many it was made with."""
-    whole = _example_of(shape)
-    logits = cast(Tensor, model(whole))
-    singly = torch.cat([cast(Tensor, model(whole[k : k + 1])) for k in range(len(whole))])
+def _check_difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
+    """Return the largest error over a batch and a single example: a file must work for any batch size."""
+    batch = _example_batch(shape)
+    logits = cast(Tensor, model(batch))
+    single_logits = torch.cat([cast(Tensor, model(batch[k : k + 1])) for k in range(len(batch))])
     scale = max(1.0, float(logits.abs().max()))
-    allowed = max(_TOLERANCE, min(_MOST_NOISE, 2 * float((logits - singly).abs().max()) / scale))
-    files = ((logits, read_back(whole)), (singly[:1], read_back(whole[:1].contiguous())))
-    difference = float(torch.stack([(ours - theirs).abs().max() for ours, theirs in files]).max()) / scale
-    if not difference <= allowed:
-        raise WsiFlError(
-            f"{path}: gives other numbers than the model (by {difference:.1e}); it is not written"
-        )
+    tolerance = max(_TOLERANCE, min(_MAX_NOISE, 2 * float((logits - single_logits).abs().max()) / scale))
+    files = ((logits, read_back(batch)), (single_logits[:1], read_back(batch[:1].contiguous())))
+    difference = float(torch.stack([(expected - actual).abs().max() for expected, actual in files]).max()) / scale
+    if not difference <= tolerance:
+        raise WsiFlError(f"{path}: gives other numbers than the model (by {difference:.1e}); it is not written")
     return difference

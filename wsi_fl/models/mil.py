@@ -1,9 +1,9 @@
 """Models of features. Of bags: Deep Sets, gated attention, CLAM's branch, a small TransMIL. Of vectors: small heads.
 
-A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. What
-stands in the other columns of padding is never looked at.
+A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. The other
+columns of padding are ignored.
 
-All begin with a LayerNorm, since encoders differ in scale, and tie no examples together. All their parameters lie in
+All begin with a LayerNorm, since encoders differ in scale, and keep examples independent. All parameters belong to
 layers, so that differential privacy has the gradients of single examples (`wsi_fl.privacy.gradients`).
 """
 
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.models.cnn import perceptron
+from wsi_fl.models.cnn import build_perceptron
 
-_HIDDEN, _ATTENDING = 256, 128  # units of φ and ρ, and of the attention
-_TOKEN, _HEADS, _LANDMARKS = 128, 4, 1024
-"""Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
+_HIDDEN_UNITS, _ATTENTION_UNITS = 256, 128  # units of φ and ρ, and of the attention
+_TOKEN_UNITS, _N_HEADS, _N_LANDMARKS = 128, 4, 1024
+"""Units of a token of TransMIL, heads of its attention, and maximum number of patches with exact attention."""
 
 _Pool = Callable[[Tensor, Tensor], Tensor]
 """(φ float32[b, m, hidden] ≥ 0 and 0 at padding, mask bool[b, m]) → float32[b, hidden]."""
 
 
 class BagModel(nn.Module):
-    """A model of bags, which may say what its answer rests on."""
+    """A model of bags, optionally with attention weights."""
 
-    def attention(self, bags: Tensor) -> Tensor | None:
-        """Return weights float32[b, m] of the patches, 0 at padding; None for a model that weighs none."""
+    def patch_attention(self, bags: Tensor) -> Tensor | None:
+        """Return weights float32[b, m] of the patches, 0 at padding; None for a model without weights."""
         del bags
         return None
 
@@ -43,30 +43,30 @@ class _PooledBag(BagModel):
         super().__init__()
         self.phi, self.pool, self.rho = phi, pool, rho
 
-    def _embedded(self, bags: Tensor) -> tuple[Tensor, Tensor]:
-        features, present = _opened(bags)
+    def _embed_patches(self, bags: Tensor) -> tuple[Tensor, Tensor]:
+        features, present = _split_bags(bags)
         return self.phi(features) * present.unsqueeze(2), present
 
     def forward(self, bags: Tensor) -> Tensor:
-        logits: Tensor = self.rho(self.pool(*self._embedded(bags)))
+        logits: Tensor = self.rho(self.pool(*self._embed_patches(bags)))
         return logits
 
-    def attention(self, bags: Tensor) -> Tensor | None:
-        return self.pool.weights(*self._embedded(bags)) if isinstance(self.pool, _Attention) else None
+    def patch_attention(self, bags: Tensor) -> Tensor | None:
+        return self.pool.attention_weights(*self._embed_patches(bags)) if isinstance(self.pool, _Attention) else None
 
 
-def _opened(bags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (features float32[b, m, d], 0 at padding, and bool[b, m], where there is a patch)."""
+def _split_bags(bags: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (features float32[b, m, d], 0 at padding, and the mask bool[b, m] of patches)."""
     present = bags[..., -1] > 0.5
     return torch.where(present.unsqueeze(2), bags[..., :-1], 0.0), present
 
 
-def _mean(phi: Tensor, present: Tensor) -> Tensor:
+def _mean_pool(phi: Tensor, present: Tensor) -> Tensor:
     return phi.sum(1) / present.sum(1, keepdim=True).clamp(min=1)
 
 
-def _max(phi: Tensor, present: Tensor) -> Tensor:
-    del present  # φ ends in a ReLU, so that the zeros of padding exceed nothing
+def _max_pool(phi: Tensor, present: Tensor) -> Tensor:
+    del present  # φ ends in a ReLU, so the zeros of padding are never larger
     return phi.amax(1)
 
 
@@ -77,25 +77,25 @@ class _Attention(nn.Module):
         super().__init__()
         self.score = score
 
-    def weights(self, phi: Tensor, present: Tensor) -> Tensor:
-        """Return float32[b, m], 0 at padding; sums to 1 over each bag that has a patch."""
+    def attention_weights(self, phi: Tensor, present: Tensor) -> Tensor:
+        """Return weights float32[b, m], 0 at padding, of sum 1 over each bag with a patch."""
         scores = self.score(phi).squeeze(2).masked_fill(~present, torch.finfo(phi.dtype).min)
         return torch.softmax(scores, dim=1) * present
 
     def forward(self, phi: Tensor, present: Tensor) -> Tensor:
-        return (self.weights(phi, present).unsqueeze(2) * phi).sum(1)
+        return (self.attention_weights(phi, present).unsqueeze(2) * phi).sum(1)
 
 
-def deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN, pool: _Pool = _mean) -> nn.Module:
-    """Two layers on each patch, the mean over the bag or what else pools it, and two layers on that."""
-    phi = nn.Sequential(nn.LayerNorm(n_features), *perceptron(n_features, hidden, hidden), nn.ReLU())
-    return _PooledBag(phi, pool, nn.Sequential(*perceptron(hidden, hidden, n_classes)))
+def build_deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN_UNITS, pool: _Pool = _mean_pool) -> nn.Module:
+    """Build two layers on each patch, a mean or other pooling over the bag, and two layers on the result."""
+    phi = nn.Sequential(nn.LayerNorm(n_features), *build_perceptron(n_features, hidden, hidden), nn.ReLU())
+    return _PooledBag(phi, pool, nn.Sequential(*build_perceptron(hidden, hidden, n_classes)))
 
 
 def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
-    """A mean weighted by attention, which says what the answer rests on."""
-    score = nn.Sequential(nn.Linear(_HIDDEN, _ATTENDING), nn.Tanh(), nn.Linear(_ATTENDING, 1))
-    return deepset(n_classes, n_features, pool=_Attention(score))
+    """Build a deep set with attention pooling."""
+    score = nn.Sequential(nn.Linear(_HIDDEN_UNITS, _ATTENTION_UNITS), nn.Tanh(), nn.Linear(_ATTENTION_UNITS, 1))
+    return build_deepset(n_classes, n_features, pool=_Attention(score))
 
 
 class _Gated(nn.Module):
@@ -111,148 +111,142 @@ class _Gated(nn.Module):
         return scores
 
 
-def _gated(n_classes: int, n_features: int, hidden: int, attending: int) -> nn.Module:
+def _build_gated(n_classes: int, n_features: int, hidden: int, attending: int) -> nn.Module:
     phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, hidden), nn.ReLU())
     return _PooledBag(phi, _Attention(_Gated(hidden, attending)), nn.Linear(hidden, n_classes))
 
 
 class _SelfAttention(nn.Module):
-    """One block of TransMIL: tokens and what they attend to, added up."""
+    """One block of TransMIL: self-attention with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(_TOKEN)
-        self.query, self.key, self.value = (nn.Linear(_TOKEN, _TOKEN, bias=False) for _ in range(3))
-        self.out = nn.Linear(_TOKEN, _TOKEN)
+        self.norm = nn.LayerNorm(_TOKEN_UNITS)
+        self.query, self.key, self.value = (nn.Linear(_TOKEN_UNITS, _TOKEN_UNITS, bias=False) for _ in range(3))
+        self.out = nn.Linear(_TOKEN_UNITS, _TOKEN_UNITS)
 
-    def projected(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, float32[b, 1 + m, units] each."""
         x = self.norm(tokens)
         return self.query(x), self.key(x), self.value(x)
 
 
-def _heads(x: Tensor) -> Tensor:
+def _split_heads(x: Tensor) -> Tensor:
     """float32[n, units] → float32[heads, n, units / heads]."""
-    return x.view(len(x), _HEADS, -1).transpose(0, 1)
+    return x.view(len(x), _N_HEADS, -1).transpose(0, 1)
 
 
-def _landmarks(x: Tensor) -> Tensor:
-    """The class token and _LANDMARKS means over runs of patches that follow each other."""
-    return torch.cat([x[:1], functional.adaptive_avg_pool1d(x[1:].T, _LANDMARKS).T])
+def _landmark_means(x: Tensor) -> Tensor:
+    """Return the class token and 1024 means over runs of consecutive patches."""
+    return torch.cat([x[:1], functional.adaptive_avg_pool1d(x[1:].T, _N_LANDMARKS).T])
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What tokens of one bag attend to, float32[n, units]; in pieces, so that memory never holds n × n numbers.
+def _attend_tokens(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the attention float32[n, units] of tokens of one bag, without n × n numbers in memory.
 
     `bias`, float32[1, keys], is added to the scores.
     """
-    found = functional.scaled_dot_product_attention(
-        _heads(q)[None], _heads(k)[None], _heads(v)[None], attn_mask=bias
+    attended = functional.scaled_dot_product_attention(
+        _split_heads(q)[None], _split_heads(k)[None], _split_heads(v)[None], attn_mask=bias
     )
-    return found[0].transpose(0, 1).flatten(1)
+    return attended[0].transpose(0, 1).flatten(1)
 
 
-def _self_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What each token of one bag attends to: exact, or where patches are many by landmarks, which count as often as
-    they have patches.
-    """
+def _self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the self-attention of one bag: exact, or for many patches with landmarks weighted by their patches."""
     n = len(k) - 1
-    if n <= _LANDMARKS:
-        return _attended(q, k, v)
-    bias = functional.pad(k.new_full((1, _LANDMARKS), log(n / _LANDMARKS)), (1, 0))
-    return _attended(q, _landmarks(k), _landmarks(v), bias)
+    if n <= _N_LANDMARKS:
+        return _attend_tokens(q, k, v)
+    bias = functional.pad(k.new_full((1, _N_LANDMARKS), log(n / _N_LANDMARKS)), (1, 0))
+    return _attend_tokens(q, _landmark_means(k), _landmark_means(v), bias)
 
 
 class _TransMil(BagModel):
     """TransMIL (Shao et al., NeurIPS 2021), made small: two blocks of self-attention over 128 units, 4 heads.
 
-    What is different from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to
-    1024 means over runs of patches that follow each other, in place of Nyström's approximation; the class token attends
-    to every patch, so memory grows with the number of patches and not with its square. There are no convolutions over
-    the patches laid out in a square (PPEG and Nyström's residual), since a patch's place in a list says nothing of
-    where it was: in bags of up to 1024 patches the order does not matter. There is no dropout. The token of the class
-    comes first, then those of the patches.
+    Differences from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to 1024
+    means over runs of consecutive patches, in place of Nyström's approximation; the class token attends to every patch,
+    so memory grows linearly with the number of patches. There are no convolutions over the patches laid out in a square
+    (PPEG and Nyström's residual), since the order in a list is not spatial: in bags of up to 1024 patches it does not
+    matter. There is no dropout. The class token comes first, then those of the patches.
     """
 
     def __init__(self, n_classes: int, n_features: int) -> None:
         super().__init__()
-        self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, _TOKEN), nn.ReLU())
-        self.token = nn.Linear(1, _TOKEN, bias=False)  # of a constant: a parameter that lies in a layer
+        self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, _TOKEN_UNITS), nn.ReLU())
+        self.token = nn.Linear(1, _TOKEN_UNITS, bias=False)  # of a constant: so the parameter belongs to a layer
         self.among, self.onto = _SelfAttention(), _SelfAttention()
-        self.rho = nn.Sequential(nn.LayerNorm(_TOKEN), nn.Linear(_TOKEN, n_classes))
+        self.rho = nn.Sequential(nn.LayerNorm(_TOKEN_UNITS), nn.Linear(_TOKEN_UNITS, n_classes))
 
-    def _mixed(self, bags: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Tokens float32[b, 1 + m, units] after the first block, and which of them each bag has."""
-        features, present = _opened(bags)
+    def _first_block(self, bags: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return tokens float32[b, 1 + m, units] after the first block, and the indices of those in each bag."""
+        features, present = _split_bags(bags)
         first = self.token(features.new_ones(len(features), 1, 1))
         tokens = torch.cat([first, self.phi(features)], dim=1)
-        here = [functional.pad(row, (1, 0), value=True).nonzero().flatten() for row in present]
-        found = [
-            torch.zeros_like(row).index_copy(0, own, _self_attended(q[own], k[own], v[own]))
-            for row, q, k, v, own in zip(tokens, *self.among.projected(tokens), here, strict=True)
+        indices = [functional.pad(row, (1, 0), value=True).nonzero().flatten() for row in present]
+        blocks = [
+            torch.zeros_like(row).index_copy(0, index, _self_attend(q[index], k[index], v[index]))
+            for row, q, k, v, index in zip(tokens, *self.among.project_tokens(tokens), indices, strict=True)
         ]
-        return tokens + self.among.out(torch.stack(found)), here
+        return tokens + self.among.out(torch.stack(blocks)), indices
 
     def forward(self, bags: Tensor) -> Tensor:
-        tokens, here = self._mixed(bags)
-        found = [
-            _attended(q[:1], k[own], v[own])  # nobody looks at what patches attend to here
-            for q, k, v, own in zip(*self.onto.projected(tokens), here, strict=True)
+        tokens, indices = self._first_block(bags)
+        attended = [
+            _attend_tokens(q[:1], k[index], v[index])  # the attention of patches is not needed here
+            for q, k, v, index in zip(*self.onto.project_tokens(tokens), indices, strict=True)
         ]
-        logits: Tensor = self.rho(tokens[:, 0] + self.onto.out(torch.cat(found)))
+        logits: Tensor = self.rho(tokens[:, 0] + self.onto.out(torch.cat(attended)))
         return logits
 
-    def attention(self, bags: Tensor) -> Tensor:
-        """Return what the class token attends to in the second block, float32[b, m], by patch: the mean over heads."""
-        tokens, here = self._mixed(bags)
+    def patch_attention(self, bags: Tensor) -> Tensor:
+        """Return the attention float32[b, m] of the class token to patches in the second block, the mean over heads."""
+        tokens, indices = self._first_block(bags)
         rows = []
-        for q, k, own in zip(*self.onto.projected(tokens)[:2], here, strict=True):
-            query, keys = _heads(q[:1]), _heads(k[own])
-            each = torch.softmax(query @ keys.mT / keys.shape[2] ** 0.5, dim=2).mean((0, 1))[1:]
-            none = q.new_zeros(bags.shape[1])
-            rows.append(none.index_copy(0, own[1:] - 1, each / each.sum()))
+        for q, k, index in zip(*self.onto.project_tokens(tokens)[:2], indices, strict=True):
+            query, keys = _split_heads(q[:1]), _split_heads(k[index])
+            weights = torch.softmax(query @ keys.mT / keys.shape[2] ** 0.5, dim=2).mean((0, 1))[1:]
+            zeros = q.new_zeros(bags.shape[1])
+            rows.append(zeros.index_copy(0, index[1:] - 1, weights / weights.sum()))
         return torch.stack(rows)
 
 
 class MeanOfBag(nn.Module):
-    """Maps bags float32[b, m, d + 1] to the mean of their features float32[b, d]."""
+    """The mean of bags: float32[b, m, d + 1] to features float32[b, d]."""
 
     def forward(self, bags: Tensor) -> Tensor:
-        return _mean(*_opened(bags))
+        return _mean_pool(*_split_bags(bags))
 
 
-def linear_head(n_classes: int, n_features: int) -> nn.Module:
-    """LayerNorm and fc(n_classes): small enough that differential privacy leaves it something to learn."""
+def build_linear_head(n_classes: int, n_features: int) -> nn.Module:
+    """Build LayerNorm and fc(n_classes), small enough to train under differential privacy."""
     return nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, n_classes))
 
 
 def _mlp_head(n_classes: int, n_features: int) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(n_features), *perceptron(n_features, 64, n_classes))
+    return nn.Sequential(nn.LayerNorm(n_features), *build_perceptron(n_features, 64, n_classes))
 
 
 def _mean_head(n_classes: int, n_features: int) -> nn.Module:
-    return nn.Sequential(MeanOfBag(), *linear_head(n_classes, n_features))  # type: ignore[misc]
+    return nn.Sequential(MeanOfBag(), *build_linear_head(n_classes, n_features))  # type: ignore[misc]
 
 
-VECTOR_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
-    "linear_head": linear_head,
-    "mlp_head": _mlp_head,
-}
+VECTOR_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"linear_head": build_linear_head, "mlp_head": _mlp_head}
 """(n_classes, n_features) → a model of vectors."""
 
 BAG_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
-    "deepset": deepset,
-    "deepset_max": partial(deepset, pool=_max),
+    "deepset": build_deepset,
+    "deepset_max": partial(build_deepset, pool=_max_pool),
     "deepset_attention": _deepset_attention,
-    "abmil": partial(_gated, hidden=_HIDDEN, attending=_ATTENDING),
-    "clam_sb": partial(_gated, hidden=512, attending=256),
+    "abmil": partial(_build_gated, hidden=_HIDDEN_UNITS, attending=_ATTENTION_UNITS),
+    "clam_sb": partial(_build_gated, hidden=512, attending=256),
     "transmil": _TransMil,
     "mean_head": _mean_head,
 }
 """(n_classes, n_features) → a model of bags.
 
 `abmil` is gated attention (Ilse, Tomczak and Welling, ICML 2018, eq. 9) on a projection to 256 units. `clam_sb` is the
-single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021), `small` in the paper's code. There is
-no clustering loss on the patches that are attended most and least, since what sites train and exchange here has one
-loss, that of logits; there is no dropout; and a LayerNorm comes first. So it differs from `abmil` in size alone.
+single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021), `small` in the paper's code, without
+the clustering loss on the patches of highest and lowest attention, since here every model has a single loss on its
+logits; without dropout; and with a LayerNorm first. So it differs from `abmil` only in size.
 """

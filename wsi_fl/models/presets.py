@@ -1,6 +1,6 @@
-"""Encoders that groups already have: one table of facts.
+"""Presets of published encoders.
 
-`docs/encoders.md` has the table. It says where the facts were read, and which are assumed.
+`docs/encoders.md` has the table, with the sources of all facts and the assumed ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wsi_fl.plugins import Table
+from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,20 +20,20 @@ Pooling = Literal["class token", "class token and mean of patches", "the model's
 _Rgb = tuple[float, float, float]
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""What weights are called on the hub, in the order in which they are wanted."""
+"""File names of weights on the hub, in order of preference."""
 
-_NEAR = 0.2  # 256 px at 0.5 µm/px, reduced to 224, are what most groups give to encoders of 0.5 µm/px
+_MPP_TOLERANCE = 0.2  # most groups use 256 px at 0.5 µm/px, resized to 224, with encoders of 0.5 µm/px
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What is done to the pixels of a patch before a model sees them.
+    """Preprocessing of a patch's pixels for a model.
 
     Attributes:
         mean, sd: per channel, of values from 0 to 1.
-        px: width and height of what the model sees; None takes patches as they are.
-        interpolation: by which patches are resized.
-        resize_px: patches are resized to it and the middle `px` are kept; None stands for `px`.
+        px: width and height of the model's input; None for those of the patches.
+        interpolation: method of resizing.
+        resize_px: size of resized patches before a centre crop to `px`; None for `px`.
     """
 
     mean: _Rgb
@@ -44,17 +44,17 @@ class Transform:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """In words: mean, sd, and how patches get their size."""
+        """Return mean, sd and resizing in words."""
         if self.px is None:
             size = "not resized"
         elif self.resize_px in {None, self.px}:
             size = f"{self.interpolation} to {self.px} px"
         else:
             size = f"{self.interpolation} to {self.resize_px} px, the middle {self.px} px"
-        return f"mean {_said(self.mean)}", f"sd {_said(self.sd)}", size
+        return f"mean {_format_rgb(self.mean)}", f"sd {_format_rgb(self.sd)}", size
 
 
-def _said(values: _Rgb) -> str:
+def _format_rgb(values: _Rgb) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
@@ -63,17 +63,17 @@ class Preset:
     """Facts of one published encoder.
 
     Attributes:
-        architecture: timm's name, or any where `build` makes it.
+        architecture: timm's name, or any with `build`.
         n_features: d.
-        n_parameters: of the model as it is built here.
-        hub_id: of its weights on the Hugging Face hub; "" where they are not there.
-        mpp: µm per pixel of the patches that it was trained on; empty where the authors do not say.
-        pooling: how its tokens become features. A vision transformer has a class token; a convolutional network has its
-            own pooling.
+        n_parameters: of the model as built here.
+        hub_id: of its weights on the Hugging Face hub; "" without.
+        mpp: µm per pixel of its training patches; empty where not published.
+        pooling: from tokens to features. A vision transformer has a class token; a convolutional network has its own
+            pooling.
         arguments: of the architecture.
-        swiglu: whether its MLPs are SwiGLU where timm's architecture has others.
-        build: makes an encoder that timm has not, from a file of weights or from its own (None): a module from
-            normalised images float32[b, 3, px, px] to features float32[b, d] where the pooling is its own.
+        swiglu: whether its MLPs are SwiGLU instead of those of timm's architecture.
+        build: builds an encoder that is not in timm, from a file of weights or from its own (None): a module from
+            normalised images float32[b, 3, px, px] to features float32[b, d] with its own pooling.
     """
 
     architecture: str
@@ -90,19 +90,17 @@ class Preset:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What tells it apart besides its name and weights, in words."""
-        return (*self.transform.parts, self.pooling, *([f"trained at {self.said_mpp}"] if self.mpp else []))
+        """Return preprocessing, pooling and resolution in words."""
+        return (*self.transform.parts, self.pooling, *([f"trained at {self.mpp_text}"] if self.mpp else []))
 
     @property
-    def needed_bytes(self) -> int:
-        """Estimate of the memory that it takes with a batch of patches: weights in float32, twice while they are
-        read.
-        """
+    def memory_bytes(self) -> int:
+        """Return the estimated memory with a batch of patches: weights in float32, twice while they are read."""
         return 2 * 4 * self.n_parameters + (1 << 30)
 
     @property
-    def said_mpp(self) -> str:
-        return f"{', '.join(f'{one:g}' for one in self.mpp)} µm/px" if self.mpp else "not stated"
+    def mpp_text(self) -> str:
+        return f"{', '.join(f'{value:g}' for value in self.mpp)} µm/px" if self.mpp else "not stated"
 
 
 _IMAGENET = Transform((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, "bilinear")
@@ -113,53 +111,45 @@ _LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574
 _HIBOU = Transform((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816), 224, "bicubic")
 
 _APACHE, _NO_DERIVATIVES, _ON_CARD = "Apache 2.0", "CC BY-NC-ND 4.0", "see the model card"
-_EVERY_MPP = (0.25, 0.5, 1.0, 2.0)
-_BOTH: Pooling = "class token and mean of patches"
+_ALL_MPP = (0.25, 0.5, 1.0, 2.0)
+_CLASS_AND_MEAN: Pooling = "class token and mean of patches"
 _224: dict[str, Any] = {"img_size": 224}
 _SCALED = {**_224, "init_values": 1e-5}
 _WIDE = {"mlp_ratio": 5.33334}
 _UNI2 = {"embed_dim": 1536, "depth": 24, "num_heads": 24, "reg_tokens": 8, "no_embed_class": True}
 
 
-def _virchow(n_parameters: int, hub_id: str, licence: str, mpp: tuple[float, ...], **more: Any) -> Preset:
+def _virchow_preset(n_parameters: int, hub_id: str, licence: str, mpp: tuple[float, ...], **more: Any) -> Preset:
     arguments, name = {**_SCALED, "mlp_ratio": 5.3375, **more}, "vit_huge_patch14_224"
     return Preset(
-        name, 2560, n_parameters, _IMAGENET_BICUBIC, hub_id, licence, mpp, _BOTH, arguments, swiglu=True
+        name, 2560, n_parameters, _IMAGENET_BICUBIC, hub_id, licence, mpp, _CLASS_AND_MEAN, arguments, swiglu=True
     )
 
 
-def _h_optimus(hub_id: str, licence: str) -> Preset:
+def _h_optimus_preset(hub_id: str, licence: str) -> Preset:
     name = "vit_giant_patch14_reg4_dinov2"
     return Preset(name, 1536, 1134774272, _BIOPTIMUS, hub_id, licence, arguments=_SCALED)
 
 
-def _kaiko(name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any) -> Preset:
+def _kaiko_preset(name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any) -> Preset:
     hub_id, licence = f"1aurent/{on_hub or name}.kaiko_ai_towards_large_pathology_fms", "Kaiko non-commercial"
-    return Preset(name, n_features, n_parameters, _HALF, hub_id, licence, _EVERY_MPP, arguments=arguments)
+    return Preset(name, n_features, n_parameters, _HALF, hub_id, licence, _ALL_MPP, arguments=arguments)
 
 
-def _lunit(name: str, n_parameters: int) -> Preset:
+def _lunit_preset(name: str, n_parameters: int) -> Preset:
     hub_id, licence = f"1aurent/{name}.lunit_dino", "Lunit, research only"
     return Preset(name, 384, n_parameters, _LUNIT, hub_id, licence, (0.25, 0.5))
 
 
-def _hibou(name: str, n_features: int, n_parameters: int, hub_id: str, mlp_ratio: float) -> Preset:
+def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, mlp_ratio: float) -> Preset:
     arguments = {**_224, "mlp_ratio": mlp_ratio}
-    return Preset(
-        name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True
-    )
+    return Preset(name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True)
 
 
 _OWKIN = "Owkin non-commercial"
-_OWN = {
+_BUILTIN_PRESETS = {
     "uni": Preset(
-        "vit_large_patch16_224",
-        1024,
-        303350784,
-        _IMAGENET,
-        "MahmoodLab/UNI",
-        _NO_DERIVATIVES,
-        arguments=_SCALED,
+        "vit_large_patch16_224", 1024, 303350784, _IMAGENET, "MahmoodLab/UNI", _NO_DERIVATIVES, arguments=_SCALED
     ),
     "uni2-h": Preset(
         "vit_giant_patch14_224",
@@ -171,10 +161,10 @@ _OWN = {
         arguments=_SCALED | _WIDE | _UNI2,
         swiglu=True,
     ),
-    "virchow": _virchow(631229184, "paige-ai/Virchow", _APACHE, (0.5,)),
-    "virchow2": _virchow(631239424, "paige-ai/Virchow2", _NO_DERIVATIVES, _EVERY_MPP, reg_tokens=4),
-    "h-optimus-0": _h_optimus("bioptimus/H-optimus-0", _APACHE),
-    "h-optimus-1": _h_optimus("bioptimus/H-optimus-1", _ON_CARD),
+    "virchow": _virchow_preset(631229184, "paige-ai/Virchow", _APACHE, (0.5,)),
+    "virchow2": _virchow_preset(631239424, "paige-ai/Virchow2", _NO_DERIVATIVES, _ALL_MPP, reg_tokens=4),
+    "h-optimus-0": _h_optimus_preset("bioptimus/H-optimus-0", _APACHE),
+    "h-optimus-1": _h_optimus_preset("bioptimus/H-optimus-1", _ON_CARD),
     "h0-mini": Preset(
         "vit_base_patch14_reg4_dinov2",
         1536,
@@ -182,7 +172,7 @@ _OWN = {
         replace(_BIOPTIMUS, interpolation="bicubic"),
         "bioptimus/H0-mini",
         _ON_CARD,
-        pooling=_BOTH,
+        pooling=_CLASS_AND_MEAN,
         arguments=_224 | _WIDE,
         swiglu=True,
     ),
@@ -197,58 +187,43 @@ _OWN = {
     ),
     "phikon": Preset("vit_base_patch16_224", 768, 85798656, _IMAGENET, "owkin/phikon", _OWKIN),
     "phikon-v2": Preset(
-        "vit_large_patch16_224",
-        1024,
-        303350784,
-        _IMAGENET_BICUBIC,
-        "owkin/phikon-v2",
-        _OWKIN,
-        arguments=_SCALED,
+        "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "owkin/phikon-v2", _OWKIN, arguments=_SCALED
     ),
-    "kaiko-vits8": _kaiko("vit_small_patch8_224", 384, 21670272),
-    "kaiko-vits16": _kaiko("vit_small_patch16_224", 384, 21665664),
-    "kaiko-vitb8": _kaiko("vit_base_patch8_224", 768, 85807872),
-    "kaiko-vitb16": _kaiko("vit_base_patch16_224", 768, 85798656),
-    "kaiko-vitl14": _kaiko(
-        *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"),
-        dynamic_img_size=True,
+    "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
+    "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
+    "kaiko-vitb8": _kaiko_preset("vit_base_patch8_224", 768, 85807872),
+    "kaiko-vitb16": _kaiko_preset("vit_base_patch16_224", 768, 85798656),
+    "kaiko-vitl14": _kaiko_preset(
+        *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"), dynamic_img_size=True
     ),
-    "lunit-vits8": _lunit("vit_small_patch8_224", 21670272),
-    "lunit-vits16": _lunit("vit_small_patch16_224", 21665664),
-    "hibou-b": _hibou("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
-    "hibou-l": _hibou("vit_large_patch14_reg4_dinov2", 1024, 303657216, "histai/hibou-L", 5.34375),
+    "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
+    "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
+    "hibou-b": _hibou_preset("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
+    "hibou-l": _hibou_preset("vit_large_patch14_reg4_dinov2", 1024, 303657216, "histai/hibou-L", 5.34375),
     "midnight-12k": Preset(
-        "vit_giant_patch14_dinov2",
-        3072,
-        1134769664,
-        _HALF,
-        "kaiko-ai/midnight",
-        "MIT",
-        _EVERY_MPP,
-        _BOTH,
-        _224,
+        "vit_giant_patch14_dinov2", 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, _224
     ),
 }
 
-PRESETS = Table("wsi_fl.encoders", _OWN, Preset)
-"""By the name that an encoder is asked for; another package adds its own as entry points of `wsi_fl.encoders`."""
+PRESETS = PluginTable("wsi_fl.encoders", _BUILTIN_PRESETS, Preset)
+"""Presets by name; other packages add theirs as entry points of `wsi_fl.encoders`."""
 
 _OTHER_NAMES = {"univ1": "uni", "univ2": "uni2h", "uni2": "uni2h", "midnight": "midnight12k"}
-"""What other tools call them, where that is another word."""
+"""Names in other tools → names here, without punctuation."""
 
 
-def preset_called(name: str) -> str | None:
-    """Return the preset that another tool's name of an encoder stands for; None where it stands for none.
+def find_preset(name: str) -> str | None:
+    """Return the preset for another tool's name of an encoder; None without one.
 
     Example:
-        >>> [preset_called(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
+        >>> [find_preset(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
         ['uni', 'uni', 'uni2-h', 'h-optimus-0', None]
     """
-    bare = _letters(re.sub("^mahmood-|-[0-9a-f]{8}$", "", name.lower()))
-    return next((one for one in PRESETS if _letters(one) == _OTHER_NAMES.get(bare, bare)), None)
+    bare = _strip_punctuation(re.sub("^mahmood-|-[0-9a-f]{8}$", "", name.lower()))
+    return next((preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None)
 
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "conch": "has attention pooling of its own",
     "titan": "makes one vector of a whole slide",
     "prism": "makes one vector of a whole slide",
@@ -258,41 +233,44 @@ _NOT_HERE = {
     "gpfm": "has weights under names of their own",
     "mstar": "has weights under names of their own",
 }
-"""Encoders that are no presets, by the letters that their names begin with."""
+"""Reasons why encoders are not presets, by the prefix of their names."""
 
 
-def instead_of(name: str) -> str | None:
-    """Say in words what to do where no encoder has this name; None where nobody knows.
+def suggest_encoder(name: str) -> str | None:
+    """Return advice for the unknown name of an encoder; None without any.
 
     Example:
-        >>> instead_of("UNI2"), instead_of("conch_v15").split(";")[0]
+        >>> suggest_encoder("UNI2"), suggest_encoder("conch_v15").split(";")[0]
         ("did you mean 'uni2-h'?", 'it has attention pooling of its own, so it is no preset')
     """
-    if meant := preset_called(name):
-        return f"did you mean {meant!r}?"
-    why = next((said for one, said in _NOT_HERE.items() if _letters(name.lower()).startswith(one)), None)
+    if preset := find_preset(name):
+        return f"did you mean {preset!r}?"
+    reason = next(
+        (text for prefix, text in _UNSUPPORTED.items() if _strip_punctuation(name.lower()).startswith(prefix)), None
+    )
     advice = "extract its features with TRIDENT or STAMP, then `wsi-fl import --format trident`"
-    return why and f"it {why}, so it is no preset; {advice}"
+    return reason and f"it {reason}, so it is no preset; {advice}"
 
 
-def _letters(name: str) -> str:
+def _strip_punctuation(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name)
 
 
-def warning_of(name: str, size_px: int, mpp: float) -> str | None:
-    """Say that patches show an encoder another resolution than it was trained on; None where not, or unknown.
+def resolution_warning(name: str, size_px: int, mpp: float) -> str | None:
+    """Return a warning for patches of a resolution unlike the encoder's training; None where fine or unknown.
 
     Example:
-        >>> warning_of("uni", 224, 0.25)
+        >>> resolution_warning("uni", 224, 0.25)
         'uni was trained at 0.5 µm/px; patches of 224 px at 0.25 µm/px show it 0.25 µm/px'
-        >>> warning_of("uni", 448, 0.25) is warning_of("resnet50", 64, 9) is None
+        >>> resolution_warning("uni", 448, 0.25) is resolution_warning("resnet50", 64, 9) is None
         True
     """
     preset = PRESETS.get(name)
     if preset is None or not preset.mpp:
         return None
-    to = preset.transform.resize_px or preset.transform.px
-    seen = mpp * size_px / to if to else mpp
-    if any(abs(seen / one - 1) <= _NEAR for one in preset.mpp):
+    target_px = preset.transform.resize_px or preset.transform.px
+    shown_mpp = mpp * size_px / target_px if target_px else mpp
+    if any(abs(shown_mpp / trained_mpp - 1) <= _MPP_TOLERANCE for trained_mpp in preset.mpp):
         return None
-    return f"{name} was trained at {preset.said_mpp}; patches of {size_px} px at {mpp:g} µm/px show it {seen:.3g} µm/px"
+    patches = f"patches of {size_px} px at {mpp:g} µm/px"
+    return f"{name} was trained at {preset.mpp_text}; {patches} show it {shown_mpp:.3g} µm/px"

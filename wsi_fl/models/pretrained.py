@@ -1,6 +1,6 @@
-"""Networks that start from published weights, and the part of them that is trained; the rest stays as it is.
+"""Networks with published initial weights, of which a part is trained and the remainder frozen.
 
-What is not trained is public and the same at all sites: it never travels, and costs no ε.
+Frozen weights are public and the same at all sites: they never leave the site, and cost no ε.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wsi_fl.models.cnn import FrozenNorm, group_norm
-from wsi_fl.models.weights import created, digest_of, fit, published_weights, read_weights
-from wsi_fl.types import Images, UsageError, one_line
+from wsi_fl.models.weights import create_timm_model, download_weights, load_weights, read_weights, weights_digest
+from wsi_fl.types import Images, UsageError, single_line
 
 if TYPE_CHECKING:
-    from wsi_fl.models import Start
+    from wsi_fl.models import StartWeights
 
 
-def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
-    """The architecture with fresh weights, ready for per-example gradients."""
-    what = f"{n_classes} classes and {in_channels} channels"
-    return _without_batch_norm(created(name, what, num_classes=n_classes, in_chans=in_channels))
+def build_timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
+    """Build a timm architecture with random weights, ready for per-example gradients."""
+    description = f"{n_classes} classes and {in_channels} channels"
+    return _replace_batch_norm(create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels))
 
 
-def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
-    """Replace every 2-d BatchNorm by GroupNorm in place, or where `frozen` every BatchNorm by its frozen form.
+def _replace_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
+    """Replace every 2-d BatchNorm by GroupNorm in place, or with `frozen` every BatchNorm by its frozen form.
 
-    What timm fuses with a norm, dropout and activation, comes after it.
+    Dropout and activation, which timm fuses with a norm, come after it.
     """
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
             norm = FrozenNorm(child) if frozen else group_norm(child.num_features)
-            after = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
-            setattr(model, name, nn.Sequential(norm, *after) if after else norm)
+            extras = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
+            setattr(model, name, nn.Sequential(norm, *extras) if extras else norm)
         else:
-            _without_batch_norm(child, frozen=frozen)
+            _replace_batch_norm(child, frozen=frozen)
     for module in model.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
@@ -48,17 +48,17 @@ def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
 
 
 Part = Literal["all", "head", "last", "norm", "lora"]
-_RANK = 4
-"""Of low-rank adapters: a few, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
+_LORA_RANK = 4
+"""Rank of adapters: low, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
 
 
 class _Pretrained(nn.Module):
-    """A timm model of images in [−1, 1], which it is shown as its weights expect them."""
+    """A timm model of images in [−1, 1], normalised as its weights require."""
 
     mean: Tensor
     sd: Tensor
-    # SHA-256 uint8[32] of the weights that it started from, kept with the weights, 0 where they are loaded
-    # afterwards; models that started from others cannot be mixed
+    # SHA-256 uint8[32] of the initial weights, stored with the weights, 0 where they are loaded afterwards; models of
+    # different initial weights cannot be averaged
     started: Tensor
 
     def __init__(self, model: Any, start: str) -> None:
@@ -73,17 +73,17 @@ class _Pretrained(nn.Module):
         return logits
 
 
-def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> _Pretrained:
-    """Return a timm architecture with given weights and a fresh classifier; its BatchNorm is frozen.
+def build_pretrained_model(name: str, n_classes: int, shape: Images, start: StartWeights) -> _Pretrained:
+    """Build a timm architecture with initial weights and a random classifier; its BatchNorm is frozen.
 
     Raises:
-        UsageError: when timm has no such model, or none of this size, or it has no such part.
-        WsiFlError: when the weights cannot be had or do not fit.
+        UsageError: when timm has no such model, or none of this size, or the model no such part.
+        WsiFlError: when the weights are not available or do not fit.
     """
     if shape.channels != 3:
         raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
-    model = created(name, "weights without classes", num_classes=0)
-    digest = "" if start.weights is None else _load(model, name, start.weights, start.cache)
+    model = create_timm_model(name, "weights without classes", num_classes=0)
+    digest = "" if start.weights is None else _load_weights(model, name, start.weights, start.cache)
     _fit_size(model, name, shape.size_px)
     model.reset_classifier(n_classes)
     trained = _PARTS[start.train](model)
@@ -94,74 +94,72 @@ def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> 
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return _Pretrained(_without_batch_norm(model, frozen=True), digest)
+    return _Pretrained(_replace_batch_norm(model, frozen=True), digest)
 
 
-def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
-    """Load weights into a model without classifier; return their digest, with what they expect of images."""
+def _load_weights(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
+    """Load weights into a model without classifier; return the digest of weights and normalisation."""
     if isinstance(weights, str):
-        path = published_weights(name, model.pretrained_cfg.get("hf_hub_id"))
+        path = download_weights(name, model.pretrained_cfg.get("hf_hub_id"))
     else:
         path = weights / f"{name}.safetensors" if weights.is_dir() else weights
-    fit(model, read_weights(path, cache), str(path))
-    return digest_of(_Pretrained(model, ""))
+    load_weights(model, read_weights(path, cache), str(path))
+    return weights_digest(_Pretrained(model, ""))
 
 
 def _fit_size(model: Any, name: str, size_px: int) -> None:
-    """Let a model that sees one size of images see this one: its embeddings of places are interpolated."""
+    """Set the size of images of a model, which interpolates its positional embeddings."""
     if hasattr(model, "set_input_size"):
         try:
             model.set_input_size(img_size=size_px)
         except Exception as error:  # each architecture has its own way to refuse
-            raise UsageError(f"timm makes no {name} of images of {size_px} px: {one_line(error)}") from None
+            raise UsageError(f"timm makes no {name} of images of {size_px} px: {single_line(error)}") from None
 
 
-def _classifier(model: Any) -> list[nn.Module]:
-    """Return the layers that make logits; some architectures have two."""
-    found = model.get_classifier()
-    return list(found) if isinstance(found, tuple) else [found]
+def _classifier_layers(model: Any) -> list[nn.Module]:
+    """Return the layers of the classifier; some architectures have two."""
+    classifier = model.get_classifier()
+    return list(classifier) if isinstance(classifier, tuple) else [classifier]
 
 
-def _head(model: Any) -> list[nn.Parameter]:
-    return [parameter for layer in _classifier(model) for parameter in layer.parameters()]
+def _head_parameters(model: Any) -> list[nn.Parameter]:
+    return [parameter for layer in _classifier_layers(model) for parameter in layer.parameters()]
 
 
-def _last(model: Any) -> list[nn.Parameter]:
-    """Return the parameters of the last block and of what comes after it, as timm divides its models."""
+def _last_parameters(model: Any) -> list[nn.Parameter]:
+    """Return the parameters of the last block and after it, as timm divides its models."""
     if not hasattr(model, "group_matcher"):
-        raise UsageError(
-            f"timm does not say what is last in a {type(model).__name__}; set model.train = 'norm'"
-        )
+        raise UsageError(f"timm does not divide a {type(model).__name__} into blocks; set model.train = 'norm'")
     depth = group_parameters(model, model.group_matcher(), return_values=False, reverse=True)
     last = sorted(set(depth.values()))[-2:]
     named = dict(model.named_parameters())
-    return [*_head(model), *(named[name] for name, k in depth.items() if k in last)]
+    return [*_head_parameters(model), *(named[name] for name, k in depth.items() if k in last)]
 
 
-def _norm(model: Any) -> list[nn.Parameter]:
+def _norm_parameters(model: Any) -> list[nn.Parameter]:
     layers = [module for module in model.modules() if "Norm" in type(module).__name__]
-    return [*_head(model), *(p for layer in layers for p in layer.parameters(recurse=False))]
+    return [*_head_parameters(model), *(p for layer in layers for p in layer.parameters(recurse=False))]
 
 
-def _lora(model: Any) -> list[nn.Parameter]:
-    """Give linear layers low-rank adapters (Hu et al., 2021), or convolutions where there are none; return these."""
-    kept = {id(module) for layer in _classifier(model) for module in layer.modules()}
-    layers = [module for module in model.modules() if id(module) not in kept]
-    linear = [one for one in layers if type(one) is nn.Linear]
-    convolutions = [one for one in layers if type(one) is nn.Conv2d and one.groups == 1]
-    return [*_head(model), *(p for layer in linear or convolutions for p in _adapt(layer))]
+def _add_lora(model: Any) -> list[nn.Parameter]:
+    """Add low-rank adapters to linear layers (Hu et al., 2021), else to convolutions; return the trained parameters."""
+    classifier_ids = {id(module) for layer in _classifier_layers(model) for module in layer.modules()}
+    layers = [module for module in model.modules() if id(module) not in classifier_ids]
+    linear = [layer for layer in layers if type(layer) is nn.Linear]
+    convolutions = [layer for layer in layers if type(layer) is nn.Conv2d and layer.groups == 1]
+    return [*_head_parameters(model), *(p for layer in linear or convolutions for p in _add_adapter(layer))]
 
 
 class _Adapted(nn.Module):
-    """Adds a product of two small layers to what a layer says; at first it is 0 (Hu et al., 2021)."""
+    """A layer plus a product of two small layers, initially 0 (Hu et al., 2021)."""
 
     down: nn.Module
     up: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        more: Tensor = self.up(self.down(x))
-        said: Tensor = super().forward(x)
-        return said + more
+        delta: Tensor = self.up(self.down(x))
+        output: Tensor = super().forward(x)
+        return output + delta
 
 
 class _AdaptedLinear(_Adapted, nn.Linear):
@@ -172,19 +170,19 @@ class _AdaptedConv2d(_Adapted, nn.Conv2d):
     """A convolution with an adapter: a convolution of the same kernel to few channels, and one of 1 × 1."""
 
 
-_OF_KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+_KERNEL_SETTINGS = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
-def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
-    """Turn a layer into one with an adapter, in place: its own parameters keep their names. Return the adapter's."""
+def _add_adapter(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
+    """Add an adapter to a layer in place, whose parameters keep their names; return the adapter's parameters."""
     if isinstance(layer, nn.Linear):
-        down: nn.Module = nn.Linear(layer.in_features, _RANK, bias=False)
-        up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)
+        down: nn.Module = nn.Linear(layer.in_features, _LORA_RANK, bias=False)
+        up: nn.Linear | nn.Conv2d = nn.Linear(_LORA_RANK, layer.out_features, bias=False)
         layer.__class__ = _AdaptedLinear
     else:
-        same: dict[str, Any] = {name: getattr(layer, name) for name in _OF_KERNEL}
-        down = nn.Conv2d(layer.in_channels, _RANK, bias=False, **same)
-        up = nn.Conv2d(_RANK, layer.out_channels, 1, bias=False)
+        kernel_settings: dict[str, Any] = {name: getattr(layer, name) for name in _KERNEL_SETTINGS}
+        down = nn.Conv2d(layer.in_channels, _LORA_RANK, bias=False, **kernel_settings)
+        up = nn.Conv2d(_LORA_RANK, layer.out_channels, 1, bias=False)
         layer.__class__ = _AdaptedConv2d
     nn.init.zeros_(up.weight)
     layer.down, layer.up = down, up
@@ -193,8 +191,8 @@ def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
 
 _PARTS: dict[Part, Callable[[Any], list[nn.Parameter]]] = {
     "all": lambda model: list(model.parameters()),
-    "head": _head,
-    "last": _last,
-    "norm": _norm,
-    "lora": _lora,
+    "head": _head_parameters,
+    "last": _last_parameters,
+    "norm": _norm_parameters,
+    "lora": _add_lora,
 }

@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 out of place, apart from all that does not need torchvision, which is slow to import."""
+"""torchvision's ResNet-18 without in-place operations, in a module of its own, since torchvision imports slowly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 
 class _OutOfPlaceBlock(BasicBlock):  # type: ignore[misc]
-    """torchvision's basic block, out of place.
+    """torchvision's basic block without in-place operations.
 
-    In-place ReLU and `out += identity` overwrite tensors that Opacus's full backward hooks still need.
+    In-place ReLU and `out += identity` would overwrite tensors needed by Opacus's full backward hooks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,8 +27,8 @@ class _OutOfPlaceBlock(BasicBlock):  # type: ignore[misc]
         return result
 
 
-def resnet18(n_classes: int, in_channels: int, norm: Callable[[int], nn.Module]) -> nn.Module:
-    """Return a network with random weights; `norm` makes a normalisation layer of so many channels."""
+def build_resnet18(n_classes: int, in_channels: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Build a network with random weights; `norm` builds the normalisation layer of a number of channels."""
     net = ResNet(_OutOfPlaceBlock, [2, 2, 2, 2], num_classes=n_classes, norm_layer=norm)
     net.relu = nn.ReLU()
     if in_channels != 3:

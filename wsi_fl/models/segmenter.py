@@ -1,6 +1,6 @@
-"""A segmenter of faults that a group has trained: a torchvision segmentation model with its weights in safetensors.
+"""User-supplied segmenters of artifacts: torchvision segmentation models with weights in safetensors.
 
-The header of the file says what it is, in one entry `segmenter` of JSON:
+The header of the file describes the model in one entry `segmenter` of JSON:
 
     {"architecture": "lraspp_mobilenet_v3_large", "classes": ["tissue", "pen", "fold"], "mpp": 2.0,
      "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -22,14 +22,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from wsi_fl.models.weights import read_weights
-from wsi_fl.system.files import ordinary
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.system.files import require_regular_file
+from wsi_fl.types import WsiFlError, single_line
 
-_PX_AT_ONCE = 1 << 20  # pixels that go through the model together
+_BATCH_PX = 1 << 20  # pixels per forward pass
 
 
-class _Facts(BaseModel):
-    """What the file says of its model."""
+class _SegmenterMetadata(BaseModel):
+    """Metadata of a segmenter file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     architecture: str
@@ -40,10 +40,8 @@ class _Facts(BaseModel):
 
 
 @dataclass(frozen=True)
-class Segmenter:
-    """A model that gives each pixel of a patch, at `mpp` µm per pixel, one of `classes`, the model's channels in
-    order.
-    """
+class TorchvisionSegmenter:
+    """A model of the class of each pixel of a patch at `mpp` µm per pixel; `classes` are its channels in order."""
 
     classes: tuple[str, ...]
     mpp: float
@@ -53,58 +51,56 @@ class Segmenter:
 
     @torch.inference_mode()
     def shares(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return which share float32[b, n_classes] of each of the patches uint8[b, h, w, 3] has which class."""
+        """Return the share float32[b, n_classes] of each class in the patches uint8[b, h, w, 3]."""
         n, height, width, _ = patches.shape
-        mean, std = (torch.tensor(of)[:, None, None] for of in (self.mean, self.std))
-        step = max(1, _PX_AT_ONCE // (height * width))
+        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        step = max(1, _BATCH_PX // (height * width))
         out = np.zeros((n, len(self.classes)), np.float32)
         for first in range(0, n, step):
-            some = torch.from_numpy(patches[first : first + step]).permute(0, 3, 1, 2).float() / 255
-            found = self.model((some - mean) / std)["out"].argmax(1).flatten(1)
-            counts = [(found == k).float().mean(1).numpy() for k in range(len(self.classes))]
+            chunk = torch.from_numpy(patches[first : first + step]).permute(0, 3, 1, 2).float() / 255
+            predictions = self.model((chunk - mean) / std)["out"].argmax(1).flatten(1)
+            counts = [(predictions == k).float().mean(1).numpy() for k in range(len(self.classes))]
             out[first : first + step] = np.stack(counts, 1)
         return out
 
 
-def load_segmenter(path: Path) -> Segmenter:
+def load_segmenter(path: Path) -> TorchvisionSegmenter:
     """Load a segmenter from a safetensors file.
 
     Raises:
-        WsiFlError: when the file is missing or damaged, does not say what it is, or its weights do not fit that.
+        WsiFlError: when the file is missing or damaged, lacks its metadata, or its weights do not fit these.
     """
-    facts, state = _facts(path), read_weights(path)
+    metadata, state = _read_metadata(path), read_weights(path)
     from torchvision.models import get_model, list_models, segmentation
 
-    known = list_models(segmentation)
-    if facts.architecture not in known:
-        raise WsiFlError(f"{path}: architecture {facts.architecture!r} is none of {', '.join(known)}")
-    plain: dict[str, Any] = {"weights": None, "weights_backbone": None, "num_classes": len(facts.classes)}
-    if not facts.architecture.startswith("lraspp"):
-        plain["aux_loss"] = any(name.startswith("aux_classifier.") for name in state)
-    model = get_model(facts.architecture, **plain)
+    architectures = list_models(segmentation)
+    if metadata.architecture not in architectures:
+        raise WsiFlError(f"{path}: architecture {metadata.architecture!r} is none of {', '.join(architectures)}")
+    options: dict[str, Any] = {"weights": None, "weights_backbone": None, "num_classes": len(metadata.classes)}
+    if not metadata.architecture.startswith("lraspp"):
+        options["aux_loss"] = any(name.startswith("aux_classifier.") for name in state)
+    model = get_model(metadata.architecture, **options)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise WsiFlError(
-            f"{path}: its weights are not those of {facts.architecture} with {len(facts.classes)} classes "
-            f"({one_line(error)[:160]})"
+            f"{path}: its weights are not those of {metadata.architecture} with {len(metadata.classes)} classes "
+            f"({single_line(error)[:160]})"
         ) from None
-    return Segmenter(facts.classes, facts.mpp, facts.mean, facts.std, model.eval())
+    return TorchvisionSegmenter(metadata.classes, metadata.mpp, metadata.mean, metadata.std, model.eval())
 
 
-def _facts(path: Path) -> _Facts:
+def _read_metadata(path: Path) -> _SegmenterMetadata:
     try:
-        with safe_open(ordinary(path), "np") as file:
-            said = (file.metadata() or {}).get("segmenter")
+        with safe_open(require_regular_file(path), "np") as file:
+            text = (file.metadata() or {}).get("segmenter")
     except (SafetensorError, OSError) as error:
-        raise WsiFlError(f"{path}: not a readable safetensors file ({one_line(error)})") from None
-    if said is None:
-        raise WsiFlError(
-            f"{path}: its header does not say what it is; docs/quality.md says how to write the entry `segmenter`"
-        )
+        raise WsiFlError(f"{path}: not a readable safetensors file ({single_line(error)})") from None
+    if text is None:
+        raise WsiFlError(f"{path}: its header has no entry `segmenter`; docs/quality.md shows how to write it")
     try:
-        return _Facts.model_validate_json(said)
+        return _SegmenterMetadata.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise WsiFlError(f"{path}: entry `segmenter` of its header: {where}: {first['msg']}") from None
+        place = ".".join(map(str, first["loc"])) or "document"
+        raise WsiFlError(f"{path}: entry `segmenter` of its header: {place}: {first['msg']}") from None

@@ -1,4 +1,4 @@
-"""What exporters note of the machine that they ran on, paths above all, taken out of what they write."""
+"""Removal of traces of the exporting machine, mainly paths, from exported models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-_TRACE = ".debug_pkl"
-"""Of a file of code in a TorchScript archive: which line of which source file each step came from."""
+_TRACE_SUFFIX = ".debug_pkl"
+"""Suffix of the source lines of a code file in a TorchScript archive."""
 
 
 def remove_onnx_traces(message: Any) -> None:
-    """Take stack traces and notes out of each part of an ONNX message; what a model says of itself stays.
+    """Remove stack traces and notes from each part of an ONNX message; the model's metadata stay.
 
     Args:
         message: `onnx.ModelProto`, changed in place.
@@ -29,11 +29,11 @@ def remove_onnx_traces(message: Any) -> None:
 
 
 def remove_torchscript_traces(path: Path) -> None:
-    """Write a TorchScript archive anew, without source lines of its steps and the name it was first written under."""
+    """Rewrite a TorchScript archive without source lines and its original name."""
     reader, buffer = torch._C.PyTorchFileReader(str(path)), BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name in reader.get_all_records():
-        if not name.endswith(_TRACE) and name not in ("version", "byteorder", ".data/serialization_id"):
+        if not name.endswith(_TRACE_SUFFIX) and name not in ("version", "byteorder", ".data/serialization_id"):
             data = reader.get_record(name)
             writer.write_record(name, data, len(data))
     writer.write_end_of_file()

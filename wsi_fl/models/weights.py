@@ -1,4 +1,4 @@
-"""Models of timm, and their weights: from a file or the model hub, whatever their keys are called; their digest."""
+"""Models of timm and their weights, from a file or the model hub, with keys of several libraries; their digest."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from torch import nn
 from torch.nn import functional
 
 from wsi_fl.system.tensors import load_document, save_tensors
-from wsi_fl.types import NOT_PLAIN, DiskFull, UsageError, WsiFlError, is_plain, one_line
+from wsi_fl.types import PLAIN_NAME_MESSAGE, DiskFull, UsageError, WsiFlError, is_plain_name, single_line
 
 State = Mapping[str, torch.Tensor]
 
 
 class NoWeightsError(WsiFlError):
-    """Published weights that cannot be had here; a file of them can be given."""
+    """Published weights are not available here; the user can give a file."""
 
 
 _CLASSIFIERS = ("classifier", "fc", "fc_4", "head", "head.fc", "head_dist")
-"""Where architectures keep what makes classes of features; `fc_4` is KimiaNet's."""
-_KIMIANET = "model.0."
-"""The convolutions of KimiaNet, and of any torchvision DenseNet in an `nn.Sequential` with its pooling."""
+"""Names of classifiers; `fc_4` is KimiaNet's."""
+_KIMIANET_PREFIX = "model.0."
+"""Prefix of the convolutions of KimiaNet, and of any torchvision DenseNet in an `nn.Sequential` with its pooling."""
 _WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "state_dict.")
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.")
 
@@ -42,50 +42,50 @@ _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.")
 def read_weights(
     path: Path, cache: Path | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, half precision made single; those of a pickle by way of such a file.
+    """Read the tensors of a safetensors file, half precision cast to single; a pickle is converted first.
 
     Args:
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
-        tell: is told when they are.
+        cache: folder for the tensors of a pickle whose own folder is read-only.
+        tell: called with a line after a conversion.
 
     Raises:
-        WsiFlError: when it is missing, damaged, or a pickle with more than tensors, which can run any program.
+        WsiFlError: for a missing or damaged file, or a pickle with more than tensors, which can run any program.
     """
     if not path.is_file():
         raise WsiFlError(f"{path}: no such file; weights are a safetensors, .bin, .pt or .pth file")
     if path.suffix.lower() in _PICKLES:
-        path = _as_safetensors(path, cache, tell)
+        path = _convert_pickle(path, cache, tell)
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise WsiFlError(f"{path}: not a readable safetensors file ({one_line(error)})") from None
-    return {name: one.float() if one.is_floating_point() else one for name, one in state.items()}
+        raise WsiFlError(f"{path}: not a readable safetensors file ({single_line(error)})") from None
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
-def cached_weights(hub_id: str, files: Sequence[str] = ("model.safetensors",)) -> Path | None:
-    """The first of these files that was downloaded before; None where none was."""
+def find_cached_weights(hub_id: str, files: Sequence[str] = ("model.safetensors",)) -> Path | None:
+    """Return the first of these files in the cache of downloads; None without any."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = (try_to_load_from_cache(hub_id, file) for file in files)
-    return next((Path(one) for one in found if isinstance(one, str)), None)
+    paths = (try_to_load_from_cache(hub_id, file) for file in files)
+    return next((Path(path) for path in paths if isinstance(path, str)), None)
 
 
-def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("model.safetensors",)) -> Path:
-    """The file that an encoder's authors publish, downloaded with the user's own token unless it is here already.
+def download_weights(name: str, hub_id: str | None, files: Sequence[str] = ("model.safetensors",)) -> Path:
+    """Return the published file of an encoder, downloaded with the user's token unless cached.
 
     Args:
-        files: what it may be called, in the order in which they are wanted.
+        files: possible names, in order of preference.
 
     Raises:
-        NoWeightsError: when there is none or it cannot be had.
+        NoWeightsError: when there is none or it is not available.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
     if not hub_id:
-        raise NoWeightsError(f"{name}: timm publishes no weights of it by name; give them in a file")
-    if found := cached_weights(hub_id, files):
-        return found
+        raise NoWeightsError(f"{name}: timm publishes no weights of this name; give them in a file")
+    if path := find_cached_weights(hub_id, files):
+        return path
     host = urlsplit(constants.ENDPOINT).hostname or ""
     try:
         if not urllib.request.getproxies():
@@ -100,75 +100,81 @@ def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("mo
             "`hf auth login` with your token, or give them in a file"
         ) from None
     except Exception as error:  # the hub's client has many ways to fail
-        reason = one_line(error)[:120]
+        reason = single_line(error)[:120]
         raise NoWeightsError(
             f"{name}: its published weights ({hub_id} at {host}) cannot be downloaded ({reason}); download them "
             "elsewhere and give them in a file"
         ) from None
 
 
-def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) -> bool:
+def load_weights(model: nn.Module, state: State, source: str, *, assign: bool = False) -> bool:
     """Load weights into a model without classifier; the keys may be timm's, torchvision's, transformers' or KimiaNet's.
 
     Args:
-        assign: puts the tensors themselves into the model, as one without memory needs it.
+        assign: whether the tensors themselves become the parameters, as a model on the meta device needs.
 
     Returns:
         Whether they are KimiaNet's, whose features are pooled without the last ReLU.
 
     Raises:
-        WsiFlError: when a key is missing, too many or of another shape; it names one of each kind, with shapes.
+        WsiFlError: for missing or unexpected keys or another shape, with the first of each kind and shapes.
     """
-    wanted = {name: one for name, one in model.state_dict().items() if not _bookkeeping(name)}
-    named, kimianet = _renamed(_timm_named(state, model), wanted)
-    kept = {name: one for name, one in named.items() if not _bookkeeping(name)}
-    missing = sorted(wanted.keys() - kept.keys())
-    extra = sorted(name for name in kept.keys() - wanted.keys() if not _classifies(name, model))
-    unlike = [name for name, one in wanted.items() if name in kept and kept[name].shape != one.shape]
-    wrong = []
+    expected = {name: tensor for name, tensor in model.state_dict().items() if not _is_counter(name)}
+    tensors, kimianet = _rename_keys(_convert_names(state, model), expected)
+    available = {name: tensor for name, tensor in tensors.items() if not _is_counter(name)}
+    missing = sorted(expected.keys() - available.keys())
+    extra = sorted(name for name in available.keys() - expected.keys() if not _is_classifier(name, model))
+    mismatched = [
+        name for name, tensor in expected.items() if name in available and available[name].shape != tensor.shape
+    ]
+    problems = []
     if missing:
-        name, shape = missing[0], list(wanted[missing[0]].shape)
-        wrong.append(f"{name!r} is missing (shape {shape}){_others(missing)}")
+        name, shape = missing[0], list(expected[missing[0]].shape)
+        problems.append(f"{name!r} is missing (shape {shape}){_count_others(missing)}")
     if extra:
-        name, shape = extra[0], list(kept[extra[0]].shape)
-        wrong.append(f"it has {name!r} (shape {shape}), which the encoder has not{_others(extra)}")
-    if unlike:
-        name, shape, right = unlike[0], list(kept[unlike[0]].shape), list(wanted[unlike[0]].shape)
-        wrong.append(f"{name!r} has shape {shape} instead of {right}{_others(unlike)}")
-    if wrong:
+        name, shape = extra[0], list(available[extra[0]].shape)
+        problems.append(f"it has {name!r} (shape {shape}), which the encoder has not{_count_others(extra)}")
+    if mismatched:
+        name, shape, expected_shape = (
+            mismatched[0],
+            list(available[mismatched[0]].shape),
+            list(expected[mismatched[0]].shape),
+        )
+        problems.append(f"{name!r} has shape {shape} instead of {expected_shape}{_count_others(mismatched)}")
+    if problems:
         encoder = getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
-        raise WsiFlError(f"{source} does not fit the encoder {encoder}: {'; '.join(wrong)}")
-    for name in wanted:
-        if kept[name].is_floating_point() and not torch.isfinite(kept[name]).all():
+        raise WsiFlError(f"{source} does not fit the encoder {encoder}: {'; '.join(problems)}")
+    for name in expected:
+        if available[name].is_floating_point() and not torch.isfinite(available[name]).all():
             raise WsiFlError(f"{source}: {name!r} holds values that are no numbers")
-    model.load_state_dict({name: kept[name] for name in wanted}, strict=False, assign=assign)
+    model.load_state_dict({name: available[name] for name in expected}, strict=False, assign=assign)
     return kimianet
 
 
-def digest_of(model: nn.Module) -> str:
-    """SHA-256 of all tensors by name: the same weights have it wherever they came from."""
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of all tensors by name, the same for weights of any source."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        if not _bookkeeping(name):
+        if not _is_counter(name):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _renamed(state: State, wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], bool]:
-    """The weights under the names of the model that fit best, and whether they were KimiaNet's."""
-    expected = set(wanted)
+def _rename_keys(state: State, names_wanted: Iterable[str]) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the weights under the best matching names of the model, and whether they are KimiaNet's."""
+    expected = set(names_wanted)
     best, best_kimianet = dict(state), False
     names = {name: name for name in state}
     for _ in range(3):  # wrappers are nested
         modern = {old: _OLD_DENSENET.sub(r"\1\2.", name) for old, name in names.items()}
         unpacked = {
-            old: "features." + name.removeprefix(_KIMIANET) if name.startswith(_KIMIANET) else name
+            old: "features." + name.removeprefix(_KIMIANET_PREFIX) if name.startswith(_KIMIANET_PREFIX) else name
             for old, name in modern.items()
         }
         for trial, kimianet in ((modern, False), (unpacked, unpacked != modern)):
             if len(expected & set(trial.values())) > len(expected & best.keys()):
-                best, best_kimianet = {trial[old]: one for old, one in state.items()}, kimianet
+                best, best_kimianet = {trial[old]: tensor for old, tensor in state.items()}, kimianet
         wrapper = next((w for w in _WRAPPERS if any(n.startswith(w) for n in names.values())), None)
         if wrapper is None:
             break
@@ -176,37 +182,37 @@ def _renamed(state: State, wanted: Iterable[str]) -> tuple[dict[str, torch.Tenso
     return best, best_kimianet
 
 
-def _bookkeeping(name: str) -> bool:
-    """A counter of training steps, which older files lack."""
+def _is_counter(name: str) -> bool:
+    """Return whether a tensor is a counter of training steps, absent from older files."""
     return name.endswith("num_batches_tracked")
 
 
-def _classifies(name: str, model: nn.Module) -> bool:
-    own = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
-    known = (*_CLASSIFIERS, *((own,) if isinstance(own, str) else own))
-    return any(name.startswith(f"{one}.") for one in known)
+def _is_classifier(name: str, model: nn.Module) -> bool:
+    classifier = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    prefixes = (*_CLASSIFIERS, *((classifier,) if isinstance(classifier, str) else classifier))
+    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _others(names: list[str]) -> str:
+def _count_others(names: list[str]) -> str:
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def refuse_file_name(name: str) -> None:
-    """An encoder is a name; a path belongs into `weights`."""
+    """Refuse a path as the name of an encoder; paths belong in `weights`."""
     if ("/" in name and ":" not in name) or name.endswith((".safetensors", *_PICKLES)):
         raise UsageError(f"encoder = {name!r} is a preset's or a timm model's name; a file goes into weights")
 
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".torch")
-_INNER = ("state_dict", "model", "teacher")  # under which key training programs put the weights
-_PLAIN = re.compile(r"[\w./ -]+")
+_NESTED_KEYS = ("state_dict", "model", "teacher")  # keys of weights in files of training programs
+_SHELL_SAFE = re.compile(r"[\w./ -]+")
 
 
-def _conversion(path: Path, *, tensors_alone: bool) -> str:
-    """Return the command that makes a safetensors file of a pickle, as far as programs nest weights in it."""
-    source = str(path) if _PLAIN.fullmatch(str(path)) else "in.pth"  # else a shell might read it otherwise
+def _conversion_command(path: Path, *, tensors_alone: bool) -> str:
+    """Return the command to convert a pickle to a safetensors file, with the usual nesting of weights."""
+    source = str(path) if _SHELL_SAFE.fullmatch(str(path)) else "in.pth"  # else a shell might misread it
     nested = "d"
-    for key in reversed(_INNER):
+    for key in reversed(_NESTED_KEYS):
         nested = f"d.get('{key}', {nested})"
     return (
         'python -c "import torch, safetensors.torch; safetensors.torch.save_file({k: v.contiguous().clone() for k, v '
@@ -215,91 +221,91 @@ def _conversion(path: Path, *, tensors_alone: bool) -> str:
     )
 
 
-def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
-    """Return a safetensors file with the tensors of a pickle, made once beside it, or else in the cache.
+def _convert_pickle(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
+    """Convert a pickle once to a safetensors file beside it, or else in the cache, and return its path.
 
     Only tensors and plain containers are unpickled (`torch.load(weights_only=True)`).
     """
     state = path.stat()
-    made_of = {"bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
-    beside = path.with_name(f"{path.name}.safetensors")
-    places = [beside] if os.access(path.parent, os.W_OK) or beside.exists() else []
+    source_state = {"bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
+    sibling = path.with_name(f"{path.name}.safetensors")
+    places = [sibling] if os.access(path.parent, os.W_OK) or sibling.exists() else []
     if cache is not None:
-        known = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-        places.append(cache / f"{path.stem}-{known}.safetensors")
+        path_digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+        places.append(cache / f"{path.stem}-{path_digest}.safetensors")
     for place in places:
         with suppress(WsiFlError):
-            if place.exists() and load_document(place, "weights") == made_of:
+            if place.exists() and load_document(place, "weights") == source_state:
                 return place
-    tensors = _tensors(path)
+    tensors = _read_pickle(path)
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(place, tensors, made_of)
+            save_tensors(place, tensors, source_state)
         except DiskFull:
             raise
         except OSError:
             continue
-        tell(f"{path.name}: tensors alone were read and kept as {place}")
+        tell(f"{path.name}: only tensors were read and kept as {place}")
         return place
     raise WsiFlError(
-        f"{path}: its folder cannot be written; convert it elsewhere: {_conversion(path, tensors_alone=True)}"
+        f"{path}: its folder cannot be written; convert it elsewhere: {_conversion_command(path, tensors_alone=True)}"
     )
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a pickle by name; those that share memory get their own."""
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a pickle by name, each in memory of its own."""
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and PyTorch have many ways to refuse
-        reason = one_line(error).split(". ")[0][:120]
+        reason = single_line(error).split(". ")[0][:120]
         raise WsiFlError(
             f"{path}: damaged, or a pickle of more than tensors; it could run any program, so it is never opened "
-            f"({reason}); where you trust it, convert it once: {_conversion(path, tensors_alone=False)}"
+            f"({reason}); where you trust it, convert it once: {_conversion_command(path, tensors_alone=False)}"
         ) from None
-    for key in _INNER:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
+    for key in _NESTED_KEYS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
     tensors = {}
-    if isinstance(found, Mapping):
-        tensors = {str(name): one.clone() for name, one in found.items() if isinstance(one, torch.Tensor)}
+    if isinstance(content, Mapping):
+        tensors = {str(name): tensor.clone() for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
     if not tensors:
         raise WsiFlError(f"{path}: holds no tensors by name; give the encoder's state_dict")
     return tensors
 
 
-def created(name: str, what: str, **arguments: Any) -> Any:
-    """Return a timm model with fresh weights, as timm makes it; `what` says in words what is asked for.
+def create_timm_model(name: str, description: str, **arguments: Any) -> Any:
+    """Create a timm model with random weights; `description` describes it in errors.
 
-    UsageError for a name that timm would look up elsewhere, on a hub or in a file: what was agreed on by name could
-    become another model, and whoever names it could make this process open connections or files.
+    UsageError for a name that timm would look up on a hub or in a file: a name common to sites could become another
+    model, and its author could make this process open connections or files.
     """
     import timm
 
-    if not is_plain(name):
-        raise UsageError(f"{name!r} {NOT_PLAIN}")
+    if not is_plain_name(name):
+        raise UsageError(f"{name!r} {PLAIN_NAME_MESSAGE}")
     try:
         return timm.create_model(name, pretrained=False, **arguments)
     except Exception as error:  # each architecture has its own way to refuse
         if timm.is_model(name):
-            raise UsageError(f"timm makes no {name} of {what}: {one_line(error)}") from None
+            raise UsageError(f"timm makes no {name} of {description}: {single_line(error)}") from None
         near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"timm knows no model {name!r} ({one_line(error)}){hint}") from None
+        raise UsageError(f"timm knows no model {name!r} ({single_line(error)}){hint}") from None
 
 
-_BATCH = 64
+_BATCH_IMAGES = 64
 
 
-def untrained_weights(name: str, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
-    """Return weights with timm's names that were never trained, always the same for the same images.
+def random_weights(name: str, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+    """Return random weights with timm's names, deterministic for the same images.
 
-    Random filters tell textures apart. Normalisation layers have seen the images, without which all features would
-    look alike.
+    Random filters distinguish textures. Normalisation layers have statistics of the images, without which features
+    would hardly differ.
 
     Args:
         name: of a timm architecture with BatchNorm.
-        images: uint8[n, h, w, 3] that its normalisation layers see.
+        images: uint8[n, h, w, 3] for the statistics of its normalisation layers.
     """
     import timm
     from timm.data import resolve_model_data_config
@@ -309,28 +315,28 @@ def untrained_weights(name: str, images: NDArray[np.uint8]) -> dict[str, torch.T
         model: nn.Module = timm.create_model(name, num_classes=2)
     expected = resolve_model_data_config(model)
     mean, std = (torch.tensor(expected[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
-    normalised = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - mean) / std
+    normalized = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - mean) / std
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None  # the plain mean over batches
     model.train()
     with torch.no_grad():
-        for first in range(0, len(normalised), _BATCH):
-            model(normalised[first : first + _BATCH])
+        for start in range(0, len(normalized), _BATCH_IMAGES):
+            model(normalized[start : start + _BATCH_IMAGES])
     weights: dict[str, torch.Tensor] = model.state_dict()
     return weights
 
 
 _CLASS_TOKEN = "embeddings.cls_token"
-_LEFT_OUT = ("embeddings.mask_token", "pooler.")
-_OUTSIDE = {
+_IGNORED_KEYS = ("embeddings.mask_token", "pooler.")
+_GLOBAL_KEYS = {
     "embeddings.cls_token": "cls_token",
     "embeddings.register_tokens": "reg_token",
     "embeddings.position_embeddings": "pos_embed",
     "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
     "layernorm.": "norm.",
 }
-_IN_BLOCK = {
+_BLOCK_KEYS = {
     "layernorm_before.": "norm1.",
     "layernorm_after.": "norm2.",
     "attention.output.dense.": "attn.proj.",
@@ -344,51 +350,51 @@ _IN_BLOCK = {
 }
 _BLOCK = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)")
 _QUERY = re.compile(r"((?:encoder\.)?layers?\.(\d+)\.attention\.)(attention\.query|q_proj)\.(weight|bias)")
-_THREE = {
+_QKV_NAMES = {
     "attention.query": ("attention.query", "attention.key", "attention.value"),
     "q_proj": ("q_proj", "k_proj", "v_proj"),
 }
 """Query, key and value by the first of them: of transformers 4, and of transformers 5."""
 
 
-def _timm_named(state: State, model: nn.Module) -> State:
-    """Return the weights under timm's names where they have those of ViT or DINOv2 in transformers; else as they are.
+def _convert_names(state: State, model: nn.Module) -> State:
+    """Convert names of ViT or DINOv2 in transformers to timm's; other weights stay unchanged.
 
     Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers,
-    what the class token's place adds is added to the token itself, as timm adds no place to it. Places are interpolated
-    to the grid of the model as `Dinov2Embeddings.interpolate_pos_encoding` does it.
+    the positional embedding of the class token is added to the token, as timm has none for it. Positional embeddings
+    are interpolated to the grid of the model as in `Dinov2Embeddings.interpolate_pos_encoding`.
     """
     prefix = next((name.removesuffix(_CLASS_TOKEN) for name in state if name.endswith(_CLASS_TOKEN)), None)
     if prefix is None:
         return state
-    bare = {name.removeprefix(prefix): one for name, one in state.items()}
-    bare = {name: one for name, one in bare.items() if not name.startswith(_LEFT_OUT)}
+    bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    bare = {name: tensor for name, tensor in bare.items() if not name.startswith(_IGNORED_KEYS)}
     named: dict[str, torch.Tensor] = {}
-    for found in [one for name in bare if (one := _QUERY.fullmatch(name))]:
-        stem, block, first, kind = found.groups()
-        three = [f"{stem}{part}.{kind}" for part in _THREE[first]]
-        if all(name in bare for name in three):
-            named[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([bare.pop(name) for name in three])
-    named |= {_timm_name(name): one for name, one in bare.items()}
-    return _placed(named, model)
+    for match in [query for name in bare if (query := _QUERY.fullmatch(name))]:
+        stem, block, first, kind = match.groups()
+        qkv_names = [f"{stem}{part}.{kind}" for part in _QKV_NAMES[first]]
+        if all(name in bare for name in qkv_names):
+            named[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([bare.pop(name) for name in qkv_names])
+    named |= {_timm_name(name): tensor for name, tensor in bare.items()}
+    return _resize_positions(named, model)
 
 
 def _timm_name(name: str) -> str:
     block = _BLOCK.fullmatch(name)
-    table, rest = (_IN_BLOCK, block[2]) if block else (_OUTSIDE, name)
-    old = next((old for old in table if rest.startswith(old)), "")
-    return (f"blocks.{block[1]}." if block else "") + table.get(old, "") + rest.removeprefix(old)
+    table, suffix = (_BLOCK_KEYS, block[2]) if block else (_GLOBAL_KEYS, name)
+    old = next((old for old in table if suffix.startswith(old)), "")
+    return (f"blocks.{block[1]}." if block else "") + table.get(old, "") + suffix.removeprefix(old)
 
 
-def _placed(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Fit the embeddings of places, [1, 1 + side², d], to those of the model."""
+def _resize_positions(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Interpolate positional embeddings [1, 1 + side², d] to those of the model."""
     places = state.get("pos_embed")
-    wanted = model.state_dict().get("pos_embed")
-    if places is None or wanted is None or places.ndim != wanted.ndim:
+    target = model.state_dict().get("pos_embed")
+    if places is None or target is None or places.ndim != target.ndim:
         return state
     first, grid = places[:, :1], places[:, 1:]
     without_class = bool(getattr(model, "no_embed_class", False))
-    side, new_side = round(grid.shape[1] ** 0.5), round((wanted.shape[1] - (not without_class)) ** 0.5)
+    side, new_side = round(grid.shape[1] ** 0.5), round((target.shape[1] - (not without_class)) ** 0.5)
     if side != new_side and side * side == grid.shape[1]:
         square = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
         square = functional.interpolate(square, (new_side, new_side), mode="bicubic", align_corners=False)

@@ -1,1 +1,1 @@
-"""Differential privacy: the accountant, the ledger that makes releases, and DP-SGD by Opacus."""
+"""Differential privacy: the accountant, the ledger and DP-SGD."""

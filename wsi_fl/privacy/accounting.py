@@ -1,22 +1,22 @@
 """ε of the subsampled Gaussian mechanism by Rényi differential privacy (Mironov et al., 2019).
 
-Where nothing is sampled, as in a release of noisy sums, ε is exact: the composition of Gaussian mechanisms is one
-Gaussian mechanism, whose δ(ε) is known (Balle and Wang, ICML 2018, theorem 8). The unit of privacy is one row of a
-store unless told otherwise; the number of rows is public.
+Without sampling, as for class statistics, ε is exact: the composition of Gaussian mechanisms is one Gaussian mechanism
+with a known δ(ε) (Balle and Wang, ICML 2018, theorem 8). The privacy unit is one row of a store by default; the number
+of rows is public.
 
 Group privacy, ε of a patient with k rows, follows from an ε per row. Of the k rows of a group each enters a batch with
 probability q, so the sum moves by a vector v_S with |v_S| ≤ |S| C, where |S| is binomial. One step is then a mixture P
 = Σ_S p_S N(v_S, σ²C²) against Q = N(0, σ²C²). The likelihood ratio dP/dQ = Σ_S p_S exp(⟨x, v_S⟩/σ²C² − |v_S|²/2σ²C²) is
 a sum of log-normals whose exponents have the covariances ⟨v_S, v_T⟩/σ²C² ≤ |S||T|/σ². By Kahane's convexity inequality
 (1985) its expectation under every convex function is largest where these are equalities: where all gradients have norm
-C and one direction. Rényi divergences of both directions are such expectations, so what is left is a mixture of normals
-on a line,
+C and one direction. Rényi divergences of both directions are such expectations, so a mixture of normals on a line
+remains,
 
     L(x) = Σ_j Binom(k, q)(j) exp(jx/σ − j²/2σ²),   x ~ N(0, 1),
 
 integrated numerically. (Ganesh, "Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
-mechanisms", 2024, shows the same of hockey-stick divergences, which are expectations of convex functions too; `loss`
-adds those up, which is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may
+mechanisms", 2024, shows the same of hockey-stick divergences, which are expectations of convex functions too; their
+sum, `epsilon_by_loss`, is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may
 be 0.
 """
 
@@ -39,16 +39,16 @@ from numpy.typing import NDArray
 from wsi_fl.types import UsageError
 
 _ORDERS = (*(1 + tenths / 10 for tenths in range(1, 100)), *range(12, 64))
-"""The Rényi orders of Opacus, written down because its import takes seconds."""
+"""The Rényi orders of Opacus, copied because its import takes seconds."""
 WHOLE_ORDERS: tuple[float, ...] = tuple(range(2, 65))
-"""With these orders alone ε is found a hundred times faster, and is a little too high."""
+"""Orders for an ε that is computed a hundred times faster and is a little too high."""
 ACCOUNTANT = "rdp"
-_MOST_SIGMA = 1e6
+_MAX_SIGMA = 1e6
 _LARGE_SIGMA = 20.0
-_STEP, _UNIT, _ROUND_OFF = 1 / 16, 1e-15, 1e-12  # of an integral
-_PRECISION = 1e-12  # relative precision of an exact ε
-_HALVINGS = 60  # of an interval of rates, to the precision of a float64
-_LEAST_LEFT = 0.005  # fraction of the target ε: less than it is left over for nothing
+_GRID_STEP, _UNIT_ROUND_OFF, _INTEGRAL_ROUND_OFF = 1 / 16, 1e-15, 1e-12  # of an integral
+_EPSILON_PRECISION = 1e-12  # relative precision of an exact ε
+_BISECTION_STEPS = 60  # of an interval of rates, to the precision of a float64
+_MIN_REMAINING_SHARE = 0.005  # fraction of the target ε below which no noise multiplier is searched
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Mechanism:
 
     Attributes:
         sigma: noise multiplier; the noise's standard deviation is sigma * clip.
-        clip: bound C on the L2 norm of one unit's gradient.
-        sample_rate: probability q with which each unit enters a batch.
+        clip: clipping norm C, bound on the L2 norm of one unit's gradient.
+        sample_rate: probability q of each unit to enter a batch.
         steps: number of applications.
     """
 
@@ -69,19 +69,17 @@ class Mechanism:
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Return ceil(n / B). The sample rate is its inverse, so that an epoch sees each row once on average.
+    """Return ceil(n / B), the inverse of the sample rate: an epoch sees each row once on average.
 
     Raises:
         UsageError: when n or B is below 1.
     """
     if n < 1 or batch_size < 1:
-        raise UsageError(
-            f"an epoch needs at least one row and batches of at least one, not n={n}, B={batch_size}"
-        )
+        raise UsageError(f"an epoch needs at least one row and batches of at least one, not n={n}, B={batch_size}")
     return ceil(n / batch_size)
 
 
-def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> Mechanism:
+def plan_mechanism(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> Mechanism:
     """Return the mechanism of `epochs` epochs over n rows in batches of `batch_size` on average.
 
     Raises:
@@ -94,13 +92,11 @@ def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> M
 
 
 @cache
-def _opacus() -> ModuleType:
-    """Return Opacus's accountant alone, since importing the whole package takes each rank a second."""
+def _load_opacus() -> ModuleType:
+    """Return Opacus's accountant without the rest of the package, whose import takes each rank a second."""
     package = find_spec("opacus")
     assert package is not None and package.origin is not None
-    spec = spec_from_file_location(
-        "opacus_rdp", Path(package.origin).parent / "accountants" / "analysis" / "rdp.py"
-    )
+    spec = spec_from_file_location("opacus_rdp", Path(package.origin).parent / "accountants" / "analysis" / "rdp.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -108,53 +104,49 @@ def _opacus() -> ModuleType:
 
 
 @lru_cache(maxsize=1024)
-def _rdp_of_one_step(
-    sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS
-) -> NDArray[np.float64]:
-    if sigma > _MOST_SIGMA:
-        raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MOST_SIGMA:g}")
+def _compute_step_rdp(sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS) -> NDArray[np.float64]:
+    if sigma > _MAX_SIGMA:
+        raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MAX_SIGMA:g}")
     if sigma >= _LARGE_SIGMA:
-        return _rdp_of_large_sigma(sigma, sample_rate, orders)
-    rdp = _opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
+        return _integrate_step_rdp(sigma, sample_rate, orders)
+    rdp = _load_opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
     return np.asarray(rdp, np.float64)
 
 
-def _rdp_of_large_sigma(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the divergences by their integral (Mironov et al., 2019, eq. 7), where Opacus' series takes seconds.
+def _integrate_step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the divergences by their integral (Mironov et al., 2019, eq. 7); Opacus' series takes seconds here.
 
-    With u = dP/dQ − 1, whose mean is 0, E_Q[(1 + u)^α] = 1 + E_Q[(1 + u)^α − 1 − αu]: what is integrated is never
-    negative, so that a divergence of 1e-12 has its digits too, which the series has lost. The trapezoid rule is exact
-    to round-off for such smooth integrands on the whole line; a bound on round-off is added.
+    With u = dP/dQ − 1, whose mean is 0, E_Q[(1 + u)^α] = 1 + E_Q[(1 + u)^α − 1 − αu]. This integrand is never negative,
+    so a divergence of 1e-12 keeps the digits that the series loses. The trapezoid rule is exact to round-off for such
+    smooth integrands on the whole line; a bound on round-off is added.
     """
     order = np.asarray(orders)
-    x = np.arange(-_FAR, _FAR + order.max() / sigma + _STEP, _STEP)
-    density = np.exp(-(x**2) / 2) * (_STEP / np.sqrt(2 * np.pi))
+    x = np.arange(-_NORMAL_CUTOFF, _NORMAL_CUTOFF + order.max() / sigma + _GRID_STEP, _GRID_STEP)
+    density = np.exp(-(x**2) / 2) * (_GRID_STEP / np.sqrt(2 * np.pi))
     u = rate * np.expm1(x / sigma - 1 / (2 * sigma**2))
     linear = np.outer(order, u)
-    beyond = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT * np.abs(linear)
-    found: NDArray[np.float64] = np.log1p((beyond @ density) * (1 + _ROUND_OFF)) / (order - 1)
-    return found
+    remainder = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT_ROUND_OFF * np.abs(linear)
+    rdp: NDArray[np.float64] = np.log1p((remainder @ density) * (1 + _INTEGRAL_ROUND_OFF)) / (order - 1)
+    return rdp
 
 
 def epsilon(
-    mechanisms: Mechanism | Iterable[Mechanism],
-    delta: float | None = None,
-    orders: tuple[float, ...] = _ORDERS,
+    mechanisms: Mechanism | Iterable[Mechanism], delta: float | None = None, orders: tuple[float, ...] = _ORDERS
 ) -> float:
     """Return ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
 
-    It is exact where every mechanism sees all records, and an upper bound elsewhere.
+    ε is exact where every mechanism sees all records, and an upper bound elsewhere.
 
     Args:
-        mechanisms: one, such as the plan of a round, or several.
-        delta: None takes that of the one plan.
+        mechanisms: a single one, such as the plan of a round, or several.
+        delta: None for the δ of a single plan.
         orders: Rényi orders to take the least bound over; every choice is valid.
 
     Raises:
         UsageError: when `delta` is not between 0 and 1.
 
     Example (ProxyFL, Table 2, site C1):
-        >>> round(epsilon([plan(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
+        >>> round(epsilon([plan_mechanism(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
         2.36
     """
     if isinstance(mechanisms, Mechanism):
@@ -166,43 +158,41 @@ def epsilon(
     if any(mechanism.sigma <= 0 for mechanism in applied):
         return inf
     # 1. without sampling: Gaussian mechanisms compose to one, with μ² = Σ steps / σ²
-    unsampled = _gaussian_epsilon(_mu_of(applied), delta)
+    unsampled = _gaussian_epsilon(_gaussian_mu(applied), delta)
     if all(mechanism.sample_rate == 1 for mechanism in applied):
         return unsampled
     return min(unsampled, renyi_epsilon(applied, delta, orders))  # sampling never costs more
 
 
-def renyi_epsilon(
-    mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS
-) -> float:
-    """Return ε by Rényi divergences alone, also of what `epsilon` prices exactly: so that plans can be compared.
+def renyi_epsilon(mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS) -> float:
+    """Return ε by Rényi divergences for every mechanism, so that plans can be compared.
 
     Args:
         mechanisms: with noise.
     """
     # 1. with Poisson sampling: Rényi divergences of every order add up over all steps
-    total = _divergences(mechanisms, orders)
+    total = _compose_divergences(mechanisms, orders)
     # 2. turn each order's divergence into an ε at δ, and take the least
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
-        value, _ = _opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
+        value, _ = _load_opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
     return max(0.0, float(value))
 
 
-def priced_by(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
-    """Return how `epsilon` finds what it says: exactly, by Rényi divergences, or as if nothing was sampled."""
-    applied = [one for one in mechanisms if one.steps]
-    if any(one.sigma <= 0 for one in applied) or all(one.sample_rate == 1 for one in applied):
+def pricing_method(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
+    """Return how ε is computed: exactly, by Rényi divergences, or as if nothing was sampled."""
+    applied = [mechanism for mechanism in mechanisms if mechanism.steps]
+    if any(mechanism.sigma <= 0 for mechanism in applied) or all(mechanism.sample_rate == 1 for mechanism in applied):
         return "exact"
-    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_mu_of(applied), delta) else "unsampled"
+    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_gaussian_mu(applied), delta) else "unsampled"
 
 
-def detection(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
-    """Return the largest true positive rate of any test that tells whether one record is among the data.
+def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
+    """Return the largest true positive rate of any membership test at a false positive rate.
 
-    The test may see all that the mechanisms release and know all other records. This is the trade-off curve of the
-    composition itself (Dong, Roth and Su, "Gaussian differential privacy", JRSS B 2022), and says more than any (ε, δ)
-    does. It is exact where every mechanism sees all records, and elsewhere an upper bound (Balle et al., "Hypothesis
+    The test may use all releases of the mechanisms and all other records. This is the trade-off curve of the
+    composition itself (Dong, Roth and Su, "Gaussian differential privacy", JRSS B 2022), more informative than any
+    (ε, δ). It is exact where every mechanism sees all records, and elsewhere an upper bound (Balle et al., "Hypothesis
     testing interpretations and Rényi differential privacy", AISTATS 2020). Mechanisms without noise hide nothing.
 
     Raises:
@@ -216,45 +206,45 @@ def detection(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01
     if any(mechanism.sigma <= 0 for mechanism in used):
         return 1.0
     # 1. without sampling: one Gaussian mechanism, whose trade-off curve is Φ(Φ⁻¹(α) + μ)
-    unsampled = float(ndtr(ndtri(false_positive_rate) + _mu_of(used)))
+    unsampled = float(ndtr(ndtri(false_positive_rate) + _gaussian_mu(used)))
     if all(mechanism.sample_rate == 1 for mechanism in used):
         return unsampled
     # 2. with sampling: no event may be further apart than the Rényi divergence of any order allows
-    order, divergence = np.asarray(_ORDERS), _divergences(used, _ORDERS)
+    order, divergence = np.asarray(_ORDERS), _compose_divergences(used, _ORDERS)
     low, high = np.full(len(order), false_positive_rate), np.ones(len(order))
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
-        fits = _renyi_of_rates(middle, false_positive_rate, order) <= divergence
+        fits = _bernoulli_divergence(middle, false_positive_rate, order) <= divergence
         low, high = np.where(fits, middle, low), np.where(fits, high, middle)
     return min(unsampled, float(high.min()))
 
 
-def _renyi_of_rates(p: NDArray[np.float64], q: float, order: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the Rényi divergence of every order of a coin that falls on heads with p from one with q."""
+def _bernoulli_divergence(p: NDArray[np.float64], q: float, order: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the Rényi divergence, for every order, of a coin with probability p of heads from a coin with q."""
     with np.errstate(divide="ignore"):
         heads = order * np.log(p) + (1 - order) * np.log(q)
         tails = order * np.log1p(-p) + (1 - order) * np.log1p(-q)
-    found: NDArray[np.float64] = np.logaddexp(heads, tails) / (order - 1)
-    return found
+    divergence: NDArray[np.float64] = np.logaddexp(heads, tails) / (order - 1)
+    return divergence
 
 
-def _mu_of(mechanisms: Iterable[Mechanism]) -> float:
-    """Return μ of the one Gaussian mechanism that Gaussian mechanisms without sampling compose to."""
-    return float(sum(one.steps / one.sigma**2 for one in mechanisms) ** 0.5)
+def _gaussian_mu(mechanisms: Iterable[Mechanism]) -> float:
+    """Return μ of the composition of Gaussian mechanisms without sampling, which is one Gaussian mechanism."""
+    return float(sum(mechanism.steps / mechanism.sigma**2 for mechanism in mechanisms) ** 0.5)
 
 
-def _divergences(mechanisms: Iterable[Mechanism], orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the Rényi divergence of the composition for every order: those of all steps add up."""
+def _compose_divergences(mechanisms: Iterable[Mechanism], orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the Rényi divergence of the composition for every order, the sum over all steps."""
     total = np.zeros(len(orders))
-    for one in mechanisms:
-        total = total + one.steps * _rdp_of_one_step(one.sigma, one.sample_rate, orders)
+    for mechanism in mechanisms:
+        total = total + mechanism.steps * _compute_step_rdp(mechanism.sigma, mechanism.sample_rate, orders)
     return total
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return ε at `delta` of a Gaussian mechanism whose sensitivity is `mu` standard deviations of its noise.
+    """Return ε at `delta` of a Gaussian mechanism with a sensitivity of `mu` standard deviations of its noise.
 
-    It is that of Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem 8.
+    Source: Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem 8.
     """
     if mu == 0 or _gaussian_delta(0.0, mu) <= delta:
         return 0.0
@@ -263,7 +253,7 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     while _gaussian_delta(high, mu) > delta:
         low, high = high, 2 * high
     # 2. bisect, and return the upper end
-    while high - low > _PRECISION * max(1.0, high):
+    while high - low > _EPSILON_PRECISION * max(1.0, high):
         middle = (low + high) / 2
         low, high = (middle, high) if _gaussian_delta(middle, mu) > delta else (low, middle)
     return high
@@ -273,11 +263,11 @@ def _gaussian_delta(value: float, mu: float) -> float:
     """Return δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ); the second term is computed by its logarithm."""
     from scipy.special import log_ndtr, ndtr
 
-    rest = value + float(log_ndtr(-mu / 2 - value / mu))
-    return float(ndtr(mu / 2 - value / mu)) - exp(min(rest, 0.0))
+    exponent = value + float(log_ndtr(-mu / 2 - value / mu))
+    return float(ndtr(mu / 2 - value / mu)) - exp(min(exponent, 0.0))
 
 
-def sigma_for(
+def find_sigma(
     target_epsilon: float,
     sample_rate: float,
     steps: int,
@@ -288,53 +278,53 @@ def sigma_for(
     near: float = 1.0,
     price: Callable[[Sequence[Mechanism], float, tuple[float, ...]], float] = epsilon,
 ) -> float:
-    """Return the smallest noise multiplier, of three decimals, whose ε together with what was `spent` meets the target.
+    """Return the smallest noise multiplier, to three decimals, for a target ε on top of the mechanisms in `spent`.
 
-    The search begins at `near`, and `price` says what is spent.
+    The search begins at `near`; `price` computes ε of all mechanisms.
 
     Raises:
-        UsageError: when no noise multiplier up to 1000 suffices, or what was spent leaves next to nothing.
+        UsageError: when no noise multiplier up to 1000 suffices, or next to nothing of the target is left.
     """
 
-    def spends(thousandths: int) -> float:
+    def price_sigma(thousandths: int) -> float:
         if not thousandths:
             return inf
         return price([*spent, Mechanism(thousandths / 1000, 1.0, sample_rate, steps)], delta, orders)
 
     low, high = 0, 1_000_000  # too little, enough
-    before_it = price(spent, delta, orders) if spent else 0.0
-    nothing_left = before_it > (1 - _LEAST_LEFT) * target_epsilon
-    if not 0 < target_epsilon < inf or nothing_left or spends(high) > target_epsilon:
-        before = f" on top of {before_it:.3g}" if spent else ""
-        raise UsageError(f"no noise level reaches epsilon {target_epsilon:g}{before} at delta {delta:g}")
-    at, step = max(1, round(near * 1000)), 0
+    spent_epsilon = price(spent, delta, orders) if spent else 0.0
+    is_exhausted = spent_epsilon > (1 - _MIN_REMAINING_SHARE) * target_epsilon
+    if not 0 < target_epsilon < inf or is_exhausted or price_sigma(high) > target_epsilon:
+        spent_text = f" on top of {spent_epsilon:.3g}" if spent else ""
+        raise UsageError(f"no noise level reaches epsilon {target_epsilon:g}{spent_text} at delta {delta:g}")
+    thousandths, step = max(1, round(near * 1000)), 0
     while high - low > 1:
-        value = spends(at)
-        low, high = (low, at) if value <= target_epsilon else (at, high)
-        # ε falls roughly as 1/σ; an evaluation can take half a second, so few of them
-        nearer = round(at * min(4.0, max(0.25, value / target_epsilon)))
-        if abs(nearer - at) <= 2:  # then on to the other side of the target
+        value = price_sigma(thousandths)
+        low, high = (low, thousandths) if value <= target_epsilon else (thousandths, high)
+        # ε falls roughly as 1/σ; an evaluation can take half a second
+        next_thousandths = round(thousandths * min(4.0, max(0.25, value / target_epsilon)))
+        if abs(next_thousandths - thousandths) <= 2:  # then on to the other side of the target
             step = 2 * step + 1
-            nearer = at - step if value <= target_epsilon else at + step
-        at = nearer if low < nearer < high else (low + high) // 2
+            next_thousandths = thousandths - step if value <= target_epsilon else thousandths + step
+        thousandths = next_thousandths if low < next_thousandths < high else (low + high) // 2
     return high / 1000
 
 
-MOST_EPSILON = 1e3
-"""Beyond it an ε says nothing."""
+MAX_GROUP_EPSILON = 1e3
+"""The largest ε that is reported."""
 
 _GROUP_ORDERS = 1 + np.geomspace(0.01, 63, 40)
-_FAR = 12.0  # standard deviations beyond which a normal density is nothing
-_WIDEST = 4000.0  # largest half-width of the range of integration; orders that need a wider one are left out
-_CELLS = 1 << 21
-_LARGE = 128  # rows of a group beyond which smaller ones are looked at first
-_LARGEST = 2048  # beyond which the integrals take too long
+_NORMAL_CUTOFF = 12.0  # standard deviations beyond which a normal density is nothing
+_MAX_HALF_WIDTH = 4000.0  # largest half-width of the range of integration; orders that need more are left out
+_GRID_CELLS = 1 << 21
+_LARGE_GROUP = 128  # rows of a group beyond which smaller groups are computed first
+_MAX_GROUP_ROWS = 2048  # beyond which the integrals take too long
 
 
 def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> float | None:
-    """Return ε at `delta` for all k rows of a group together, an upper bound; None above 1000.
+    """Return an upper bound on ε at `delta` for all k rows of a group; None above 1000.
 
-    It is never less than what `epsilon` says of one row, which is by another bound.
+    The bound is never below ε of one row, which is computed another way.
 
     Raises:
         UsageError: when k is below 1.
@@ -346,46 +336,46 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
     """
     if k < 1:
         raise UsageError(f"a group has at least one row, not {k}")
-    applied = [one for one in mechanisms if one.steps]
-    if k == 1 or any(one.sigma <= 0 for one in applied):
+    applied = [mechanism for mechanism in mechanisms if mechanism.steps]
+    if k == 1 or any(mechanism.sigma <= 0 for mechanism in applied):
         value = epsilon(applied, delta)
-    elif all(one.sample_rate == 1 for one in applied):  # the group is a row that is k times as long
-        value = epsilon([replace(one, sigma=one.sigma / k) for one in applied], delta)
+    elif all(mechanism.sample_rate == 1 for mechanism in applied):  # the group is a row of k times the length
+        value = epsilon([replace(mechanism, sigma=mechanism.sigma / k) for mechanism in applied], delta)
     else:
-        value = max(epsilon(applied, delta), _of_sampled(tuple(applied), delta, k))
-    return value if value <= MOST_EPSILON else None
+        value = max(epsilon(applied, delta), _sampling_group_epsilon(tuple(applied), delta, k))
+    return value if value <= MAX_GROUP_EPSILON else None
 
 
 @lru_cache(maxsize=256)
-def _of_sampled(mechanisms: tuple[Mechanism, ...], delta: float, k: int) -> float:
-    """Return ε of k rows where batches are sampled; infinite where it is beyond 1000.
+def _sampling_group_epsilon(mechanisms: tuple[Mechanism, ...], delta: float, k: int) -> float:
+    """Return ε of k rows where batches are sampled; infinite beyond 1000.
 
-    The distribution of the loss gives the least bound wherever it can be computed. Elsewhere it is the lesser of those
-    by Rényi divergences and by the textbook.
+    The distribution of the privacy loss gives the least bound wherever it can be computed. Elsewhere the bound is the
+    lesser of the bounds by Rényi divergences and by the textbook.
     """
-    from wsi_fl.privacy.loss import epsilon_by_loss, least_loss  # and with it SciPy
+    from wsi_fl.privacy.loss import epsilon_by_loss, min_mean_loss  # and with it SciPy
 
-    if least_loss(mechanisms, k) > 2 * MOST_EPSILON:  # and no bound by divergences is below that
+    if min_mean_loss(mechanisms, k) > 2 * MAX_GROUP_EPSILON:  # and no bound by divergences is below that
         return inf
-    value = epsilon_by_loss(mechanisms, delta, k, MOST_EPSILON)
-    if value <= MOST_EPSILON:
+    value = epsilon_by_loss(mechanisms, delta, k, MAX_GROUP_EPSILON)
+    if value <= MAX_GROUP_EPSILON:
         return value
-    if k > _LARGEST:
-        return _by_textbook(mechanisms, delta, k)
-    size = min(k, _LARGE)
-    value = _by_mixture(mechanisms, delta, size)
-    while size < k and value <= MOST_EPSILON:  # ε grows with k, and so does the time
+    if k > _MAX_GROUP_ROWS:
+        return _textbook_epsilon(mechanisms, delta, k)
+    size = min(k, _LARGE_GROUP)
+    value = _mixture_epsilon(mechanisms, delta, size)
+    while size < k and value <= MAX_GROUP_EPSILON:  # ε grows with k, and so does the time
         size = min(k, 2 * size)
-        value = _by_mixture(mechanisms, delta, size)
-    return min(value, _by_textbook(mechanisms, delta, k))
+        value = _mixture_epsilon(mechanisms, delta, size)
+    return min(value, _textbook_epsilon(mechanisms, delta, k))
 
 
-def _by_mixture(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
-    """Return ε by the mixture of normals, at `delta` and for k rows."""
+def _mixture_epsilon(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
+    """Return ε of k rows at `delta` by the mixture of normals."""
     # 1. Rényi divergences in both directions, added over all steps
     total = np.zeros((2, len(_GROUP_ORDERS)))
-    for one in mechanisms:
-        total = total + one.steps * np.array(_group_divergences(one.sigma, one.sample_rate, k))
+    for mechanism in mechanisms:
+        total = total + mechanism.steps * np.array(_group_divergences(mechanism.sigma, mechanism.sample_rate, k))
     # 2. turned into ε (Canonne, Kamath and Steinke, 2020, proposition 12); the worse direction counts
     spent = total + np.log1p(-1 / _GROUP_ORDERS) - np.log(delta * _GROUP_ORDERS) / (_GROUP_ORDERS - 1)
     return max(0.0, float(spent.min(axis=1).max()))
@@ -393,18 +383,18 @@ def _by_mixture(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
 
 @lru_cache(maxsize=256)
 def _group_divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where that is beyond computing."""
+    """Return (D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where it cannot be computed."""
     if rate >= 1:  # the group as a whole is a shift by k
         shifted = tuple((_GROUP_ORDERS * k**2 / (2 * sigma**2)).tolist())
         return shifted, shifted
     from scipy.special import logsumexp
 
     # 1. range of integration: at order α the integrand's mass lies up to αk/σ
-    reach = _GROUP_ORDERS * k / sigma + _FAR
-    feasible = reach <= max(_WIDEST, float(reach[0]))
-    if not (feasible.any() and reach[0] <= 10 * _WIDEST):
-        nothing = (inf,) * len(_GROUP_ORDERS)
-        return nothing, nothing
+    reach = _GROUP_ORDERS * k / sigma + _NORMAL_CUTOFF
+    feasible = reach <= max(_MAX_HALF_WIDTH, float(reach[0]))
+    if not (feasible.any() and reach[0] <= 10 * _MAX_HALF_WIDTH):
+        infinite = (inf,) * len(_GROUP_ORDERS)
+        return infinite, infinite
     # 2. log L and the log-density of N(0, 1), times the step, on a grid
     step = min(0.05, sigma / 20)
     x = np.arange(-reach[feasible].max(), reach[feasible].max() + step, step)
@@ -426,7 +416,7 @@ def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDA
     j = np.arange(k + 1)
     weight = gammaln(k + 1) - gammaln(j + 1) - gammaln(k - j + 1) + j * log(rate) + (k - j) * log1p(-rate)
     weight = weight - j**2 / (2 * sigma**2)
-    at_once = max(1, _CELLS // (k + 1))
+    at_once = max(1, _GRID_CELLS // (k + 1))
     parts = [
         logsumexp(weight + np.outer(x[first : first + at_once], j / sigma), axis=1)
         for first in range(0, len(x), at_once)
@@ -434,24 +424,24 @@ def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDA
     return np.concatenate(parts)
 
 
-def _by_textbook(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
+def _textbook_epsilon(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
     """Return kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is at most `delta` (Vadhan, 2017, lemma 2.2).
 
-    The smaller δ', the larger ε; the largest one that suffices is searched among powers of ten. Any that suffices is a
-    bound, so that the search may halve its steps.
+    The smaller δ', the larger ε; the largest sufficient δ' is searched among powers of ten. Every sufficient δ' gives a
+    bound, so the search may bisect.
     """
 
-    def bound(step: int) -> float | None:
+    def epsilon_bound(step: int) -> float | None:
         smaller = delta * 10.0 ** (-step / 4)
         value = epsilon(mechanisms, smaller) if smaller > 0 else inf
-        if not isfinite(value) or k * value > MOST_EPSILON:
+        if not isfinite(value) or k * value > MAX_GROUP_EPSILON:
             return inf
-        grown = 1.0 if value == 0 else expm1(k * value) / expm1(value) if k * value < 700 else inf
-        return k * value if smaller * (grown if value else k) <= delta else None
+        factor = 1.0 if value == 0 else expm1(k * value) / expm1(value) if k * value < 700 else inf
+        return k * value if smaller * (factor if value else k) <= delta else None
 
-    first = bisect_left(range(_STEPS), True, key=lambda step: bound(step) is not None)
-    found = bound(first) if first < _STEPS else None
-    return inf if found is None else found
+    first = bisect_left(range(_TEXTBOOK_STEPS), True, key=lambda step: epsilon_bound(step) is not None)
+    result = epsilon_bound(first) if first < _TEXTBOOK_STEPS else None
+    return inf if result is None else result
 
 
-_STEPS = 1200  # quarters of a power of ten
+_TEXTBOOK_STEPS = 1200  # quarters of a power of ten

@@ -1,15 +1,15 @@
-"""Attacks on trained models and released sums, on plain arrays, and the lower bounds on ε that they show.
+"""Membership attacks on trained models and class statistics, on plain arrays, and the lower bounds on ε they imply.
 
-A *score* is higher the more an example looks like one that was trained on.
+A membership *score* is higher for examples that look more like training examples.
 
-Who of many can be found in a released sum is asked of each, without shadow models. What a unit, a row or a patient,
-adds to a sum is a vector c that is known exactly, and so is the noise. Whoever knows all others takes them off what was
-released and asks whether noise alone or c with noise is left; the likelihood ratio is ⟨what is left, c⟩, a normal
-number that c moves by μ = |c| / s standard deviations. At a false positive rate α a test finds Φ(Φ⁻¹(α) + μ) (Dong,
-Roth and Su, "Gaussian differential privacy", JRSS B 2022). Whoever knows only how units vary has their variation as
-noise beside it: the likelihood ratio of a sum of unknown others (Sankararaman et al., "Genomic privacy and limits of
-individual detection in a pool", Nature Genetics 2009) with their second moment has μ² = h / (1 − h), where h is the
-leverage of c among all units. Averages hide those who can be found; groups and the most exposed do not.
+Attacks on a released sum need no shadow models. The contribution of a unit (row or patient) to the sum is a vector c,
+known exactly, as is the noise. An attacker with all other units subtracts them and tests noise alone against c plus
+noise; the likelihood ratio is ⟨remainder, c⟩, a normal number that c moves by μ = |c| / s standard deviations. At a
+false positive rate α the true positive rate is Φ(Φ⁻¹(α) + μ) (Dong, Roth and Su, "Gaussian differential privacy",
+JRSS B 2022). For an attacker with the distribution of the units alone, their variation is additional noise: the
+likelihood ratio of a sum of unknown others (Sankararaman et al., "Genomic privacy and limits of individual detection in
+a pool", Nature Genetics 2009) with their second moment has μ² = h / (1 − h), where h is the leverage of c among all
+units. Averages hide exposed units; groups and the most exposed units are reported too.
 """
 
 from __future__ import annotations
@@ -24,114 +24,130 @@ from numpy.typing import NDArray
 
 _Scores = NDArray[np.float64]
 
-_ENOUGH = 1000
-"""Least number of non-members for which a true positive rate at a false positive rate of 1 % or less is reported."""
-_SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of the canaries that are guessed: fixed beforehand, each at a fourth of the allowed error."""
+_MIN_NON_MEMBERS = 1000
+"""Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
+_GUESS_SHARES = (1.0, 0.5, 0.25, 0.125)
+"""Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
 ADJACENCY = (
-    "What is promised concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
+    "The guarantee concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
     "record replaced by another, ε is that of a group of two."
 )
-"""Which two data sets are neighbours for ε; a canary's coin decides between two such."""
-TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
-"""Outside a 95 % interval lie the quantiles below and above these."""
-_MOST = 50.0  # an ε above anything that canaries can show
+"""The neighbouring data sets of ε; a canary's coin decides between two of them."""
+INTERVAL_QUANTILES = [(1 - 0.95) / 2, (1 + 0.95) / 2]
+"""The quantiles at the ends of a 95 % interval."""
+_MAX_EPSILON = 50.0  # an ε above any bound by canaries
 
 
-def auroc(members: _Scores, others: _Scores) -> float | None:
-    """Return the probability that a member scores above another; ties count half. None where either are missing."""
-    (area,) = _ranked(members, others).aurocs(np.ones(len(members) + len(others), np.int32))
+def compute_auroc(members: _Scores, others: _Scores) -> float | None:
+    """Return the probability of a member to score above a non-member, ties counted half; None without either."""
+    (area,) = _rank_scores(members, others).compute_aurocs(np.ones(len(members) + len(others), np.int32))
     return None if np.isnan(area) else float(area)
 
 
-class Ranked:
-    """Scores of n examples, sorted once for the AUROCs of q questions under any number of weights; equal ones count
-    half.
+class RankedScores:
+    """Scores of n examples, sorted once for the AUROCs of q targets under any weights; ties count half.
 
     Args:
-        positive: bool[n, q], of which examples the answer to each question is yes.
-        scores: float64[n, q], higher where that is more probable.
+        positive: bool[n, q], whether an example is positive for each target.
+        scores: float64[n, q], higher for more probable positives.
     """
 
     def __init__(self, positive: NDArray[np.bool_], scores: _Scores) -> None:
-        # what is known of each question lies behind that of the one before, so that one call looks up all weights
+        # arrays of all targets lie one after the other, so that one call looks up all weights
         n_above = positive.sum(0)
-        self._question = np.repeat(np.arange(len(n_above)), n_above)
-        self._asked, self._first = np.unique(self._question, return_index=True)
-        self._ends = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
-        above, below, reached = [], [], []
-        for yes, score, first in zip(positive.T, scores.T, self._ends[:-1], strict=True):
-            own, rest = (
-                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(yes), np.flatnonzero(~yes))
+        self._target_of_positive = np.repeat(np.arange(len(n_above)), n_above)
+        self._targets, self._target_starts = np.unique(self._target_of_positive, return_index=True)
+        self._negative_starts = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
+        above, below, positions = [], [], []
+        for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
+            positive_rows, negative_rows = (
+                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
             )
-            above.append(own)
-            below.append(rest)
-            reached.append(
-                [first + np.searchsorted(score[rest], score[own], side) for side in ("left", "right")]
+            above.append(positive_rows)
+            below.append(negative_rows)
+            positions.append(
+                [
+                    first + np.searchsorted(score[negative_rows], score[positive_rows], side)
+                    for side in ("left", "right")
+                ]
             )
-        self._above, self._below = (np.concatenate(each).astype(np.int32) for each in (above, below))
-        self._reached = np.concatenate(reached, axis=1)
+        self._above, self._below = (np.concatenate(arrays).astype(np.int32) for arrays in (above, below))
+        self._positions = np.concatenate(positions, axis=1)
 
-    def aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return by question the share of pairs in which the positive example has the higher score; NaN without a pair.
+    def compute_aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return the AUROC of each target, the share of pairs with the positive example above; NaN without a pair.
 
-        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], says how often each
-        example is there.
+        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], is the multiplicity
+        of each example.
         """
         # 1. how much weight the first k negative examples have
         total = np.zeros(len(self._below) + 1, np.int32)
         np.cumsum(np.take(weights, self._below), out=total[1:])
-        ends = total[self._ends]
-        # 2. of each positive one twice what lies below it: with and without what is equal
-        below, up_to = np.take(total, self._reached)
-        twice = below + up_to - 2 * ends[self._question]
-        own = np.take(weights, self._above).astype(np.float64)
-        # 3. sums by question
-        found, n_own = self._by_question(own * twice), self._by_question(own)
-        pairs = n_own * np.diff(ends)
+        ends = total[self._negative_starts]
+        # 2. for each positive example twice the weight below it: with and without ties
+        below, up_to = np.take(total, self._positions)
+        twice = below + up_to - 2 * ends[self._target_of_positive]
+        positive_weights = np.take(weights, self._above).astype(np.float64)
+        # 3. sums by target
+        twice_wins, n_positive = (self._sum_by_target(positive_weights * twice), self._sum_by_target(positive_weights))
+        pairs = n_positive * np.diff(ends)
         areas = np.full(len(pairs), np.nan)
-        np.divide(found / 2, pairs, out=areas, where=pairs > 0)
+        np.divide(twice_wins / 2, pairs, out=areas, where=pairs > 0)
         return areas
 
-    def _by_question(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = np.zeros(len(self._ends) - 1)
-        found[self._asked] = np.add.reduceat(values, self._first)
-        return found
+    def _sum_by_target(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = np.zeros(len(self._negative_starts) - 1)
+        sums[self._targets] = np.add.reduceat(values, self._target_starts)
+        return sums
 
 
-def _ranked(members: _Scores, others: _Scores) -> Ranked:
+def _rank_scores(members: _Scores, others: _Scores) -> RankedScores:
     scores = np.concatenate([members, others])[:, None]
-    return Ranked((np.arange(len(scores)) < len(members))[:, None], scores)
+    return RankedScores((np.arange(len(scores)) < len(members))[:, None], scores)
 
 
 def auroc_interval(
     members: _Scores,
     others: _Scores,
-    member_of: NDArray[np.str_],
-    other_of: NDArray[np.str_],
+    member_patients: NDArray[np.str_],
+    other_patients: NDArray[np.str_],
     *,
     repeats: int,
     seed: int = 0,
 ) -> list[float] | None:
     """Return the AUROC's 95 % bootstrap interval over whole patients; None with fewer than two on either side.
 
-    Where every draw ranks all pairs alike it is the exact one, of as many pairs as share no patient: three patients who
-    all look more trained-on than three others prove little.
+    Where every draw ranks all pairs alike, the interval is the exact binomial one of as many pairs as share no patient:
+    three members above three non-members prove little.
 
     Args:
-        member_of, other_of: the patient of each row.
+        member_patients, other_patients: the patient of each row.
     """
-    (mine, n_mine), (theirs, n_theirs) = _numbered(member_of), _numbered(other_of)
-    if min(n_mine, n_theirs) < 2 or not repeats:
+    (member_clusters, n_member_clusters), (other_clusters, n_other_clusters) = (
+        _number_clusters(member_patients),
+        _number_clusters(other_patients),
+    )
+    if min(n_member_clusters, n_other_clusters) < 2 or not repeats:
         return None
-    ranked = _ranked(members, others)
+    ranked = _rank_scores(members, others)
     rng = np.random.default_rng(seed)
-    drawn = [
-        ranked.aurocs(np.concatenate([redrawn(rng, mine, n_mine), redrawn(rng, theirs, n_theirs)]))[0]
+    bootstrap_aurocs = [
+        ranked.compute_aurocs(
+            np.concatenate(
+                [
+                    resample_clusters(rng, member_clusters, n_member_clusters),
+                    resample_clusters(rng, other_clusters, n_other_clusters),
+                ]
+            )
+        )[0]
         for _ in range(repeats)
     ]
-    low, high = (float(q) for q in np.quantile(np.array(drawn), TAILS))
-    return [*share_interval(low, min(n_mine, n_theirs))] if low == high and low in (0, 1) else [low, high]
+    low, high = (float(q) for q in np.quantile(np.array(bootstrap_aurocs), INTERVAL_QUANTILES))
+    return (
+        [*share_interval(low, min(n_member_clusters, n_other_clusters))]
+        if low == high and low in (0, 1)
+        else [low, high]
+    )
 
 
 def share_interval(share: float, n: float) -> tuple[float, float]:
@@ -144,267 +160,275 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
     from scipy.stats import beta
 
     k = share * n
-    low = float(beta.ppf(TAILS[0], k, n - k + 1)) if k > 0 else 0.0
-    return low, float(beta.ppf(TAILS[1], k + 1, n - k)) if k < n else 1.0
+    low = float(beta.ppf(INTERVAL_QUANTILES[0], k, n - k + 1)) if k > 0 else 0.0
+    return low, float(beta.ppf(INTERVAL_QUANTILES[1], k + 1, n - k)) if k < n else 1.0
 
 
-def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
-    """Return clusters by number; a row without a patient is one of its own."""
-    alone = [name or f"row {k}" for k, name in enumerate(names.tolist())]
-    found, which = np.unique(alone, return_inverse=True)
-    return which, len(found)
+def _number_clusters(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
+    """Return (cluster number of each row, number of clusters); a row without a patient is a cluster."""
+    cluster_names = [name or f"row {k}" for k, name in enumerate(names.tolist())]
+    unique_names, clusters = np.unique(cluster_names, return_inverse=True)
+    return clusters, len(unique_names)
 
 
-def redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArray[np.int32]:
-    """Return int32[rows], how often each row is in a sample of n clusters with replacement.
+def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: int) -> NDArray[np.int32]:
+    """Return int32[rows], the multiplicity of each row in a sample of n clusters with replacement.
 
     Args:
-        which: int64[rows], the number of each row's cluster.
+        clusters: int64[rows], the number of each row's cluster.
     """
-    return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[which]
+    return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
 
 
-def tpr_at(members: _Scores, others: _Scores, fpr: float) -> float | None:
-    """Return the largest share of members that a threshold finds with at most `fpr` of the others.
+def tpr_at_fpr(members: _Scores, others: _Scores, fpr: float) -> float | None:
+    """Return the true positive rate at a false positive rate of at most `fpr`.
 
-    None with fewer than 1000 others (Carlini et al., 2022: what matters is where false alarms are rare), or without
-    members.
+    None with fewer than 1000 non-members (Carlini et al., 2022: low false positive rates matter), or without members.
     """
-    if len(others) < _ENOUGH or not len(members):
+    if len(others) < _MIN_NON_MEMBERS or not len(members):
         return None
-    return _found(members, np.sort(others)[::-1], fpr)
+    return _threshold_tpr(members, np.sort(others)[::-1], fpr)
 
 
-def _found(members: _Scores, descending: _Scores, fpr: float) -> float:
+def _threshold_tpr(members: _Scores, descending: _Scores, fpr: float) -> float:
     allowed = int(np.floor(fpr * len(descending) + 1e-9))
     if allowed >= len(descending):
         return 1.0
     return float((members > descending[allowed]).mean())
 
 
-def roc(members: _Scores, others: _Scores, n_points: int = 33) -> list[tuple[float, float]]:
+def roc_points(members: _Scores, others: _Scores, n_points: int = 33) -> list[tuple[float, float]]:
     """Return (false, true positive rate) at rates from 1 / n of the others to 1, evenly spaced on a log axis."""
     if not (len(members) and len(others)):
         return []
     descending = np.sort(others)[::-1]
     rates = np.unique(np.geomspace(1 / len(others), 1, n_points))
-    return [(float(rate), _found(members, descending, float(rate))) for rate in rates]
+    return [(float(rate), _threshold_tpr(members, descending, float(rate))) for rate in rates]
 
 
 @dataclass(frozen=True)
-class Bound:
-    """What guesses about canaries show."""
+class CanaryBound:
+    """A lower bound on ε from guesses about canaries."""
 
     n: int  # canaries
-    guesses: int  # on how many of them a guess was made, half "in" and half "out"
-    right: int  # how many guesses were right
-    epsilon: float  # ε is at least so much, with the confidence asked for
-    accuracy: float  # share of all canaries, the better-looking half guessed "in", that are guessed right
+    guesses: int  # number of guesses, half "in" and half "out"
+    n_correct: int  # number of correct guesses
+    epsilon: float  # lower bound on ε at the requested confidence
+    accuracy: float  # share of correct guesses over all canaries, the upper half guessed "in"
 
 
 def canary_bound(
     scores: _Scores, included: NDArray[np.bool_], delta: float, *, confidence: float = 0.95
-) -> Bound:
-    """Return a lower bound on ε from one run in which each canary was in or out by a fair coin.
+) -> CanaryBound:
+    """Return a lower bound on ε from one run with canaries included by fair coins.
 
-    The highest scores are guessed "in", as many of the lowest "out" (Steinke, Nasr and Jagielski, 2023). How many is
-    one of four fixed shares; each is tested at a fourth of the error (Bonferroni), and the best bound holds.
+    The highest scores are guessed "in", as many of the lowest "out" (Steinke, Nasr and Jagielski, 2023). Each of four
+    fixed shares of guesses is tested at a fourth of the error (Bonferroni), and the best bound holds.
 
     Args:
-        scores: float64[m], computed without a look at the coins.
+        scores: float64[m], computed without the coins.
         included: bool[m], the coins.
-        delta: of the guarantee that is tested.
+        delta: δ of the tested guarantee.
     """
     m = len(scores)
     order = np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")
-    error = (1 - confidence) / len(_SHARES)
-    best: Bound | None = None
-    whole = _right(order, included, m // 2)
-    for share in _SHARES:
-        each = int(m * share) // 2
-        if not each:
+    error = (1 - confidence) / len(_GUESS_SHARES)
+    best: CanaryBound | None = None
+    n_correct_of_all = _count_correct(order, included, m // 2)
+    for share in _GUESS_SHARES:
+        half = int(m * share) // 2
+        if not half:
             continue
-        right = _right(order, included, each)
-        found = Bound(
-            m, 2 * each, right, _epsilon_lower(m, 2 * each, right, delta, error), whole / max(1, m // 2 * 2)
+        n_correct = _count_correct(order, included, half)
+        bound = CanaryBound(
+            m,
+            2 * half,
+            n_correct,
+            _lower_epsilon(m, 2 * half, n_correct, delta, error),
+            n_correct_of_all / max(1, m // 2 * 2),
         )
-        best = found if best is None or found.epsilon > best.epsilon else best
-    return best or Bound(m, 0, 0, 0.0, 0.0)
+        best = bound if best is None or bound.epsilon > best.epsilon else best
+    return best or CanaryBound(m, 0, 0, 0.0, 0.0)
 
 
-def _right(order: NDArray[np.int64], included: NDArray[np.bool_], each: int) -> int:
-    """Return how many guesses are right when the highest scores are guessed "in" and the lowest "out"."""
-    return int(included[order[:each]].sum() + (~included[order[len(order) - each :]]).sum())
+def _count_correct(order: NDArray[np.int64], included: NDArray[np.bool_], half: int) -> int:
+    """Return the number of correct guesses, the highest scores guessed "in" and the lowest "out"."""
+    return int(included[order[:half]].sum() + (~included[order[len(order) - half :]]).sum())
 
 
-def _p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return the largest chance of so many right guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
+def _p_value(m: int, guesses: int, n_correct: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of so many correct guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
 
     With f(v) = P[Binomial(r, e^ε / (e^ε + 1)) ≥ v] it is f(v) + 2mδ max_i (f(v − i) − f(v)) / i.
     """
     from scipy.stats import binom
 
     q = 1 / (1 + np.exp(-epsilon))
-    beyond = float(binom.sf(right - 1, guesses, q))
-    if not right:
+    tail = float(binom.sf(n_correct - 1, guesses, q))
+    if not n_correct:
         return 1.0
-    near = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, q)) / np.arange(1, right + 1)
-    return min(1.0, beyond + 2 * m * delta * float(near.max()))
+    near = np.cumsum(binom.pmf(np.arange(n_correct - 1, -1, -1), guesses, q)) / np.arange(1, n_correct + 1)
+    return min(1.0, tail + 2 * m * delta * float(near.max()))
 
 
-def _epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float) -> float:
-    """Return the ε below which so many right guesses would have a chance of at most `error`; 0 where any ε does."""
-    if _p_value(m, guesses, right, 0.0, delta) > error:
+def _lower_epsilon(m: int, guesses: int, n_correct: int, delta: float, error: float) -> float:
+    """Return the largest ε at which so many correct guesses have a probability of at most `error`; 0 for none."""
+    if _p_value(m, guesses, n_correct, 0.0, delta) > error:
         return 0.0
-    low, high = 0.0, _MOST
+    low, high = 0.0, _MAX_EPSILON
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (middle, high) if _p_value(m, guesses, right, middle, delta) <= error else (low, middle)
+        low, high = (middle, high) if _p_value(m, guesses, n_correct, middle, delta) <= error else (low, middle)
     return low
 
 
-def level_of_each(confidence: float, tests: int) -> float:
-    """Return the level of each of several tests at which all together err with at most 1 − confidence.
+def bonferroni_level(confidence: float, tests: int) -> float:
+    """Return the confidence of each of several tests for a joint error of at most 1 − confidence.
 
-    Whatever the tests have to do with each other, the chance that any errs is at most the sum (Bonferroni).
+    The probability of any error is at most the sum of the errors, however the tests depend (Bonferroni).
     """
     return 1 - (1 - confidence) / tests if tests > 1 else confidence
 
 
-def said_of_tests(tests: int, confidence: float) -> str:
-    """Return the sentence on how many models are tested, and at which level."""
-    level, error = f"{level_of_each(confidence, tests):.4%}", f"{1 - confidence:.4%}"
-    shown, allowed = (text.rstrip("%").rstrip("0").rstrip(".") + " %" for text in (level, error))
-    together = f", so that all tests together err with a chance of at most {allowed}"
+def describe_tests(tests: int, confidence: float) -> str:
+    """Return the sentence on the number of tested models and the confidence of each test."""
+    level, error = f"{bonferroni_level(confidence, tests):.4%}", f"{1 - confidence:.4%}"
+    level_text, error_text = (text.rstrip("%").rstrip("0").rstrip(".") + " %" for text in (level, error))
+    joint_text = f", so that all tests together err with a chance of at most {error_text}"
     models = "1 model" if tests == 1 else f"{tests} models"
     return (
         f"The ε of {models} of this run is tested against canaries; it counts as refuted where the lower bound at a "
-        f"confidence of {shown} is above it{together if tests > 1 else ''}."
+        f"confidence of {level_text} is above it{joint_text if tests > 1 else ''}."
     )
 
 
-def alarming(interval: Sequence[float] | None) -> bool | None:
-    """Return whether members are told from others better than by chance; None where the interval is not known."""
+def is_alarming(interval: Sequence[float] | None) -> bool | None:
+    """Return whether members and non-members are separated better than by chance; None without an interval."""
     return None if interval is None else interval[0] > 0.5
 
 
-_RATES = (0.01, 0.001)  # false positive rates at which is told how many are found
-_DRAWS = 2000
-"""How often the noise is drawn again: half of it sets the threshold, half says how many are found."""
-_WORST = 0.01  # the share of units that counts as the most exposed
-_CHANCE = 1e-6  # that noise as it is promised is called too little by one comparison
-_AT_ONCE = 4096  # units attacked at a time
+_FALSE_POSITIVE_RATES = (0.01, 0.001)  # false positive rates at which true positive rates are reported
+_NOISE_DRAWS = 2000
+"""Draws of the noise: one half sets the threshold, the other measures the true positive rate."""
+_EXPOSED_SHARE = 0.01  # the share of units that counts as the most exposed
+_FALSE_ALARM_RATE = 1e-6  # false alarm rate of one comparison with the stated noise
+_BATCH_UNITS = 4096  # units attacked at a time
 
 
-def distances(parts: _Scores, noise: float, *, others_known: bool = True) -> _Scores:
-    """Return μ float64[n] of each unit: by how many standard deviations it moves the statistic of the best test.
+def compute_mu(parts: _Scores, noise: float, *, others_known: bool = True) -> _Scores:
+    """Return μ float64[n] of each unit, its shift of the best test's statistic in standard deviations.
 
     Args:
-        parts: float64[n, k], what each unit adds to the sum.
+        parts: float64[n, k], the contribution of each unit to the sum.
         noise: standard deviation s of the noise on each number; 0 for none.
-        others_known: whether the attacker knows all other units, or only their second moment.
+        others_known: whether the attacker has all other units, or only their second moment.
     """
     if others_known:
         length = np.linalg.norm(parts, axis=1)
         return length / noise if noise else np.where(length > 0, np.inf, 0.0)
     moments, axes = np.linalg.eigh(parts.T @ parts)
     moments = moments.clip(min=0) + noise**2
-    seen = moments > 1e-12 * max(moments.max(initial=0), 1e-300)
-    leverage = np.square(parts @ axes[:, seen]) @ (1 / moments[seen])
-    alone = leverage > 1 - 1e-9  # nobody else is where this one is
-    return np.where(alone, np.inf, np.sqrt(leverage / np.where(alone, 1.0, 1 - leverage)))
+    is_spanned = moments > 1e-12 * max(moments.max(initial=0), 1e-300)
+    leverage = np.square(parts @ axes[:, is_spanned]) @ (1 / moments[is_spanned])
+    is_unique = leverage > 1 - 1e-9  # no other unit has a part in this direction
+    return np.where(is_unique, np.inf, np.sqrt(leverage / np.where(is_unique, 1.0, 1 - leverage)))
 
 
-def found(mu: _Scores | float, rate: float) -> _Scores:
-    """Return the share of times that the best test finds units of these μ, when it is wrong at this rate."""
+def best_test_tpr(mu: _Scores | float, rate: float) -> _Scores:
+    """Return the true positive rate of the best test for units of these μ at a false positive rate."""
     from scipy.special import ndtr, ndtri
 
     return np.asarray(ndtr(ndtri(rate) + np.asarray(mu, np.float64)))
 
 
-def _found_in(parts: _Scores, drawn: _Scores, noise: float, rate: float) -> _Scores:
-    """Return float64[n], the share of redraws of the noise in which each unit is found by one who knows all others.
+def _empirical_tpr(parts: _Scores, noise_draws: _Scores, noise: float, rate: float) -> _Scores:
+    """Return float64[n], each unit's true positive rate over redraws of the noise, given all other units.
 
     One threshold holds for all, since noise is alike in all directions. The first half of the redraws sets it, so noise
-    that is less than `noise` says shows.
+    below its stated deviation is detected.
 
     Args:
-        parts: float64[n, k], what each unit adds.
-        drawn: float64[r, k], noise as the mechanism draws it.
-        noise: its standard deviation, as promised.
+        parts: float64[n, k], the contribution of each unit.
+        noise_draws: float64[r, k], noise drawn by the mechanism.
+        noise: its stated standard deviation.
     """
-    mu = distances(parts, noise)
-    along = parts / np.maximum(np.linalg.norm(parts, axis=1, keepdims=True), 1e-300)
-    first, second = np.array_split(drawn / noise, 2)
+    mu = compute_mu(parts, noise)
+    directions = parts / np.maximum(np.linalg.norm(parts, axis=1, keepdims=True), 1e-300)
+    first, second = np.array_split(noise_draws / noise, 2)
     threshold = np.quantile(first, 1 - rate)
     shares = [
-        (second @ along[k : k + _AT_ONCE].T + mu[k : k + _AT_ONCE] > threshold).mean(0)
-        for k in range(0, len(along), _AT_ONCE)
+        (second @ directions[k : k + _BATCH_UNITS].T + mu[k : k + _BATCH_UNITS] > threshold).mean(0)
+        for k in range(0, len(directions), _BATCH_UNITS)
     ]
     return np.concatenate(shares)
 
 
-def _worst(mu: _Scores) -> NDArray[np.bool_]:
-    """Return which units are the most exposed: 1 % of them, and at least one."""
-    order = np.argsort(-mu, kind="stable")[: ceil(_WORST * len(mu))]
+def _find_most_exposed(mu: _Scores) -> NDArray[np.bool_]:
+    """Return bool[n], whether a unit is among the most exposed: 1 % of them, and at least one."""
+    order = np.argsort(-mu, kind="stable")[: ceil(_EXPOSED_SHARE * len(mu))]
     return np.isin(np.arange(len(mu)), order)
 
 
-def tail_of(
+def measure_exposure(
     parts: _Scores, sigma: float, groups: Mapping[str, NDArray[np.bool_]], draw: Callable[[], _Scores] | None
 ) -> dict[str, Any]:
-    """Return how many units of each group are found in a sum, by one who knows all others and one who knows none.
+    """Return true positive rates for units of each group in a sum, of attackers with all other units and with none.
 
     Args:
-        parts: float64[n, k], what each unit adds, at most 1 long.
+        parts: float64[n, k], the contribution of each unit, at most 1 long.
         sigma: noise multiplier; 0 for no noise.
         groups: bool[n] by name, in addition to all units and the most exposed.
         draw: returns float64[k], the noise of one release; None for none.
 
     Returns:
-        `sigma`, `draws`, what is `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
-            the `population`) its `groups` and a `curve` of (false positive rate, found of all, found of the worst). A
-            group has its median and largest μ (None where it is infinite), and by rate what is found: `exact`, and by
-            redraws `drawn` with an `interval` of 95 % or more. `beyond` names groups of which more are found than is
-            guaranteed, but for a chance of 10⁻⁶ each.
+        `sigma`, `draws`, the bound `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
+            the `population`) its `groups` and a `curve` of (false positive rate, true positive rate of all, of the most
+            exposed). A group has its median and largest μ (None where infinite), and by rate the true positive rate
+            `exact`, and `empirical_tpr` by redraws with an `interval` of 95 % or more. `beyond` names groups above the
+            guarantee, with a false alarm rate of 10⁻⁶ each.
     """
     from scipy.stats import binomtest
 
-    limits = {rate: float(found(1 / sigma, rate)) for rate in _RATES} if sigma else {}
-    noise = np.stack([draw() for _ in range(_DRAWS)]) if draw and sigma else None
-    drawn = {rate: _found_in(parts, noise, sigma, rate) for rate in _RATES} if noise is not None else {}
+    limits = {rate: float(best_test_tpr(1 / sigma, rate)) for rate in _FALSE_POSITIVE_RATES} if sigma else {}
+    noise = np.stack([draw() for _ in range(_NOISE_DRAWS)]) if draw and sigma else None
+    empirical_tpr = (
+        {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES} if noise is not None else {}
+    )
     attackers, beyond = {}, set()
     for attacker in ("others", "population"):
-        mu = distances(parts, sigma, others_known=attacker == "others")
-        named = {"all": np.ones(len(mu), bool), "most exposed 1 %": _worst(mu)} | dict(groups)
+        mu = compute_mu(parts, sigma, others_known=attacker == "others")
+        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
         rows = []
-        for name, of in named.items():
-            told: dict[str, Any] = {}
-            for rate in _RATES:
-                one = told[f"{rate:g}"] = {"exact": float(found(mu[of], rate).mean())}
-                over = rate in limits and one["exact"] > limits[rate] * (1 + 1e-5)
-                if drawn and attacker == "others":
-                    # each redraw is of all units: a share over units varies no more than that of one would
-                    n = _DRAWS // 2
+        for name, mask in group_masks.items():
+            rates_found: dict[str, Any] = {}
+            for rate in _FALSE_POSITIVE_RATES:
+                entry = rates_found[f"{rate:g}"] = {"exact": float(best_test_tpr(mu[mask], rate).mean())}
+                over = rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
+                if empirical_tpr and attacker == "others":
+                    # each redraw is of all units: a share over units varies no more than that of a single unit
+                    n = _NOISE_DRAWS // 2
                     test = binomtest(
-                        round(n * drawn[rate][of].mean()), n, limits[rate], alternative="greater"
+                        round(n * empirical_tpr[rate][mask].mean()), n, limits[rate], alternative="greater"
                     )
                     interval = binomtest(test.k, n).proportion_ci()
-                    one |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
-                    over = over or test.pvalue < _CHANCE
+                    entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
+                    over = over or test.pvalue < _FALSE_ALARM_RATE
                 if over:
                     beyond.add(name)
-            middle, most = (float(m) if np.isfinite(m) else None for m in (np.median(mu[of]), mu[of].max()))
-            rows.append({"group": name, "n": int(of.sum()), "median": middle, "most": most, "found": told})
-        curve = [[x, *(float(found(mu[named[g]], x).mean()) for g in list(named)[:2])] for x in _CURVE]
+            median, largest = (float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max()))
+            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found})
+        curve = [
+            [x, *(float(best_test_tpr(mu[group_masks[g]], x).mean()) for g in list(group_masks)[:2])]
+            for x in _CURVE_RATES
+        ]
         attackers[attacker] = {"groups": rows, "curve": curve}
     return {
         "sigma": sigma,
-        "draws": _DRAWS if noise is not None else 0,
+        "draws": _NOISE_DRAWS if noise is not None else 0,
         "guaranteed": {f"{rate:g}": limit for rate, limit in limits.items()} or None,
         "attackers": attackers,
         "beyond": sorted(beyond),
     }
 
 
-_CURVE = tuple(float(x) for x in np.geomspace(1e-4, 1 - 1e-9, 25))
+_CURVE_RATES = tuple(float(x) for x in np.geomspace(1e-4, 1 - 1e-9, 25))

@@ -1,8 +1,8 @@
-"""What a loss holds besides tensors: labels in arrays of numpy, in tables of pandas, in lists.
+"""Values captured by a loss besides tensors: labels in NumPy arrays, pandas tables and lists.
 
-What is computed from tensors can be seen (`torch.overrides`), what is computed from these cannot. So a loss that is
-asked about one row is handed that row of each: in its closure, its defaults, its arguments, its attributes and the
-global names that it uses. What it calls in turn is looked at likewise where it comes from the same file.
+Computations on tensors can be observed (`torch.overrides`), computations on these values cannot. So the loss of one row
+gets that row of each of them: in its closure, its defaults, its arguments, its attributes and the global names it uses,
+and likewise in functions of the same file that it calls.
 """
 
 from __future__ import annotations
@@ -19,54 +19,52 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_DEEPEST, _MOST = 6, 256
-"""How far what a loss holds is followed, and how many entries of a table are looked at."""
+_MAX_DEPTH, _MAX_ENTRIES = 6, 256
+"""Depth to which captured values are followed, and the largest table that is searched."""
 
 
-def of_row(
-    function: Callable[..., Tensor], row: int, b: int, *, of_classes: bool = False
-) -> Callable[..., Tensor]:
-    """Return a loss that holds this row alone of whatever holds as many rows as the batch; itself where nothing does.
+def select_row(function: Callable[..., Tensor], row: int, b: int, *, per_class: bool = False) -> Callable[..., Tensor]:
+    """Return a loss with this row in the place of every captured value of b rows; the loss itself without one.
 
     Args:
-        function: what was handed over as a loss.
+        function: the caller's loss.
         b: rows of the batch.
-        of_classes: whether a sequence of b numbers with fractions is one for each class.
+        per_class: whether a sequence of b numbers with fractions has one for each class.
     """
     narrowed: Callable[..., Tensor] = function
     if b > 1:
-        narrowed = _Narrowing(row, b, of_classes, _module_of(function)).of(function)
+        narrowed = _RowSelector(row, b, per_class, _module_name(function)).select(function)
     return narrowed
 
 
-class _Narrowing:
-    """Put one row in the place of b rows. What holds none is returned as it is."""
+class _RowSelector:
+    """Select one row of every captured value of b rows; other values are returned unchanged."""
 
-    def __init__(self, row: int, b: int, of_classes: bool, module: str | None) -> None:
-        self._row, self._b, self._of_classes, self._module = row, b, of_classes, module
+    def __init__(self, row: int, b: int, per_class: bool, module: str | None) -> None:
+        self._row, self._b, self._per_class, self._module = row, b, per_class, module
 
-    def of(self, value: Any, depth: int = 0) -> Any:
+    def select(self, value: Any, depth: int = 0) -> Any:
         if self._has_rows(value):
             rows = slice(self._row, self._row + 1)
             return value.iloc[rows] if hasattr(value, "iloc") else value[rows]
-        narrow: Callable[[Any, int], Any] = self._of_object
+        narrow: Callable[[Any, int], Any] = self._select_in_object
         if isinstance(value, partial):
-            narrow = self._of_partial
+            narrow = self._select_in_partial
         elif isinstance(value, MethodType):
-            narrow = self._of_method
-        elif type(value) is dict and len(value) <= _MOST:
-            narrow = self._of_values
+            narrow = self._select_in_method
+        elif type(value) is dict and len(value) <= _MAX_ENTRIES:
+            narrow = self._select_in_values
         elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and self._b in value.shape:
             return value.take([self._row], axis=value.shape.index(self._b))  # labels, one after the other
-        elif isinstance(value, list | tuple) and len(value) <= _MOST:
-            narrow = self._of_sequence
+        elif isinstance(value, list | tuple) and len(value) <= _MAX_ENTRIES:
+            narrow = self._select_in_sequence
         elif isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
-            narrow = self._of_script
-        elif depth and _module_of(value) != self._module and not _is_record(value):
+            narrow = self._wrap_script
+        elif depth and _module_name(value) != self._module and not _is_record(value):
             return value
         elif isinstance(value, FunctionType):
-            narrow = self._of_function
-        return narrow(value, depth) if depth <= _DEEPEST else value
+            narrow = self._select_in_function
+        return narrow(value, depth) if depth <= _MAX_DEPTH else value
 
     def _has_rows(self, value: Any) -> bool:
         is_table = hasattr(value, "iloc")
@@ -78,62 +76,60 @@ class _Narrowing:
             return False
         if len(value) != self._b:
             return False
-        return is_table or not (self._of_classes and isinstance(value[0], float))
+        return is_table or not (self._per_class and isinstance(value[0], float))
 
-    def _of_partial(self, value: partial[Any], depth: int) -> partial[Any]:
-        before = (value.func, *value.args)
-        after: list[Any] = [self.of(part, depth + 1) for part in before]
-        keywords = self._of_values(value.keywords, depth)
-        if keywords is value.keywords and _same(after, before):
+    def _select_in_partial(self, value: partial[Any], depth: int) -> partial[Any]:
+        originals = (value.func, *value.args)
+        replacements: list[Any] = [self.select(part, depth + 1) for part in originals]
+        keywords = self._select_in_values(value.keywords, depth)
+        if keywords is value.keywords and _are_same(replacements, originals):
             return value
-        return partial(after[0], *after[1:], **keywords)
+        return partial(replacements[0], *replacements[1:], **keywords)
 
-    def _of_method(self, value: MethodType, depth: int) -> MethodType:
-        holder = self.of(value.__self__, depth + 1)
+    def _select_in_method(self, value: MethodType, depth: int) -> MethodType:
+        holder = self.select(value.__self__, depth + 1)
         return value if holder is value.__self__ else MethodType(value.__func__, holder)
 
-    def _of_values(self, values: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
-        narrowed = {key: self.of(value, depth + 1) for key, value in values.items()}
-        return values if _same(list(narrowed.values()), list(values.values())) else narrowed
+    def _select_in_values(self, values: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+        narrowed = {key: self.select(value, depth + 1) for key, value in values.items()}
+        return values if _are_same(list(narrowed.values()), list(values.values())) else narrowed
 
-    def _of_sequence(self, values: Sequence[Any], depth: int) -> Sequence[Any]:
-        narrowed = [self.of(value, depth + 1) for value in values]
-        if _same(narrowed, values):
+    def _select_in_sequence(self, values: Sequence[Any], depth: int) -> Sequence[Any]:
+        narrowed = [self.select(value, depth + 1) for value in values]
+        if _are_same(narrowed, values):
             return values
         make: Callable[[list[Any]], Any] = getattr(type(values), "_make", type(values))  # of a namedtuple
         sequence: Sequence[Any] = make(narrowed)
         return sequence
 
-    def _of_script(self, function: Callable[..., Any], depth: int) -> Callable[..., Any]:
-        """Return a compiled function that is handed the row, since nobody sees what it calls."""
+    def _wrap_script(self, function: Callable[..., Any], depth: int) -> Callable[..., Any]:
+        """Return a compiled function that gets the row, since its calls cannot be observed."""
 
-        def narrowed(*args: Any, **kwargs: Any) -> Any:
-            return function(*map(self._of_tensor, args), **{k: self._of_tensor(v) for k, v in kwargs.items()})
+        def call_with_row(*args: Any, **kwargs: Any) -> Any:
+            return function(
+                *map(self._select_in_tensor, args), **{k: self._select_in_tensor(v) for k, v in kwargs.items()}
+            )
 
-        return narrowed
+        return call_with_row
 
-    def _of_tensor(self, value: Any) -> Any:
+    def _select_in_tensor(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
             return value
         with torch._C.DisableTorchFunction():  # or a length were that of one row
             has_rows = value.ndim and len(value) == self._b
             return value[self._row : self._row + 1] if has_rows else value
 
-    def _of_function(self, function: FunctionType, depth: int) -> FunctionType:
+    def _select_in_function(self, function: FunctionType, depth: int) -> FunctionType:
         cells = dict(enumerate(function.__closure__ or ()))
         contents = {str(k): cell.cell_contents for k, cell in cells.items() if _is_filled(cell)}
-        names = {
-            name: function.__globals__[name] for name in _names(function) if name in function.__globals__
-        }
+        names = {name: function.__globals__[name] for name in _global_names(function) if name in function.__globals__}
         defaults = {str(k): value for k, value in enumerate(function.__defaults__ or ())}
         parts = (contents, names, defaults, function.__kwdefaults__ or {})
-        held = [self._of_values(part, depth) for part in parts]
-        if _same(held, parts):
+        replacements = [self._select_in_values(part, depth) for part in parts]
+        if _are_same(replacements, parts):
             return function
-        contents, names, defaults, keywords = map(dict, held)
-        closure = tuple(
-            CellType(contents[str(k)]) if str(k) in contents else cell for k, cell in cells.items()
-        )
+        contents, names, defaults, keywords = map(dict, replacements)
+        closure = tuple(CellType(contents[str(k)]) if str(k) in contents else cell for k, cell in cells.items())
         narrowed = FunctionType(
             function.__code__,
             {**function.__globals__, **names},
@@ -144,60 +140,57 @@ class _Narrowing:
         narrowed.__kwdefaults__ = keywords or None
         return narrowed
 
-    def _of_object(self, value: Any, depth: int) -> Any:
-        held = getattr(value, "__dict__", None)
-        if held is None or isinstance(value, Tensor | type):
+    def _select_in_object(self, value: Any, depth: int) -> Any:
+        attributes = getattr(value, "__dict__", None)
+        if attributes is None or isinstance(value, Tensor | type):
             return value
-        narrowed = self._of_values(held, depth)
-        if narrowed is held:
+        narrowed = self._select_in_values(attributes, depth)
+        if narrowed is attributes:
             return value
         other = copy.copy(value)
         vars(other).update(narrowed)
         return other
 
 
-def numbers_of(function: Any, depth: int = 0) -> list[float]:
-    """Return the numbers with fractions that a loss holds, in its closure, defaults, arguments and buffers.
+def collect_numbers(function: Any, depth: int = 0) -> list[float]:
+    """Return the numbers with fractions in the closure, defaults, arguments and buffers of a loss.
 
-    Numbers by themselves, and tensors of a single one; likewise of the functions that it holds there.
+    These are plain numbers and tensors of a single number, also in functions captured there.
     """
-    held: list[Any] = []
+    contents: list[Any] = []
     if isinstance(function, partial):
-        held = [function.func, *function.args, *function.keywords.values()]
+        contents = [function.func, *function.args, *function.keywords.values()]
     elif isinstance(function, FunctionType):
-        held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        contents = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        contents += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     elif isinstance(function, nn.Module) and not any(True for _ in function.parameters()):
-        held = list(function.buffers())
+        contents = list(function.buffers())
     numbers: list[float] = []
-    for value in held if depth <= _DEEPEST else ():
+    for value in contents if depth <= _MAX_DEPTH else ():
         is_number = isinstance(value, float) or (
-            isinstance(value, Tensor)
-            and value.numel() == 1
-            and not value.requires_grad
-            and value.isreal().all()
+            isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and value.isreal().all()
         )
-        numbers += [float(value)] if is_number else numbers_of(value, depth + 1)
+        numbers += [float(value)] if is_number else collect_numbers(value, depth + 1)
     return numbers
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether an object is there to hold values, wherever its class is from."""
+    """Return whether an object is a record of values: a namespace or a dataclass."""
     return isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
 
 
-def _module_of(value: Any) -> str:
-    """Return the name of the file that a function or the class of an object is from, whatever it was renamed to."""
+def _module_name(value: Any) -> str:
+    """Return the name of the module in which a function, or the class of an object, was defined."""
     if isinstance(value, partial):
-        return _module_of(value.func)
+        return _module_name(value.func)
     if isinstance(value, MethodType):
-        return _module_of(value.__func__)
+        return _module_name(value.__func__)
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
     return type(value).__module__
 
 
-def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(a is b for a, b in zip(values, others, strict=True))
 
 
@@ -209,8 +202,8 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _names(function: FunctionType) -> set[str]:
-    """Return the global names that a function uses, and those of functions within it."""
+def _global_names(function: FunctionType) -> set[str]:
+    """Return the global names used by a function and by functions within it."""
     codes, names = [function.__code__], set[str]()
     while codes:
         code = codes.pop()

@@ -1,8 +1,7 @@
-"""Noise in shares: discrete Gaussians that several sites add to whole numbers, so that only their sum is private.
+"""Distributed discrete Gaussian noise: sites add shares of it to whole numbers, so that their sum is private.
 
-Sites that hold sums turn them into whole numbers (`quantised`), add a share of the noise each (`discrete_gaussian` with
-σ from `share_sigma`), and add up what they have under masks (`wsi_fl.privacy.masks`). `noise_multiplier` says what goes
-on the account of a site.
+Each site quantizes its statistics to whole numbers, adds a share of the noise (`discrete_gaussian` with σ from
+`share_sigma`), and the sum is formed by secure aggregation. `noise_multiplier` gives the cost on the account of a site.
 
 Sources:
     Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy: the sampler, and the Rényi
@@ -21,81 +20,78 @@ from numpy.typing import NDArray
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
-_MOST_SIGMA = 2.0**50
-"""Up to here a draw that does not fit an int64 would be one of 2¹³ σ, less likely than exp(−2²⁴)."""
-_MOST = 2.0**62  # whole numbers of a sum stay below this, so that noise has room in an int64
-_NEGLIGIBLE = 1e-100
-"""The largest distance between a sum of discrete Gaussians and one of them that no account needs to know."""
+_MAX_SIGMA = 2.0**50
+"""The largest σ: a draw beyond an int64 is one of 2¹³ σ, less likely than exp(−2²⁴)."""
+_MAX_STEPS = 2.0**62  # bound on the whole numbers of a sum, so that noise fits into an int64
+_NEGLIGIBLE_GAP = 1e-100
+"""The largest negligible distance between a sum of discrete Gaussians and one discrete Gaussian."""
 
 
-SCALE = float(1 << 24)
+STEPS_PER_UNIT = float(1 << 24)
 """Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
-A_LITTLE = 1e-6
-"""By which noise is larger than needed, for round-off of sums and the difference between discrete and continuous noise,
-which is below 10⁻¹² at such scales."""
+NOISE_MARGIN = 1e-6
+"""Relative excess of the noise for round-off of sums and the difference between discrete and continuous noise, which is
+below 10⁻¹² at such scales."""
 
 
-def discrete_gaussian(
-    sigma: Fraction | float, size: int, stream: CipherStream | None = None
-) -> NDArray[np.int64]:
+def discrete_gaussian(sigma: Fraction | float, size: int, stream: CipherStream | None = None) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
-    Every comparison is of whole numbers, so that there are no digits of a float which could tell the noise from what it
-    was added to. This is algorithm 3 of Canonne, Kamath & Steinke (2020): a draw from the discrete Laplace distribution
-    with scale t = ⌊σ⌋ + 1 is kept with probability exp(−(|y| − σ²/t)² / 2σ²). A σ that is a float is taken as the exact
-    fraction that it is. Without a stream the bits come from a fresh one.
+    Every comparison is of whole numbers, so that no digits of a float reveal the noise. This is algorithm 3 of Canonne,
+    Kamath & Steinke (2020): a draw from the discrete Laplace distribution with scale t = ⌊σ⌋ + 1 is accepted with
+    probability exp(−(|y| − σ²/t)² / 2σ²). A float σ is taken as its exact fraction. Without a stream the bits come from
+    a new one.
 
     Raises:
         UsageError: when σ is not between 0 and 2⁵⁰.
     """
-    if not 0 < sigma <= _MOST_SIGMA:
+    if not 0 < sigma <= _MAX_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
-    bits, variance = stream or CipherStream.fresh(), Fraction(sigma) ** 2
-    return np.fromiter((_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
+    bits, variance = stream or CipherStream.from_entropy(), Fraction(sigma) ** 2
+    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
 
 
-def _happens(n: int, d: int, bits: CipherStream) -> bool:
-    """Return true with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
+def _bernoulli_exp(n: int, d: int, bits: CipherStream) -> bool:
+    """Return True with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
     while n > d:
-        if not _happens(1, 1, bits):
+        if not _bernoulli_exp(1, 1, bits):
             return False
         n -= d
     k = 1
-    while bits.below(d * k) < n:  # with probability (n / d) / k
+    while bits.randbelow(d * k) < n:  # with probability (n / d) / k
         k += 1
     return k % 2 == 1
 
 
-def _laplace(t: int, bits: CipherStream) -> int:
+def _sample_laplace(t: int, bits: CipherStream) -> int:
     """Draw a whole number y with probability ∝ exp(−|y| / t) (algorithm 2 with s = 1)."""
     while True:
-        u = bits.below(t)
-        if not _happens(u, t, bits):
+        u = bits.randbelow(t)
+        if not _bernoulli_exp(u, t, bits):
             continue
         v = 0
-        while _happens(1, 1, bits):
+        while _bernoulli_exp(1, 1, bits):
             v += 1
-        y, negative = u + t * v, bits.below(2)
+        y, negative = u + t * v, bits.randbelow(2)
         if negative and y == 0:  # else 0 would come twice as often
             continue
         return -y if negative else y
 
 
-def _gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
+def _sample_gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
     """Draw a whole number with probability ∝ exp(−y² / 2σ²), given σ² and t = ⌊σ⌋ + 1 (algorithm 3)."""
     a, b = variance.numerator, variance.denominator
     while True:
-        y = _laplace(t, bits)
+        y = _sample_laplace(t, bits)
         # (|y| − σ²/t)² / 2σ² with σ² = a / b
-        if _happens((abs(y) * t * b - a) ** 2, 2 * a * b * t * t, bits):
+        if _bernoulli_exp((abs(y) * t * b - a) ** 2, 2 * a * b * t * t, bits):
             return y
 
 
-def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
-    """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to the even one.
+def quantize(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
+    """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to even numbers.
 
-    The scale, whole numbers per unit, is a power of two: then the product is exact, and no number moves by more than
-    1/2.
+    The scale, whole numbers per unit, is a power of two: the product is exact, and no number moves by more than 1/2.
 
     Raises:
         WsiFlError: when a number is not finite, or too large for 2⁶² steps.
@@ -103,26 +99,25 @@ def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
     _check_scale(scale)
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = np.rint(np.asarray(vector, np.float64) * scale)
-    if not (np.abs(nearest) < _MOST).all():
+    if not (np.abs(nearest) < _MAX_STEPS).all():
         raise WsiFlError(f"a sum is not finite, or too large for whole numbers at {scale:g} steps per unit")
     return nearest.astype(np.int64)
 
 
-def sensitivity_of(clip: float, scale: float, n: int) -> float:
-    """Return clip · scale + √n, how far in L2 and whole steps a quantised sum of length n moves with a unit more or
-    less.
+def quantization_sensitivity(clip: float, scale: float, n: int) -> float:
+    """Return clip · scale + √n, the L2 sensitivity in whole steps of a quantized sum of length n to one unit.
 
     Proof, for rounding the site's *sum*: neighbouring sums s and s + x with ‖x‖ ≤ clip are scaled exactly, and rounding
     moves each of them by at most 1/2 in each of the n directions. So the rounded sums differ from each other by scale ·
     x and at most 1 more per direction, which is clip · scale + √n in L2 by the triangle inequality.
 
     No smaller bound holds: where s · scale is 1/2 and x · scale is 1 in every direction, 0 becomes 2. Rounding each
-    unit's *contribution* instead would add √n / 2 alone, but asks for sums of whole numbers from the beginning.
+    unit's *contribution* instead would add only √n / 2, but requires sums of whole numbers from the beginning.
 
     Args:
-        clip: how far the float64 sum moves, in L2; round-off of its additions counts, so a sum of very many rows needs
-            a little more than what each row is clipped to.
-        scale: steps per unit, as `quantised` takes it.
+        clip: L2 sensitivity of the float64 sum; round-off of its additions counts, so a sum of very many rows needs a
+            little more than the clipping norm.
+        scale: steps per unit.
 
     Raises:
         UsageError: when the clip is no positive number, or n below 1.
@@ -130,73 +125,70 @@ def sensitivity_of(clip: float, scale: float, n: int) -> float:
     _check_scale(scale)
     if not 0 < clip < inf or n < 1:
         raise UsageError(f"a sensitivity needs a bound above 0 and a length from 1 on: clip={clip:g}, n={n}")
-    moved = clip * scale + sqrt(n)
-    if not isfinite(moved):
+    bound = clip * scale + sqrt(n)
+    if not isfinite(bound):
         raise UsageError(f"clip {clip:g} is too large at {scale:g} steps per unit")
-    return nextafter(
-        nextafter(nextafter(moved, inf), inf), inf
-    )  # product, root and sum: each may be rounded down
+    return nextafter(nextafter(nextafter(bound, inf), inf), inf)  # product, root and sum: each may be rounded down
 
 
-def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
-    """Return the σ of each site's share, such that the shares of honest sites alone have the variance σ_total² or more.
+def share_sigma(sigma_total: float, n_sites: int, n_lacking: int) -> float:
+    """Return the σ of each site's share of noise, such that the honest shares have the variance σ_total² or more.
 
-    Sites that collude know their own shares and take them off, and those of sites that go away are not in the sum, so
-    the other n_sites − lacking must suffice: σ = σ_total / √(n_sites − lacking), rounded up. All others see noise of
-    variance n_sites · σ².
+    Colluding sites subtract their own shares, and the shares of sites that dropped out are not in the sum, so the other
+    n_sites − lacking must suffice: σ = σ_total / √(n_sites − lacking), rounded up. All others see noise of variance
+    n_sites · σ².
 
     Args:
-        sigma_total: σ of the noise that nobody can take off, in steps.
-        lacking: how many sites may put together what they know or go away; 0 where neither is feared.
+        sigma_total: σ of the noise that cannot be subtracted, in steps.
+        n_lacking: number of sites that may collude or drop out; 0 for none.
 
     Raises:
         UsageError: when σ_total is no positive number.
     """
-    honest = _honest(n_sites, lacking)
+    honest = _count_honest(n_sites, n_lacking)
     if not 0 < sigma_total < inf:
         raise UsageError(f"noise needs a sigma above 0, not {sigma_total:g}")
-    wanted = Fraction(sigma_total) ** 2
+    total_variance = Fraction(sigma_total) ** 2
     share = sigma_total / sqrt(honest)
-    while honest * Fraction(share) ** 2 < wanted:
+    while honest * Fraction(share) ** 2 < total_variance:
         share = nextafter(share, inf)
     return share
 
 
-def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: float, n: int) -> float:
-    """Return the noise multiplier z that goes on the account: √(n_sites − lacking) · σ_share / sensitivity.
+def noise_multiplier(share: float, n_sites: int, n_lacking: int, sensitivity: float, n: int) -> float:
+    """Return the noise multiplier z for the account: √(n_sites − lacking) · σ_share / sensitivity.
 
-    A sum of h discrete Gaussians is none, but its log-probabilities differ from those of one with variance h · σ² so
-    little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, where τ is `_gap` (Kairouz, Liu &
-    Steinke 2021, proposition 14). So its Rényi divergence of every order a is at most a ε² / 2, that of the Gaussian
-    mechanism with z = 1 / ε, and `Mechanism(sigma=z, clip=…, sample_rate=1, steps=1)` is the whole cost. For Poisson
-    samples the same holds at whole orders (`WHOLE_ORDERS`), whose bound needs these divergences alone; at fractional
-    orders the accountant computes with densities of normal distributions. It is the Rényi divergence that is no larger:
-    δ at a given ε may exceed that of normal noise by a few parts in σ².
+    A sum of h discrete Gaussians is no discrete Gaussian, but its log-probabilities differ from those of one with
+    variance h · σ² so little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, τ being the gap
+    of the distributions (Kairouz, Liu & Steinke 2021, proposition 14). So its Rényi divergence of every order a is at
+    most a ε² / 2, the divergence of the Gaussian mechanism with z = 1 / ε, and `Mechanism(sigma=z, clip=…,
+    sample_rate=1, steps=1)` is the whole cost. For Poisson samples the same holds at whole orders, whose bound needs
+    these divergences alone; at fractional orders the accountant computes with densities of normal distributions. The
+    bound is on the Rényi divergence: δ at a given ε may exceed δ of normal noise by a few parts in σ².
 
     Args:
         share: σ of each site's noise, in steps.
-        lacking: how many of the sites may put together what they know or go away.
-        sensitivity: how far a unit moves the sum of whole numbers in L2, as `sensitivity_of` tells.
+        n_lacking: number of sites that may collude or drop out.
+        sensitivity: L2 sensitivity of the sum of whole numbers to one unit.
         n: length of the vector.
 
     Raises:
         UsageError: when a share is so small that τ √n is not negligible (σ below about 5), or a number makes no sense.
     """
-    honest = _honest(n_sites, lacking)
+    honest = _count_honest(n_sites, n_lacking)
     if not (0 < share < inf and 0 < sensitivity < inf) or n < 1:
         raise UsageError(
-            "a noise multiplier needs numbers above 0: "
-            f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
+            f"a noise multiplier needs numbers above 0: share={share:g}, sensitivity={sensitivity:g}, length {n}"
         )
-    # 1. τ √n, what a sum of discrete Gaussians lacks to being one
-    apart = _gap(share, honest) * sqrt(n)
-    if apart > _NEGLIGIBLE:
+    # 1. τ √n, the distance of a sum of discrete Gaussians from a discrete Gaussian
+    gap = _distribution_gap(share, honest) * sqrt(n)
+    if gap > _NEGLIGIBLE_GAP:
         raise UsageError(
-            f"shares of noise of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
+            f"noise shares of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
         )
     # 2. ε of concentrated DP, Δ / (√h σ) + τ √n, and z = 1 / ε
     squared = honest * Fraction(share) ** 2 / Fraction(sensitivity) ** 2
-    epsilon = 1 / sqrt(squared) + apart
+    epsilon = 1 / sqrt(squared) + gap
     # 3. rounded down, compared exactly as fractions
     z = nextafter(1 / epsilon, 0.0)
     while Fraction(z) ** 2 > squared:
@@ -204,11 +196,11 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
     return z
 
 
-def _gap(sigma: float, n_shares: int) -> float:
-    """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), how far a sum of h shares is from one discrete Gaussian.
+def _distribution_gap(sigma: float, n_shares: int) -> float:
+    """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), the distance of a sum of h shares from a discrete Gaussian.
 
-    Half of it bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3);
-    where two sums are compared that a unit tells apart, each may be off by that much.
+    τ / 2 bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3); two
+    neighbouring sums may each be off by τ / 2.
 
     Raises:
         UsageError: when σ is below 1/2, where the bound is not proven.
@@ -218,10 +210,10 @@ def _gap(sigma: float, n_shares: int) -> float:
     return 10 * sum(exp(-2 * (pi * sigma) ** 2 * k / (k + 1)) for k in range(1, n_shares))
 
 
-def _honest(n_sites: int, lacking: int) -> int:
-    if not 0 <= lacking < n_sites:
-        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or go away, not {lacking}")
-    return n_sites - lacking
+def _count_honest(n_sites: int, n_lacking: int) -> int:
+    if not 0 <= n_lacking < n_sites:
+        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or drop out, not {n_lacking}")
+    return n_sites - n_lacking
 
 
 def _check_scale(scale: float) -> None:

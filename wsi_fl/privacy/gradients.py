@@ -1,11 +1,11 @@
 """Weighted sums of per-example gradients, two ways.
 
-An engine takes the batch, asks for a weight c_i of each example once it knows the norms |g_i| of its gradients, and
-returns Σ_i c_i g_i over the examples that have one:
+An engine computes the norms |g_i| of the gradients of a batch, gets a weight c_i of each example from them, and returns
+Σ_i c_i g_i over the examples with a weight:
 
-- `hooks` holds all b gradients, by Opacus, and suits every model that Opacus knows; - `ghost` never holds the g_i: one
-backward pass gives every layer's output gradients G, and a layer's rule, from its input A and G alone, the norms and
-the sum (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023).
+- `hooks` holds all b gradients, by Opacus, and suits every model that Opacus supports;
+- `ghost` never holds the g_i: one backward pass gives every layer's output gradients G, and a layer's rule computes the
+  norms and the sum from its input A and G alone (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023).
 
 A layer with T positions (pixels, instances of a bag) has the per-example gradient GᵀA of p × D numbers. Its norm needs
 no such matrix: |GᵀA|² = Σ (AAᵀ)∘(GGᵀ), with T × T inner products on either side. Where T is large and the layer small,
@@ -30,7 +30,7 @@ from torch.nn.grad import conv2d_weight
 from torch.overrides import TorchFunctionMode
 
 from wsi_fl.models.cnn import FrozenNorm
-from wsi_fl.privacy.losses import LossOf, loss_of_some
+from wsi_fl.privacy.losses import LossOf, loss_of_rows
 from wsi_fl.types import WsiFlError
 
 Weigh = Callable[[Tensor], Tensor]
@@ -43,24 +43,24 @@ _Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[GradientSums, Tenso
 """(model, x[b, …], loss_of, weigh) → (sums, mean loss)."""
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer moves."""
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters with a gradient."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 # ghost
 
 
-class _Recorded(NamedTuple):
+class _ModuleCall(NamedTuple):
     module: nn.Module
     x: Tensor
     version: int
     output: GradientEdge
 
 
-def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
+def _ghost_clipping(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
     # 1. forward: record input and output of every layer
-    with _recording(model) as records:
+    with _record_calls(model) as records:
         logits = model(x)
     loss = loss_of(logits)
     # 2. backward with respect to outputs alone: autograd then leaves the weights' gradients out
@@ -69,41 +69,39 @@ def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
     backprops = list(torch.autograd.grad(loss * len(x), outputs, allow_unused=True)) if outputs else []
     # 3. |g_i|² from inputs and output gradients, then Σ_i c_i g_i (book-keeping)
     with torch.no_grad():
-        uses: dict[nn.Module, list[_Use]] = {}
+        uses: dict[nn.Module, list[_ModuleUse]] = {}
         while records:
             record, g = records.pop(), backprops.pop()
             if g is not None:
-                uses.setdefault(record.module, []).append((_unchanged(record, len(x)), g))
-        layers: list[_Gradients] = [_gradients_of(module, uses.pop(module)) for module in list(uses)]
+                uses.setdefault(record.module, []).append((_require_unchanged(record, len(x)), g))
+        layers: list[_LayerGradients] = [_layer_gradients(module, uses.pop(module)) for module in list(uses)]
         squares = x.new_zeros(len(x), dtype=torch.float64)
         c = weigh(sum((layer.squares for layer in layers), squares).sqrt()).to(loss.dtype)
-        sums, kept = _ByParameter(), _kept(c)
+        sums, selection = _ParameterGradients(), _select_weighted(c)
         while layers:
-            sums.update(layers.pop().weighted(c, kept))
-    return [sums.get(p) for p in trained(model)], loss.detach()
+            sums.update(layers.pop().weighted_sum(c, selection))
+    return [sums.get(p) for p in trainable_parameters(model)], loss.detach()
 
 
-def _kept(c: Tensor) -> _Kept:
-    """Return which examples have a weight above 0; the others are left out, since 0 · ∞ is NaN."""
+def _select_weighted(c: Tensor) -> _RowSelection:
+    """Return the places of examples with a weight above 0; the others are left out, since 0 · ∞ is NaN."""
     return slice(None) if bool((c > 0).all()) else (c > 0).nonzero().flatten()
 
 
 @contextmanager
-def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
+def _record_calls(model: nn.Module) -> Iterator[list[_ModuleCall]]:
     """Record input and output of every use of a module with trained parameters."""
-    records: list[_Recorded] = []
+    records: list[_ModuleCall] = []
 
-    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def record_call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if len(inputs) != 1 or not isinstance(output, Tensor):
-            raise WsiFlError(
-                f"ghost clipping: {type(module).__name__} must take and give one tensor, by position"
-            )
+            raise WsiFlError(f"ghost clipping: {type(module).__name__} must take and give one tensor, by position")
         if output.requires_grad:  # its edge stays what it is when the output is changed in place
             (x,) = inputs
-            records.append(_Recorded(module, x.detach(), x._version, get_gradient_edge(output)))
+            records.append(_ModuleCall(module, x.detach(), x._version, get_gradient_edge(output)))
 
     handles = [
-        module.register_forward_hook(record)
+        module.register_forward_hook(record_call)
         for module in model.modules()
         if any(p.requires_grad for p in module.parameters(recurse=False))
     ]
@@ -114,7 +112,7 @@ def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
             handle.remove()
 
 
-def _unchanged(record: _Recorded, b: int) -> Tensor:
+def _require_unchanged(record: _ModuleCall, b: int) -> Tensor:
     kind = type(record.module).__name__
     if record.x._version != record.version:
         raise WsiFlError(f"ghost clipping: the input of {kind} was changed in place after its use")
@@ -126,37 +124,37 @@ def _unchanged(record: _Recorded, b: int) -> Tensor:
 # hooks
 
 
-def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
-    with _sampling(model) as wrapped:
+def _hook_clipping(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
+    with _wrap_model(model) as wrapped:
         with _OutOfPlace():
             logits = wrapped(x)
         loss = loss_of(logits)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
             torch.autograd.backward(loss)
-        samples = [getattr(p, "grad_sample", None) for p in trained(model)]
+        samples = [getattr(p, "grad_sample", None) for p in trainable_parameters(model)]
     rows = [None if g is None else g.reshape(len(g), -1) for g in samples]
     squares = x.new_zeros(len(x), dtype=torch.float64)
-    c = weigh(sum((squared_norms(g) for g in rows if g is not None), squares).sqrt()).to(loss.dtype)
-    kept = _kept(c)
+    c = weigh(sum((square_norms(g) for g in rows if g is not None), squares).sqrt()).to(loss.dtype)
+    selection = _select_weighted(c)
     sums = [
-        None if g is None else (c[kept] @ g[kept]).view_as(p)
-        for p, g in zip(trained(model), rows, strict=True)
+        None if g is None else (c[selection] @ g[selection]).view_as(p)
+        for p, g in zip(trainable_parameters(model), rows, strict=True)
     ]
     return sums, loss.detach()
 
 
 @contextmanager
-def _sampling(model: nn.Module) -> Iterator[nn.Module]:
+def _wrap_model(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model wrapped by Opacus, whose backward pass leaves `grad_sample` [b, …]; restore it afterwards."""
     from opacus import GradSampleModule
 
-    for kind in _NORMS:
-        GradSampleModule.GRAD_SAMPLERS[kind] = lambda module, a, g: _per_example(module, a[0], g)
-    # strict, it refuses constant statistics beside a trained gain; what ties examples was refused before
+    for kind in _NORM_RULES:
+        GradSampleModule.GRAD_SAMPLERS[kind] = lambda module, a, g: _compute_per_example(module, a[0], g)
+    # strict, it refuses constant statistics beside a trained gain; models that tie examples were refused before
     wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean", strict=False)
     handles = [
-        module.register_forward_pre_hook(_contiguous)
+        module.register_forward_pre_hook(_make_contiguous)
         for module in model.modules()
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     ]
@@ -166,22 +164,22 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
         wrapped.to_standard_module()
         for handle in handles:
             handle.remove()
-        for module in model.modules():  # what Opacus leaves where the backward pass did not come by
-            for left in ("activations", "max_batch_len"):
-                module.__dict__.pop(left, None)
+        for module in model.modules():  # attributes that Opacus leaves on modules without a backward pass
+            for attribute in ("activations", "max_batch_len"):
+                module.__dict__.pop(attribute, None)
         for parameter in model.parameters():
             parameter.grad = None
 
 
-def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _make_contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Make inputs contiguous: Opacus's unfold silently misreads the strides of any other layout."""
     return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
 
 
 class _OutOfPlace(TorchFunctionMode):
-    """Computes `x += y` as `x = x + y`: autograd forbids the former on what Opacus's hooks return."""
+    """Compute `x += y` as `x = x + y`: autograd forbids the former on outputs of Opacus's hooks."""
 
-    _INSTEAD: Mapping[Any, Any] = {
+    _REPLACEMENTS: Mapping[Any, Any] = {
         Tensor.add_: Tensor.add,
         Tensor.sub_: Tensor.sub,
         Tensor.mul_: Tensor.mul,
@@ -190,86 +188,82 @@ class _OutOfPlace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         computed = isinstance(args[0], Tensor) and args[0].grad_fn is not None if args else False
-        return (self._INSTEAD.get(func, func) if computed else func)(*args, **(kwargs or {}))
+        return (self._REPLACEMENTS.get(func, func) if computed else func)(*args, **(kwargs or {}))
 
 
-ENGINES: Mapping[str, _Engine] = {"ghost": _ghost, "hooks": _hooks}
+ENGINES: Mapping[str, _Engine] = {"ghost": _ghost_clipping, "hooks": _hook_clipping}
 
 
-def summed_in_parts(
-    engine: _Engine,
-    model: nn.Module,
-    x: Tensor,
-    loss_of: LossOf,
-    weigh: Weigh,
-    *,
-    at_once: int,
+def sum_in_parts(
+    engine: _Engine, model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, *, at_once: int
 ) -> tuple[GradientSums, Tensor]:
-    """Return what an engine does, that sees so many rows at a time; the more there are, the more memory it takes."""
+    """Return the sums and the mean loss of an engine, computed for so many rows at a time to limit memory."""
     if at_once >= len(x):
         return engine(model, x, loss_of, weigh)
-    sums: GradientSums = [None] * len(trained(model))
-    said: list[Tensor] = []
+    sums: GradientSums = [None] * len(trainable_parameters(model))
+    part_logits: list[Tensor] = []
 
     def loss_of_part(logits: Tensor) -> Tensor:
-        # rows beside this part are constants here, so that only its own losses have a gradient
-        before = sum(map(len, said))
-        rest = logits.new_zeros(len(x) - before - len(logits), *logits.shape[1:])
-        whole, rows = torch.cat([*said, logits, rest]), range(before, before + len(logits))
-        loss = loss_of_some(loss_of, whole, rows) * (len(x) / len(logits))
-        said.append(logits.detach())
+        # other rows are constants here, so that only the losses of this part have a gradient
+        n_before = sum(map(len, part_logits))
+        padding = logits.new_zeros(len(x) - n_before - len(logits), *logits.shape[1:])
+        all_logits, rows = torch.cat([*part_logits, logits, padding]), range(n_before, n_before + len(logits))
+        loss = loss_of_rows(loss_of, all_logits, rows) * (len(x) / len(logits))
+        part_logits.append(logits.detach())
         return loss
 
     for part in torch.split(x, at_once):
-        found, _ = engine(model, part, loss_of_part, weigh)
-        sums = [added(total, more) for total, more in zip(sums, found, strict=True)]
-    return sums, loss_of_some(loss_of, torch.cat(said), ())
+        part_sums, _ = engine(model, part, loss_of_part, weigh)
+        sums = [add_gradients(total, addend) for total, addend in zip(sums, part_sums, strict=True)]
+    return sums, loss_of_rows(loss_of, torch.cat(part_logits), ())
 
 
-def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+def add_gradients(total: Tensor | None, addend: Tensor | None) -> Tensor | None:
     """Return the sum of two gradients, each None where there is none."""
-    return more if total is None else total if more is None else total + more
+    return addend if total is None else total if addend is None else total + addend
 
 
-def engine_of(model: nn.Module) -> str:
-    """Return the engine that a model gets: "ghost" wherever it can, "hooks" elsewhere."""
-    return "ghost" if _obstacle(model) is None else "hooks"
+def default_engine(model: nn.Module) -> str:
+    """Return the engine of a model: "ghost" where every layer has a rule, else "hooks"."""
+    return "ghost" if _find_obstacle(model) is None else "hooks"
 
 
-_Use = tuple[Tensor, Tensor]  # input A[b, …] and output gradient G[b, …] of a module, once
+_ModuleUse = tuple[Tensor, Tensor]  # input A[b, …] and output gradient G[b, …] of a module, once
 
-_ByParameter = dict[Tensor, Tensor]
+_ParameterGradients = dict[Tensor, Tensor]
 
-_Kept = Tensor | slice  # places of the examples that have a weight, int64[k], or all of them
+_RowSelection = Tensor | slice  # places of the examples that have a weight, int64[k], or all of them
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class _LayerGradients:
     """Per-example gradients g_i of a module."""
 
     squares: Tensor  # |g_i|², float64[b]
     # c[b] and the kept examples → Σ_i c_i g_i over these, of each trained parameter
-    weighted: Callable[[Tensor, _Kept], _ByParameter]
+    weighted_sum: Callable[[Tensor, _RowSelection], _ParameterGradients]
 
 
-def _obstacle(model: nn.Module) -> str | None:
-    """Return why per-example gradients of this model cannot be computed layer by layer; None where they can."""
+def _find_obstacle(model: nn.Module) -> str | None:
+    """Return the reason against per-example gradients layer by layer; None where they can be computed."""
     owner: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
-        own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if own and (not _known(type(module)) or not own.keys() <= {"weight", "bias"}):
+        module_parameters = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if module_parameters and (
+            not _is_supported(type(module)) or not module_parameters.keys() <= {"weight", "bias"}
+        ):
             kind = type(module).__name__
             return f"it has no rule for the parameters of {f'{name} ({kind})' if name else kind}"
-        for parameter in own.values():
+        for parameter in module_parameters.values():
             if parameter in owner:
                 return f"{owner[parameter]} and {name} share a parameter"
             owner[parameter] = name
     return None
 
 
-def _known(kind: type[nn.Module]) -> bool:
+def _is_supported(kind: type[nn.Module]) -> bool:
     """Return whether a kind of module has one input, the batch first, and a rule for per-example gradients."""
-    if kind in GHOSTS or _norm_rule(kind) is not None:
+    if kind in GHOST_RULES or _find_norm_rule(kind) is not None:
         return True
     from opacus import GradSampleModule
 
@@ -277,106 +271,104 @@ def _known(kind: type[nn.Module]) -> bool:
     return ours and kind in GradSampleModule.GRAD_SAMPLERS
 
 
-def _gradients_of(module: nn.Module, uses: Sequence[_Use]) -> _Gradients:
-    """Return the per-example gradients of a module that `_obstacle` accepts, summed over its uses."""
-    ghost = GHOSTS.get(type(module))
-    found = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
-    return found or _materialised([_per_example(module, a, g) for a, g in uses])
+def _layer_gradients(module: nn.Module, uses: Sequence[_ModuleUse]) -> _LayerGradients:
+    """Return the per-example gradients of a supported module, summed over its uses."""
+    ghost = GHOST_RULES.get(type(module))
+    gradients = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
+    return gradients or _materialize_gradients([_compute_per_example(module, a, g) for a, g in uses])
 
 
-def _materialised(uses: Sequence[_ByParameter]) -> _Gradients:
+def _materialize_gradients(uses: Sequence[_ParameterGradients]) -> _LayerGradients:
     """Return norms and sums from the gradients themselves, [b, …] of each parameter in each use."""
-    flat = {
-        parameter: sum((use[parameter] for use in uses[1:]), g).flatten(1) for parameter, g in uses[0].items()
-    }
-    squares = [squared_norms(g) for g in flat.values()]
+    flat = {parameter: sum((use[parameter] for use in uses[1:]), g).flatten(1) for parameter, g in uses[0].items()}
+    squares = [square_norms(g) for g in flat.values()]
 
-    def weighted(c: Tensor, kept: _Kept) -> _ByParameter:
-        return {parameter: (c[kept] @ g[kept]).view_as(parameter) for parameter, g in flat.items()}
+    def sum_weighted(c: Tensor, selection: _RowSelection) -> _ParameterGradients:
+        return {parameter: (c[selection] @ g[selection]).view_as(parameter) for parameter, g in flat.items()}
 
-    return _Gradients(torch.stack(squares).sum(0), weighted)
+    return _LayerGradients(torch.stack(squares).sum(0), sum_weighted)
 
 
-def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> _ByParameter:
+def _compute_per_example(module: nn.Module, a: Tensor, g: Tensor) -> _ParameterGradients:
     """Return the gradients [b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
     if type(module) is nn.Linear:
         return _linear_per_example(module, a.contiguous(), g)
-    if rule := _norm_rule(type(module)):
+    if rule := _find_norm_rule(type(module)):
         return rule(module, a, g)
     from opacus import GradSampleModule
 
     sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
-    found: _ByParameter = sampler(module, [a.contiguous()], g)
-    return found
+    gradients: _ParameterGradients = sampler(module, [a.contiguous()], g)
+    return gradients
 
 
-def _pays(n_positions: int, n_entries: int) -> bool:
+def _is_ghost_smaller(n_positions: int, n_entries: int) -> bool:
     """Return whether two matrices of inner products are smaller than the gradient."""
     return 2 * n_positions**2 <= n_entries
 
 
-def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> _Gradients | None:
-    """Return those of A[b, …, d] and G[b, …, p]; None where the gradient is smaller than inner products."""
+def _linear_ghost(module: nn.Linear, a: Tensor, g: Tensor) -> _LayerGradients | None:
+    """Return gradients from A[b, …, d] and G[b, …, p]; None where the gradient is smaller than inner products."""
     a, g = (z.flatten(1, -2) if z.dim() > 2 else z.unsqueeze(1) for z in (a, g))
     n_positions = a.shape[1]
-    if not (module.weight.requires_grad and _pays(n_positions, module.weight.numel())):
+    if not (module.weight.requires_grad and _is_ghost_smaller(n_positions, module.weight.numel())):
         return None
-    each = g.sum(1) if n_positions > 1 else g.squeeze(1)
-    of_bias = squared_norms(each)
-    squares = _inner(_gram(a), _gram(g)) if n_positions > 1 else squared_norms(a) * of_bias
-    bias = _trained_bias(module)
+    bias_gradients = g.sum(1) if n_positions > 1 else g.squeeze(1)
+    bias_squares = square_norms(bias_gradients)
+    squares = _inner_products(_gram_matrix(a), _gram_matrix(g)) if n_positions > 1 else square_norms(a) * bias_squares
+    bias = _trainable_bias(module)
     if bias is not None:
-        squares = squares + of_bias
+        squares = squares + bias_squares
 
-    def weighted(c: Tensor, kept: _Kept) -> _ByParameter:
-        rows = (g[kept] * c[kept].view(-1, 1, 1)).flatten(0, 1)
-        sums: _ByParameter = {module.weight: rows.mT @ a[kept].flatten(0, 1)}
-        return sums if bias is None else {**sums, bias: c[kept] @ each[kept]}
+    def sum_weighted(c: Tensor, selection: _RowSelection) -> _ParameterGradients:
+        rows = (g[selection] * c[selection].view(-1, 1, 1)).flatten(0, 1)
+        sums: _ParameterGradients = {module.weight: rows.mT @ a[selection].flatten(0, 1)}
+        return sums if bias is None else {**sums, bias: c[selection] @ bias_gradients[selection]}
 
-    return _Gradients(squares, weighted)
+    return _LayerGradients(squares, sum_weighted)
 
 
-def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> _Gradients | None:
-    """Return those of A[b, c, h, w] and G[b, p, h', w']; None where the gradient is smaller than inner products."""
-    left, right, top, bottom = module._reversed_padding_repeated_twice
-    n_pixels = (a.shape[2] + top + bottom) * (a.shape[3] + left + right)
-    if not (module.weight.requires_grad and _pays(n_pixels, module.weight.numel() // module.groups)):
+def _conv2d_ghost(module: nn.Conv2d, a: Tensor, g: Tensor) -> _LayerGradients | None:
+    """Return gradients from A[b, c, h, w] and G[b, p, h', w']; None where these are smaller than inner products."""
+    pad_left, pad_right, pad_top, pad_bottom = module._reversed_padding_repeated_twice
+    n_pixels = (a.shape[2] + pad_top + pad_bottom) * (a.shape[3] + pad_left + pad_right)
+    if not (module.weight.requires_grad and _is_ghost_smaller(n_pixels, module.weight.numel() // module.groups)):
         return None
     squares = _patch_squares(module, a, g)
-    bias = _trained_bias(module)
-    each = g.sum((2, 3)) if bias is not None else g
+    bias = _trainable_bias(module)
+    bias_gradients = g.sum((2, 3)) if bias is not None else g
     if bias is not None:
-        squares = squares + squared_norms(each)
+        squares = squares + square_norms(bias_gradients)
 
-    def weighted(c: Tensor, kept: _Kept) -> _ByParameter:
-        rows = g[kept] * c[kept].view(-1, 1, 1, 1)
-        with _full_precision(g):
-            sums: _ByParameter = {module.weight: _weight_gradient(module, a[kept], rows)}
-        return sums if bias is None else {**sums, bias: c[kept] @ each[kept]}
+    def sum_weighted(c: Tensor, selection: _RowSelection) -> _ParameterGradients:
+        rows = g[selection] * c[selection].view(-1, 1, 1, 1)
+        with _disable_tf32(g):
+            sums: _ParameterGradients = {module.weight: _weight_gradient(module, a[selection], rows)}
+        return sums if bias is None else {**sums, bias: c[selection] @ bias_gradients[selection]}
 
-    return _Gradients(squares, weighted)
+    return _LayerGradients(squares, sum_weighted)
 
 
 def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
     """Return |g_i|² of the kernels, [b], from inner products of patches and of output gradients."""
     n_rows = len(a) * module.groups
-    x, g = (z.reshape(n_rows, -1, *z.shape[2:]) for z in (_padded(module, a), g))
-    at_once = max(1, (_GRAM_CUDA if x.is_cuda else _GRAM_CPU) // x[0, 0].numel() ** 2)
+    x, g = (z.reshape(n_rows, -1, *z.shape[2:]) for z in (_pad_input(module, a), g))
+    at_once = max(1, (_GRAM_ENTRIES_CUDA if x.is_cuda else _GRAM_ENTRIES_CPU) // x[0, 0].numel() ** 2)
     size = g.shape[2:]
     parts = []
-    for some, rows in zip(torch.split(x, at_once), torch.split(g.flatten(2), at_once), strict=True):
-        parts.append(_inner(_patch_gram(module, some, size), (rows.mT @ rows).view(-1, *size, *size)))
+    for images, rows in zip(torch.split(x, at_once), torch.split(g.flatten(2), at_once), strict=True):
+        parts.append(_inner_products(_patch_gram(module, images, size), (rows.mT @ rows).view(-1, *size, *size)))
     return torch.cat(parts).view(-1, module.groups).sum(1)
 
 
-_GRAM_CPU, _GRAM_CUDA = 2**21, 2**27
-"""Inner products of pixels at a time: as many as a cache about holds, or as memory has to spare."""
+_GRAM_ENTRIES_CPU, _GRAM_ENTRIES_CUDA = 2**21, 2**27
+"""Inner products of pixels at a time: as many as fit a cache, or the memory of a GPU."""
 
 
 def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
-    """Inner products of the patches that a kernel sees at its h' × w' positions: [n, h', w', h', w'].
+    """Return [n, h', w', h', w'], the inner products of a kernel's patches at its h' × w' positions.
 
     Pixels are numbered row by row. Each tap of the kernel moves both pixels of a pair by the same number k,
     that is down the diagonal of their N × N inner products: by k(N + 1) entries.
@@ -392,106 +384,106 @@ def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
         gram = first.clone() if others else first
         for other in others:
             gram += other
-    down, right = module.stride[0] * width, module.stride[1]
-    strides = (gram.stride(0), down * n_pixels, right * n_pixels, down, right)
+    row_step, column_step = module.stride[0] * width, module.stride[1]
+    strides = (gram.stride(0), row_step * n_pixels, column_step * n_pixels, row_step, column_step)
     return gram.as_strided((n, *size, *size), strides)
 
 
-def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> _ByParameter:
+def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> _ParameterGradients:
     """Return the gradients [b, …] of each trained parameter; the examples become groups of one image's channels."""
-    found: _ByParameter = {}
+    gradients: _ParameterGradients = {}
     if module.weight.requires_grad:
         kernels = _weight_gradient(module, a.flatten(0, 1)[None], g.flatten(0, 1)[None], n_examples=len(a))
-        found[module.weight] = kernels.view(len(a), *module.weight.shape)
-    bias = _trained_bias(module)
-    return found if bias is None else {**found, bias: g.sum((2, 3))}
+        gradients[module.weight] = kernels.view(len(a), *module.weight.shape)
+    bias = _trainable_bias(module)
+    return gradients if bias is None else {**gradients, bias: g.sum((2, 3))}
 
 
-def _linear_per_example(module: nn.Linear, a: Tensor, g: Tensor) -> _ByParameter:
+def _linear_per_example(module: nn.Linear, a: Tensor, g: Tensor) -> _ParameterGradients:
     """Return the gradients [b, …] of each trained parameter; Opacus's rule, whose import takes a rank a second."""
-    found: _ByParameter = {}
+    gradients: _ParameterGradients = {}
     if module.weight.requires_grad:
-        found[module.weight] = torch.einsum("n...i,n...j->nij", g, a)
-    bias = _trained_bias(module)
-    return found if bias is None else {**found, bias: torch.einsum("n...k->nk", g)}
+        gradients[module.weight] = torch.einsum("n...i,n...j->nij", g, a)
+    bias = _trainable_bias(module)
+    return gradients if bias is None else {**gradients, bias: torch.einsum("n...k->nk", g)}
 
 
-_NormRule = Callable[[Any, Tensor, Tensor], _ByParameter]
+_NormRule = Callable[[Any, Tensor, Tensor], _ParameterGradients]
 """(module, A[b, …], G[b, …]) → the gradients [b, …] of each trained parameter of a normalisation layer."""
 
 
-def _gains(
-    module: Any, normalised: Callable[[], Tensor], g: Tensor, total: Callable[[Tensor], Tensor]
-) -> _ByParameter:
-    """Return those of a gain γ and a bias β in y = normalised · γ + β; `total` sums over positions."""
-    of = {module.weight: lambda: normalised() * g, module.bias: lambda: g}
-    return {p: total(of[p]()) for p in of if p is not None and p.requires_grad}
+def _gain_gradients(
+    module: Any, normalize: Callable[[], Tensor], g: Tensor, sum_positions: Callable[[Tensor], Tensor]
+) -> _ParameterGradients:
+    """Return gradients of a gain γ and a bias β in y = x̂ · γ + β, with x̂ normalised, summed over positions."""
+    terms = {module.weight: lambda: normalize() * g, module.bias: lambda: g}
+    return {p: sum_positions(terms[p]()) for p in terms if p is not None and p.requires_grad}
 
 
-def _frozen_norm(module: FrozenNorm, a: Tensor, g: Tensor) -> _ByParameter:
-    return _gains(module, lambda: module.normalised(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2))
+def _rule_frozen_norm(module: FrozenNorm, a: Tensor, g: Tensor) -> _ParameterGradients:
+    return _gain_gradients(module, lambda: module.normalize_input(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2))
 
 
-def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor) -> _ByParameter:
-    def normalised() -> Tensor:
+def _rule_group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor) -> _ParameterGradients:
+    def normalize_input() -> Tensor:
         return functional.group_norm(a.contiguous(), module.num_groups, eps=module.eps)
 
-    return _gains(module, normalised, g, lambda z: torch.einsum("ni...->ni", z))
+    return _gain_gradients(module, normalize_input, g, lambda z: torch.einsum("ni...->ni", z))
 
 
-def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor) -> _ByParameter:
-    """Return those of A and G [b, …, d], or of more axes that are normalised."""
+def _rule_layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor) -> _ParameterGradients:
+    """Return gradients from A and G [b, …, d], or with more normalised axes."""
 
-    def total(z: Tensor) -> Tensor:
-        between = list(range(1, z.dim() - len(module.normalized_shape)))
-        return z.sum(between) if between else z
+    def sum_positions(z: Tensor) -> Tensor:
+        position_axes = list(range(1, z.dim() - len(module.normalized_shape)))
+        return z.sum(position_axes) if position_axes else z
 
-    def normalised() -> Tensor:
+    def normalize_input() -> Tensor:
         return functional.layer_norm(a.contiguous(), module.normalized_shape, eps=module.eps)
 
-    return _gains(module, normalised, g, total)
+    return _gain_gradients(module, normalize_input, g, sum_positions)
 
 
-def _channels_last(rule: _NormRule) -> _NormRule:
-    """Return the rule of a layer that normalises the channels of images [b, channels, h, w]."""
+def _rule_channels_last(rule: _NormRule) -> _NormRule:
+    """Return the rule for images [b, channels, h, w] with normalised channels."""
     return lambda module, a, g: rule(module, a.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1))
 
 
-def _before_activation(rule: _NormRule, norm: Callable[[Any, Tensor], Tensor]) -> _NormRule:
-    """Return the rule of a layer that applies `drop`, which is off in training with privacy, and `act` to a norm."""
+def _rule_with_activation(rule: _NormRule, norm: Callable[[Any, Tensor], Tensor]) -> _NormRule:
+    """Return the rule of a norm followed by `drop`, off in training with privacy, and `act`."""
 
-    def of(module: Any, a: Tensor, g: Tensor) -> _ByParameter:
+    def apply_rule(module: Any, a: Tensor, g: Tensor) -> _ParameterGradients:
         with torch.enable_grad():
             z = norm(module, a).detach().requires_grad_()
             (g,) = torch.autograd.grad(module.act(module.drop(z.clone())), z, g)
         return rule(module, a, g)
 
-    return of
+    return apply_rule
 
 
-def _norm_rule(kind: type[nn.Module]) -> _NormRule | None:
-    """Return the rule of a normalisation layer; of timm's by its name, since importing timm takes seconds."""
-    return _NORMS.get(kind) or _NORMS_OF_TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
+def _find_norm_rule(kind: type[nn.Module]) -> _NormRule | None:
+    """Return the rule of a normalisation layer; for timm by its name, since importing timm takes seconds."""
+    return _NORM_RULES.get(kind) or _TIMM_NORM_RULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
-    """Return the kernels' gradient; with several `n_examples` one for each, stacked along the first axis."""
+    """Return the kernels' gradient; for several examples one each, stacked along the first axis."""
     kernels, *kernel = module.weight.shape
     x, padding = a, module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
-        x, padding = _padded(module, a), (0, 0)
+        x, padding = _pad_input(module, a), (0, 0)
     shape, groups = (n_examples * kernels, *kernel), n_examples * module.groups
     gradient: Tensor = conv2d_weight(x, shape, g, module.stride, padding, module.dilation, groups)  # type: ignore[no-untyped-call]
     return gradient
 
 
-def _padded(module: nn.Conv2d, a: Tensor) -> Tensor:
+def _pad_input(module: nn.Conv2d, a: Tensor) -> Tensor:
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return functional.pad(a, module._reversed_padding_repeated_twice, mode)
 
 
 @contextmanager
-def _full_precision(g: Tensor) -> Iterator[None]:
+def _disable_tf32(g: Tensor) -> Iterator[None]:
     """Switch TensorFloat-32 off: sums must agree with the norms to more than three digits."""
     if not g.is_cuda:
         yield
@@ -500,65 +492,65 @@ def _full_precision(g: Tensor) -> Iterator[None]:
         yield
 
 
-def _trained_bias(module: nn.Linear | nn.Conv2d) -> Tensor | None:
+def _trainable_bias(module: nn.Linear | nn.Conv2d) -> Tensor | None:
     return module.bias if module.bias is not None and module.bias.requires_grad else None
 
 
-def squared_norms(rows: Tensor) -> Tensor:
+def square_norms(rows: Tensor) -> Tensor:
     """Return |r_i|², float64[b], of the float32 rows [b, …]; ∞ or NaN where their squares are too large.
 
-    Summed one after the other in float32, 10⁸ numbers come out percents too few, but not as many as a block has.
+    A sequential float32 sum of 10⁸ numbers is too small by percents; the sum of one block is not.
     """
     rows = rows.flatten(1)
-    whole = rows.shape[1] // _BLOCK * _BLOCK
-    squares: Tensor = torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square()
-    if whole:
-        blocks = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), -1, _BLOCK), dim=2)
+    n_blocked = rows.shape[1] // _BLOCK_NUMBERS * _BLOCK_NUMBERS
+    squares: Tensor = torch.linalg.vector_norm(rows[:, n_blocked:], dim=1).double().square()
+    if n_blocked:
+        blocks = torch.linalg.vector_norm(rows[:, :n_blocked].view(len(rows), -1, _BLOCK_NUMBERS), dim=2)
         squares += blocks.double().square().sum(1)
     return squares
 
 
-_BLOCK = 256
-"""How many numbers float32 can square and add with an error of 5e-7, in any order, in eight or more partial sums."""
+_BLOCK_NUMBERS = 256
+"""Numbers that float32 squares and adds with an error of 5e-7, in any order, in eight or more partial sums."""
 
 
-def _gram(z: Tensor) -> Tensor:
-    """Inner products of T positions: [b, T, 1, T, 1] from [b, T, d]."""
+def _gram_matrix(z: Tensor) -> Tensor:
+    """Return [b, T, 1, T, 1], the inner products of the T positions of [b, T, d]."""
     return (z @ z.mT)[:, :, None, :, None]
 
 
-def _inner(one: Tensor, other: Tensor) -> Tensor:
+def _inner_products(first: Tensor, second: Tensor) -> Tensor:
     """Return float64[n], the inner product of each pair of Gram matrices [n, h, w, h, w], never too small.
 
-    Where the products cancel, only round-off of |A|²|G|² is left, which may be 0 although the gradient is not.
+    Where the products cancel, round-off of |A|²|G|² remains, which may be 0 although the gradient is not.
     """
-    products = (one * other).flatten(1).sum(1).double().clamp(min=0)
-    lengths = [torch.einsum("nhwhw->n", gram).double() for gram in (one, other)]
-    return products + _ROUND_OFF * lengths[0] * lengths[1]
+    products = (first * second).flatten(1).sum(1).double().clamp(min=0)
+    lengths = [torch.einsum("nhwhw->n", gram).double() for gram in (first, second)]
+    return products + _PRODUCT_ROUND_OFF * lengths[0] * lengths[1]
 
 
-_ROUND_OFF = 1e-6
+_PRODUCT_ROUND_OFF = 1e-6
 """Fraction of |A|²|G|²: more than the error of float32 inner products (up to 7e-7 for 4096 equal numbers)."""
 
 
-_NORMS: Mapping[type[nn.Module], _NormRule] = {
-    FrozenNorm: _frozen_norm,
-    nn.GroupNorm: _group_norm,
-    nn.LayerNorm: _layer_norm,
+_NORM_RULES: Mapping[type[nn.Module], _NormRule] = {
+    FrozenNorm: _rule_frozen_norm,
+    nn.GroupNorm: _rule_group_norm,
+    nn.LayerNorm: _rule_layer_norm,
 }
-"""Layers whose gradients are small, so that they are written down."""
+"""Rules of normalisation layers, whose small gradients are computed explicitly."""
 
-_NORMS_OF_TIMM: Mapping[str, _NormRule] = {
-    "timm.layers.norm.GroupNorm": _group_norm,
-    "timm.layers.norm.GroupNorm1": _group_norm,
-    "timm.layers.norm.LayerNorm": _layer_norm,
-    "timm.layers.norm.LayerNorm2d": _channels_last(_layer_norm),
-    "timm.layers.norm_act.GroupNormAct": _before_activation(_group_norm, nn.GroupNorm.forward),
-    "timm.layers.norm_act.GroupNorm1Act": _before_activation(_group_norm, nn.GroupNorm.forward),
-    "timm.layers.norm_act.LayerNormAct": _before_activation(_layer_norm, nn.LayerNorm.forward),
+_TIMM_NORM_RULES: Mapping[str, _NormRule] = {
+    "timm.layers.norm.GroupNorm": _rule_group_norm,
+    "timm.layers.norm.GroupNorm1": _rule_group_norm,
+    "timm.layers.norm.LayerNorm": _rule_layer_norm,
+    "timm.layers.norm.LayerNorm2d": _rule_channels_last(_rule_layer_norm),
+    "timm.layers.norm_act.GroupNormAct": _rule_with_activation(_rule_group_norm, nn.GroupNorm.forward),
+    "timm.layers.norm_act.GroupNorm1Act": _rule_with_activation(_rule_group_norm, nn.GroupNorm.forward),
+    "timm.layers.norm_act.LayerNormAct": _rule_with_activation(_rule_layer_norm, nn.LayerNorm.forward),
 }
 
-GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], _Gradients | None]] = {
-    nn.Linear: _linear,
-    nn.Conv2d: _conv2d,
+GHOST_RULES: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], _LayerGradients | None]] = {
+    nn.Linear: _linear_ghost,
+    nn.Conv2d: _conv2d_ghost,
 }

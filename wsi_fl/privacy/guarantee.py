@@ -1,4 +1,4 @@
-"""What a site promises and has spent: its terms, the rounds that a ledger records, and the guarantee they give."""
+"""Privacy terms of a site, the rounds recorded in its ledger, and the guarantee over them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, detection, epsilon
-from wsi_fl.privacy.ledger_file import Entry, Guarantee
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon, max_tpr
+from wsi_fl.privacy.ledger_file import Guarantee, LedgerEntry
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
-PROTECTS_UP_TO = 100.0
-"""An ε above it protects nobody: it is shown as none, and what it covers leaves only where the site allows that."""
+MAX_PROTECTIVE_EPSILON = 100.0
+"""The largest meaningful ε: above it no ε is reported, and content leaves only where the site allows that."""
 
 
-MOST_ATTEMPTS = 3
-"""At a sum of all sites that hides its parts, under one approval: whoever spoils sums makes others spend no more."""
+MAX_ATTEMPTS = 3
+"""Attempts at secure aggregation under one approval, the limit of what spoiled sums can make other sites spend."""
 
 
-_MECHANISM = ("sigma", "clip", "sample_rate", "steps")
-_PLAN = ("n", "batch_size", "mode")
+_MECHANISM_KEYS = ("sigma", "clip", "sample_rate", "steps")
+_PLAN_KEYS = ("n", "batch_size", "mode")
 
 
 class BudgetSpent(WsiFlError):
@@ -29,26 +29,26 @@ class BudgetSpent(WsiFlError):
 
 
 @dataclass(frozen=True)
-class Terms:
+class PrivacyTerms:
     """The terms under which a site takes part in a run."""
 
-    delta: float  # δ of the site's promise, at which everything on its account is priced
-    max_epsilon: float | None = None  # the most it will spend, or None
-    # whether the site is a real hospital: max_epsilon then covers every run in the ledger, and without one nothing
-    # is spent. For a simulated site it covers this run alone.
+    delta: float  # δ of the guarantee, for every mechanism on the account
+    max_epsilon: float | None = None  # the budget, or None
+    # whether the site is a real hospital: max_epsilon then covers every run in the ledger, and nothing is spent
+    # without one. For a simulated site it covers this run alone.
     lifetime: bool = False
     allow: Collection[str] = ()  # kinds of content that may leave without differential privacy
-    guarantee: Guarantee = "none"  # what ε is worth in this run
-    unit: str = "row"  # what one record is: "row" or "patient"
+    guarantee: Guarantee = "none"  # guarantee level of ε in this run
+    unit: str = "row"  # privacy unit: "row" or "patient"
     insecure: bool = False  # whether noise comes from a fixed seed (tests)
 
-    def line(self, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
-        """Return what a line of the ledger says of what was applied, and of what may leave by it, as JSON values."""
-        told = asdict(mechanism) if mechanism else {}
+    def ledger_fields(self, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
+        """Return the fields of a ledger line on a mechanism and the content released by it, as JSON values."""
+        values = asdict(mechanism) if mechanism else {}
         return {
             "released": content or None,
-            "mechanism": {key: told[key] for key in _MECHANISM} if told else None,
-            "plan": {key: told[key] for key in _PLAN} if isinstance(mechanism, PrivacyPlan) else None,
+            "mechanism": {key: values[key] for key in _MECHANISM_KEYS} if values else None,
+            "plan": {key: values[key] for key in _PLAN_KEYS} if isinstance(mechanism, PrivacyPlan) else None,
             "delta": self.delta,
             "unit": self.unit,
             "guarantee": self.guarantee if mechanism else "none",
@@ -57,7 +57,7 @@ class Terms:
         }
 
     def check_mechanism(self, mechanism: Mechanism, site: str) -> None:
-        """Refuse what a real hospital must not apply: noise without a budget, or a plan with a δ of 1 / n or more.
+        """Refuse, for a real hospital, noise without a budget or a plan with a δ of 1 / n or more.
 
         Raises:
             WsiFlError: in one line, with what to write in the site's file.
@@ -74,21 +74,24 @@ class Terms:
             mechanism.refuse_large_delta()
 
     def check_account(
-        self, entries: Sequence[Entry], scope: Sequence[Entry], *, path: Path, site: str
+        self, entries: Sequence[LedgerEntry], scope: Sequence[LedgerEntry], *, path: Path, site: str
     ) -> None:
-        """Refuse an account that these terms do not fit, given all lines of the ledger and those that count towards the
-        budget.
+        """Refuse an account that these terms do not fit.
+
+        Args:
+            entries: all lines of the ledger.
+            scope: the lines that count towards the budget.
 
         Raises:
-            WsiFlError: when it is a real hospital's and the site is said to be simulated, counts another unit, or was
-                priced at a smaller δ before.
+            WsiFlError: when a simulated site has the account of a real hospital, or the account has another privacy
+                unit or a smaller δ.
         """
         if not self.lifetime and any(e.real for e in entries):
             raise WsiFlError(
                 f"{path}: this is the ledger of a real hospital, and sites/{site}.toml says real = false; "
                 "say real = true, or simulate under another name"
             )
-        if other := units_of(scope) - {self.unit}:
+        if other := collect_units(scope) - {self.unit}:
             raise WsiFlError(
                 f"{path}: the account of site {site} counts ε per {other.pop()}, this run per {self.unit}, and the two "
                 "do not add up; keep the privacy.unit that the site began with"
@@ -103,100 +106,101 @@ class Terms:
 
 
 @dataclass
-class Round:
-    """One round of a site in a run, as it stands on the ledger."""
+class LedgerRound:
+    """One round of a site in a run, as recorded in the ledger."""
 
     site: str
     run: str
-    number: int  # from 1 on, or 0 for what is released before the first round
-    mechanism: Mechanism | None = None  # what was applied; None where there was no differential privacy
-    # what may leave, by kind: {"model": SHA-256}. Of each kind the newest alone.
+    number: int  # from 1 on, or 0 for releases before the first round
+    mechanism: Mechanism | None = None  # None without differential privacy
+    # content that may leave, by kind: {"model": SHA-256}, the newest of each kind
     releases: dict[str, str] = field(default_factory=dict)
-    final: bool = False  # whether something of it may have left the site, so that it is never trained anew
+    final: bool = False  # whether content may have left the site, so that the round is never trained again
 
     @property
-    def released(self) -> list[str]:
-        """Return what may leave as the ledger's lines say it, "model 5f2c…"."""
+    def release_texts(self) -> list[str]:
+        """The released contents as written in the ledger, "model 5f2c…"."""
         return [f"{kind} {digest}" for kind, digest in self.releases.items()]
 
 
-def rounds_of(entries: Iterable[Entry]) -> list[Round]:
-    """Return the rounds that lines of a ledger record, in the order in which they were begun.
+def collect_rounds(entries: Iterable[LedgerEntry]) -> list[LedgerRound]:
+    """Return the rounds recorded in lines of a ledger, in the order of their beginnings.
 
-    A round that is recorded anew at once, before anything of it left, takes the place of what it was: it is charged
-    once, and what it had made before may leave no more. Recorded after that it is charged once more. Rounds of two
-    sites that share a ledger are charged apart, also in one run.
+    A round recorded again before any of its content left replaces the earlier record: it is charged once, and its
+    earlier content may not leave. Recorded again after that, it is charged once more. Rounds of two sites that share a
+    ledger are charged separately, also in one run.
     """
-    found: list[Round] = []
-    latest: dict[tuple[str, str], Round] = {}
+    rounds: list[LedgerRound] = []
+    latest: dict[tuple[str, str], LedgerRound] = {}
     for entry in entries:
         key = entry.site, entry.run_id
-        here = latest.get(key)
+        current = latest.get(key)
         if entry.sending or entry.relayed:
-            if here is not None and here.number == entry.round:
-                here.final = True
+            if current is not None and current.number == entry.round:
+                current.final = True
             continue
-        if here is None or here.number != entry.round or (here.final and entry.mechanism):
-            here = latest[key] = Round(*key, entry.round)
-            found.append(here)
+        if current is None or current.number != entry.round or (current.final and entry.mechanism):
+            current = latest[key] = LedgerRound(*key, entry.round)
+            rounds.append(current)
         if entry.mechanism is not None:
-            here.mechanism = entry.mechanism.mechanism
+            current.mechanism = entry.mechanism.mechanism
         if entry.released:
             kind, _, digest = entry.released.partition(" ")
-            here.releases[kind] = digest
-    return found
+            current.releases[kind] = digest
+    return rounds
 
 
-def applied(entries: Iterable[Entry]) -> list[Mechanism]:
-    """Return the mechanisms of all rounds that lines of a ledger record."""
-    return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
+def collect_mechanisms(entries: Iterable[LedgerEntry]) -> list[Mechanism]:
+    """Return the mechanisms of all rounds recorded in lines of a ledger."""
+    return [round_.mechanism for round_ in collect_rounds(entries) if round_.mechanism is not None]
 
 
-def detection_of(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
-    """Return what share of members any test finds that is wrong about 1 in 100; None where nothing is promised."""
-    return detection(spent) if spent and guarantee in ("guaranteed", "shared") else None
+def reportable_max_tpr(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
+    """Return the largest true positive rate at a false positive rate of 1 %; None without a guarantee."""
+    return max_tpr(spent) if spent and guarantee in ("guaranteed", "shared") else None
 
 
-def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:
-    """Return the lines that count for a real hospital that counts ε per `unit`.
+def lifetime_entries(entries: Iterable[LedgerEntry], unit: str) -> list[LedgerEntry]:
+    """Return the ledger lines that count for a real hospital with this privacy unit.
 
-    What it did as a simulated site counts like all else, but does not bind it to the unit of that time: such lines of
-    another unit are left out.
+    Its lines as a simulated site count too, but do not fix the unit: such lines of another unit are left out.
     """
     return [e for e in entries if e.real or e.unit in (None, unit)]
 
 
-def attempts_of(entries: Iterable[Entry], site: str, approved: str) -> int:
-    """Return in how many rounds of all runs a model could leave a site under one approval; "" for none."""
+def count_attempts(entries: Iterable[LedgerEntry], site: str, approved: str) -> int:
+    """Return the number of rounds of all runs in which a model could leave a site under one approval ("" for none)."""
     under = [e for e in entries if (e.site, e.approved) == (site, approved) and e.released]
     return len({(e.run_id, e.round) for e in under if str(e.released).startswith("model ")})
 
 
-def units_of(entries: Iterable[Entry]) -> set[str]:
-    """Return the units of privacy that were used: "row", "patient", or both."""
+def collect_units(entries: Iterable[LedgerEntry]) -> set[str]:
+    """Return the privacy units in use: "row", "patient", or both."""
     return {str(e.unit) for e in entries if e.mechanism}
 
 
 _WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guaranteed")
 
 
-def epsilon_of(entries: Collection[Entry], delta: float, *, seeded: bool = False) -> float | None:
+def entries_epsilon(entries: Collection[LedgerEntry], delta: float, *, seeded: bool = False) -> float | None:
     """Return the ε of lines of a ledger at a δ, or None where no ε holds.
 
-    None holds when data of training patients left without privacy, nothing is accounted, the lines count different
-    units, or ε is above `PROTECTS_UP_TO`. Noise from a known seed counts where `seeded`, as within a run of tests.
+    None holds when data of training patients left without privacy, no mechanism is recorded, the lines have different
+    privacy units, or ε is above 100. Noise from a known seed counts where `seeded`, as within a run of tests.
     """
-    spent = applied(entries)
-    bare = any(entry.bare for entry in entries)
-    known = not seeded and any(entry.mechanism and entry.insecure for entry in entries)
-    if not spent or bare or known or len(units_of(entries)) > 1:
+    spent = collect_mechanisms(entries)
+    has_unprotected = any(entry.is_unprotected for entry in entries)
+    has_known_noise = not seeded and any(entry.mechanism and entry.insecure for entry in entries)
+    if not spent or has_unprotected or has_known_noise or len(collect_units(entries)) > 1:
         return None
     value = epsilon(spent, delta)
-    return value if value <= PROTECTS_UP_TO else None
+    return value if value <= MAX_PROTECTIVE_EPSILON else None
 
 
-def guarantee_of(entries: Collection[Entry], terms: Guarantee = "guaranteed") -> Guarantee:
-    """Return the guarantee of lines of a ledger: the weakest of theirs and the terms'."""
-    spent = [entry for entry in entries if entry.mechanism or entry.bare]
-    said: set[Guarantee] = {"none" if one.insecure or one.bare else one.guarantee for one in spent}
-    return min({terms, *said}, key=_WEAKEST_FIRST.index)
+def weakest_guarantee(entries: Collection[LedgerEntry], terms: Guarantee = "guaranteed") -> Guarantee:
+    """Return the weakest guarantee of the terms and of lines of a ledger."""
+    spent = [entry for entry in entries if entry.mechanism or entry.is_unprotected]
+    guarantees: set[Guarantee] = {
+        "none" if entry.insecure or entry.is_unprotected else entry.guarantee for entry in spent
+    }
+    return min({terms, *guarantees}, key=_WEAKEST_FIRST.index)

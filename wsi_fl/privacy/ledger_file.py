@@ -1,9 +1,9 @@
-"""The file of a ledger: JSON lines, each with the hash of all before it, and heads that remember its length.
+"""The file of a ledger: JSON lines, each with the hash of all before it, and heads with its length.
 
-Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
-A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
-files elsewhere that hold the number of lines and the SHA-256 of the file as it was when it was last written. They are
-read again, under a lock of their own, before each line that is written: so of two copies one spends.
+Every line holds `prev`, the SHA-256 of all bytes before it, which detects changed, missing and inserted lines. A file
+that ends too early, because it was emptied, cut or taken from an older backup, is detected by its *heads*: small files
+elsewhere with the number of lines and the SHA-256 of the file when it was last written. They are read again, under a
+separate lock, before each line that is written: so of two copies only one spends.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import alone, append_line, ordinary, read_json, refuse_unavailable, write_json
+from wsi_fl.system.files import append_line, file_lock, read_json, refuse_unavailable, require_regular_file, write_json
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
-"""What an ε is worth.
+"""Guarantee level of an ε.
 
 ``guaranteed``  the per-example gradient depends on nothing fitted on other records
-``shared``      the same, as long as no more than privacy.colluding sites put together what they know, and the others
-                add the noise that they say
+``shared``      the same, as long as at most privacy.colluding sites collude, and the others add their stated noise
 ``nominal``     the arithmetic of Algorithm 1, whose gradient contains a teacher trained without DP
 ``none``        no differential privacy, or noise from a seed that others may know
 """
 
 
 SCORES = "scores"
-"""Content that rests on test patients and on what was released before, and on nothing else: how good releases are."""
+"""Content computed from test patients and earlier releases alone: the scores of releases."""
 
 
-class _Line(BaseModel):
+class _LedgerLine(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class _Applied(_Line):
+class _AppliedMechanism(_LedgerLine):
     """The mechanism of an entry."""
 
     sigma: float = Field(ge=0)
@@ -54,63 +53,63 @@ class _Applied(_Line):
 
     @property
     def mechanism(self) -> Mechanism:
-        """Return what the accountant prices."""
+        """The mechanism for the accountant."""
         return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
 
 
-class _Planned(_Line):
-    """What else the privacy plan of an entry says."""
+class _RecordedPlan(_LedgerLine):
+    """Further fields of the privacy plan of an entry."""
 
     n: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     mode: Literal["strict", "paper"]
 
 
-class Entry(_Line):
+class LedgerEntry(_LedgerLine):
     """One line of a ledger."""
 
     run: str = Field(min_length=1, max_length=300)  # the run's id, after its folder's name where it has one
     site: str
     round: int = Field(ge=0)
-    released: str | None = None  # kind and SHA-256 of what may leave by this line; None where nothing does
-    mechanism: _Applied | None = None  # what was applied; None where there was no differential privacy
-    plan: _Planned | None = None  # the rest of the privacy plan; None where there was none
+    released: str | None = None  # kind and SHA-256 of the content that may leave by this line; None for none
+    mechanism: _AppliedMechanism | None = None  # None without differential privacy
+    plan: _RecordedPlan | None = None  # further fields of the privacy plan; None without one
     delta: float | None = Field(None, gt=0, lt=1)
     unit: Literal["row", "patient"] | None = None
     guarantee: Guarantee = "none"
     insecure: bool = False
-    # whether the round is final: what it released is about to leave, for the first time or `again`
+    # whether the round is final: its release is about to leave, for the first time or `again`
     sending: bool = False
-    relayed: str | None = None  # SHA-256 of a mixture of releases that is passed on, the round's among them
+    relayed: str | None = None  # SHA-256 of a relayed mixture of releases, the round's among them
     real: bool = False  # whether the site was a real hospital when it wrote the line
     promise: str = ""  # SHA-256 of the site file that the run keeps
-    agreement: str = ""  # SHA-256 of the plan that the hospital signed; "" where none was asked for
-    approved: str = ""  # when it did
+    agreement: str = ""  # SHA-256 of the plan signed by the hospital; "" without one
+    approved: str = ""  # time of the signature
     prev: str = Field(pattern="^[0-9a-f]{64}$")  # SHA-256 of the file before this line
 
     @property
     def run_id(self) -> str:
-        """Return the run's id alone."""
+        """The run's id without the folder's name."""
         return run_id(self.run)
 
     @property
-    def bare(self) -> bool:
-        """Return whether data of training patients may leave by this entry without differential privacy.
+    def is_unprotected(self) -> bool:
+        """Whether data of training patients may leave by this entry without differential privacy.
 
-        Counts of test patients (`SCORES`) tell no more of training patients than the releases that were scored.
+        Counts of test patients (`SCORES`) disclose no more of training patients than the scored releases.
         """
         return bool(self.released and self.mechanism is None and self.released.split()[0] != SCORES)
 
 
-class _Head(_Line):
-    """How far a ledger was when it was last written: lines, the SHA-256 of all its bytes, and its path then."""
+class _LedgerHead(_LedgerLine):
+    """State of a ledger when it was last written: number of lines, SHA-256 of all its bytes, and its path."""
 
     lines: int = Field(ge=1)
     sha256: str
     ledger: str = ""
 
-    def elsewhere(self, path: Path) -> str:
-        """Return in words where the ledger was, unless it was at `path`."""
+    def describe_move(self, path: Path) -> str:
+        """Return the text on the ledger's earlier place; "" where that is `path`."""
         if self.ledger in ("", str(path.resolve())):
             return ""
         return (
@@ -120,117 +119,115 @@ class _Head(_Line):
 
 
 def run_id(run: str) -> str:
-    """Return the id of a run, without the folder's name before it."""
+    """Return the id of a run without the folder's name before it."""
     return run.rpartition(" ")[2]
 
 
 class LedgerFile:
-    """Read and write the lines of a ledger's file; absent is empty.
+    """Read and write the lines of a ledger's file; a missing file is an empty ledger.
 
-    Absent heads are made by the next line.
+    The next line written creates missing heads.
 
     Raises:
-        WsiFlError: when a line is damaged or is no entry, the chain is broken, or a head knows a longer file.
+        WsiFlError: when a line is damaged or is no entry, the chain is broken, or a head records a longer file.
     """
 
     def __init__(self, path: Path, heads: Sequence[Path] = ()) -> None:
         self.path = path
-        self.entries: list[Entry] = []
-        self._heads = tuple(head.resolve() for head in heads)  # of a link, what all copies share
-        self._seen: set[Path] = set()
-        self._read = 0
-        self._so_far = hashlib.sha256()
+        self.entries: list[LedgerEntry] = []
+        self._heads = tuple(head.resolve() for head in heads)  # the target of a link, shared by all copies
+        self._known_heads: set[Path] = set()
+        self._n_bytes_read = 0
+        self._chain_hash = hashlib.sha256()
         self._digests: list[str] = []
-        self._catch_up_with_heads()
+        self._check_heads()
 
-    def _catch_up_with_heads(self) -> None:
-        if gone := [head for head in self._seen if not head.exists()]:
+    def _check_heads(self) -> None:
+        if missing := [head for head in self._known_heads if not head.exists()]:
             raise WsiFlError(
-                f"{gone[0]} is missing; put it back: it prevents copies of the ledger from spending the budget too"
+                f"{missing[0]} is missing; put it back: it keeps copies of the ledger from spending the budget too"
             )
-        known = {
-            head: _read_head(head) for head in self._heads if head.exists()
-        }  # before the file, which may grow
-        self._seen |= known.keys()
+        records = {head: _read_head(head) for head in self._heads if head.exists()}  # before the file, which may grow
+        self._known_heads |= records.keys()
         self.catch_up()
-        for head, was in known.items():
-            if [was.sha256] != self._digests[was.lines - 1 : was.lines]:
+        for head, record in records.items():
+            if [record.sha256] != self._digests[record.lines - 1 : record.lines]:
                 raise WsiFlError(
-                    f"{self.path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
-                    f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
-                    "even where its studies were deleted"
+                    f"{self.path}: this is not the ledger that {head} records, which had {record.lines} lines or more"
+                    f"{record.describe_move(self.path)}; put the newest backup of the ledger back: it is the site's "
+                    "budget, even where its studies were deleted"
                 )
 
     def catch_up(self) -> None:
-        """Read the lines that this process and others have written since.
+        """Read new lines of this process and others.
 
         Raises:
             WsiFlError: when a line is damaged, or does not follow the lines before it.
         """
-        for line in self._new_lines():
+        for line in self._read_new_lines():
             number = len(self._digests) + 1
-            entry = _parsed(line, f"{self.path}: line {number}")
-            if entry.prev != self._so_far.hexdigest():
+            entry = _parse_entry(line, f"{self.path}: line {number}")
+            if entry.prev != self._chain_hash.hexdigest():
                 raise WsiFlError(
                     f"{self.path}: line {number} does not fit the lines before it, so they were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"
                 )
-            self._so_far.update(line + b"\n")
-            self._digests.append(self._so_far.hexdigest())
+            self._chain_hash.update(line + b"\n")
+            self._digests.append(self._chain_hash.hexdigest())
             self.entries.append(entry)
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Write one more line, then the heads. The caller holds the lock and has caught up."""
-        append_line(self.path, {**entry, "prev": self._so_far.hexdigest()})
+        """Append a line, then write the heads. The caller holds the lock and has caught up."""
+        append_line(self.path, {**entry, "prev": self._chain_hash.hexdigest()})
         self.catch_up()
-        self.remember()
+        self.write_heads()
 
-    def remember(self) -> None:
-        """Write how far the ledger is into the heads. The caller holds the lock and has caught up."""
+    def write_heads(self) -> None:
+        """Write the state of the ledger into the heads. The caller holds the lock and has caught up."""
         for head in self._writable_heads():
-            now = _Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
-            write_json(head, now.model_dump())
-            self._seen.add(head)
+            record = _LedgerHead(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
+            write_json(head, record.model_dump())
+            self._known_heads.add(head)
 
     def _writable_heads(self) -> list[Path]:
         return [head for head in self._heads if os.access(head.parent, os.W_OK)]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the ledger against other jobs, and catch up: nobody else may read or spend the budget meanwhile.
+    def hold_lock(self) -> Iterator[None]:
+        """Lock the ledger against other jobs, and catch up: no other process may read or spend the budget meanwhile.
 
-        Heads are locked and read too: copies of a study have ledgers of their own, but share a head in the user's
-        folder. Where a copy was written since, the ledger is refused.
+        Heads are locked and read too: copies of a study have separate ledgers, but share a head in the user's folder. A
+        ledger is refused when a copy of it was written since.
         """
-        with ExitStack() as held:
+        with ExitStack() as locks:
             for path in (self.path, *(head.with_suffix(".lock") for head in self._writable_heads())):
-                held.enter_context(alone(path))
-            self._catch_up_with_heads()
+                locks.enter_context(file_lock(path))
+            self._check_heads()
             yield
 
-    def _new_lines(self) -> list[bytes]:
-        """Return the whole lines after those that were read.
+    def _read_new_lines(self) -> list[bytes]:
+        """Return the complete lines that were not read yet.
 
-        A line that a crash cut short is left out: no release has followed it.
+        A line cut short by a crash is left out: no release has followed it.
 
         Raises:
-            WsiFlError: when the file is shorter than what was read of it.
+            WsiFlError: when the file is shorter than the part read before.
         """
         if not self.path.exists():
             return []
-        if self.path.stat().st_size + 1 < self._read:  # the newline of the last line may be missing
-            raise WsiFlError(f"{self.path}: the ledger was shortened just now; put its newest backup back")
-        with ordinary(self.path).open("rb") as handle:
-            handle.seek(self._read)
+        if self.path.stat().st_size + 1 < self._n_bytes_read:  # the newline of the last line may be missing
+            raise WsiFlError(f"{self.path}: the ledger has become shorter; put its newest backup back")
+        with require_regular_file(self.path).open("rb") as handle:
+            handle.seek(self._n_bytes_read)
             *lines, last = handle.read().split(b"\n")
         if last and _is_whole(last):
             lines.append(last)
-        self._read += sum(len(line) + 1 for line in lines)
+        self._n_bytes_read += sum(len(line) + 1 for line in lines)
         return lines
 
 
 def _is_whole(line: bytes) -> bool:
-    """Tell whether only the newline of a last line is missing."""
+    """Return whether only the newline of a last line is missing."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -238,55 +235,52 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _parsed(line: bytes, place: str) -> Entry:
+def _parse_entry(line: bytes, place: str) -> LedgerEntry:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
         raise WsiFlError(f"{place} is damaged") from None
     try:
-        entry = Entry.model_validate(document)
+        entry = LedgerEntry.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise WsiFlError(f"{place} is no entry of a ledger: {where}: {first['msg']}") from None
+        field = ".".join(str(part) for part in first["loc"]) or "it"
+        raise WsiFlError(f"{place} is no entry of a ledger: {field}: {first['msg']}") from None
     if entry.mechanism and (entry.unit is None or entry.delta is None):
-        raise WsiFlError(f"{place} is no entry of a ledger: it spends without saying delta and unit")
+        raise WsiFlError(f"{place} is no entry of a ledger: it has a mechanism, but no delta or unit")
     return entry
 
 
-def _read_head(path: Path) -> _Head:
+def _read_head(path: Path) -> _LedgerHead:
     try:
-        return _Head.model_validate(read_json(path))
+        return _LedgerHead.model_validate(read_json(path))
     except (ValidationError, OSError) as error:
         refuse_unavailable(error, path)
-        raise WsiFlError(
-            f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
-        ) from None
+        raise WsiFlError(f"{path}: damaged; put its backup back, or the site's budget cannot be trusted") from None
 
 
-Values = NDArray[np.float32] | NDArray[np.uint8]
+ReleaseValues = NDArray[np.float32] | NDArray[np.uint8]
 """Parameters of a model, or the bytes of a buffer of images."""
 
 SEAL = object()
-"""Held by the ledger alone."""
+"""The object that authorises a release, for the ledger alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """What a site lets go: flat numbers float32[d] with their PushSum weight, or flat bytes uint8[d], recorded in a
-    ledger.
+    """A recorded release of a site: numbers float32[d] with their PushSum weight, or bytes uint8[d].
 
     Attributes:
-        site, round: whose it is, and in which round it was made.
-        schema: of the model whose parameters they are.
+        site, round: the site, and the round of the release.
+        schema: of the model with these parameters.
         vector: read-only.
-        digest: SHA-256 of the bytes that travel, as the ledger has it.
+        digest: SHA-256 of the transmitted bytes, as in the ledger.
     """
 
     site: str
     round: int
     schema: str
-    vector: Values
+    vector: ReleaseValues
     weight: float
     digest: str
     seal: InitVar[object]
@@ -299,7 +293,7 @@ class Release:
         object.__setattr__(self, "vector", frozen)
 
 
-def digest(vector: Values) -> str:
-    """Return the SHA-256 of the bytes that travel."""
+def digest_values(vector: ReleaseValues) -> str:
+    """Return the SHA-256 of the transmitted bytes."""
     kind = "u1" if vector.dtype == np.uint8 else "<f4"
     return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""ε of a group of rows by the distribution of its privacy loss, bounded from above on a grid.
+"""ε of a group of rows by its privacy loss distribution, bounded from above on a grid.
 
 One step is dominated by the pair P = Σ_j Binom(k, q)(j) N(j, σ²) against Q = N(0, σ²), in both directions (Kahane, see
 `accounting`; Ganesh, 2024, for hockey-stick divergences), and steps by the product of such pairs (Zhu, Dong and Wang,
@@ -6,12 +6,12 @@ One step is dominated by the pair P = Σ_j Binom(k, q)(j) N(j, σ²) against Q =
 ratio L = dP/dQ, which grows along the line, δ(ε) = E_Q[(L − e^ε)₊] and E_Q[(1 − e^ε L)₊] are expectations of convex
 functions of L. So each of these only makes δ larger:
 
-1. A cell of the line, whose L lies between two points of the grid, becomes two atoms at these points that keep its
-   masses under P and under Q (a spread of L that keeps its mean, by Jensen; "connecting the dots" of Doroshenko et al.,
-   PETS 2022). Round-off goes to the atom with the larger loss.
-2. What lies beyond the line's ends, and members of the mixture that are left out, have infinite loss.
-3. Losses of steps add up, by Fourier transform on a circle. What is too large to be on it is bounded by Chernoff's
-   bound and counts as infinite loss; what is too small comes back at its upper end.
+1. A cell of the line, with L between two points of the grid, becomes two atoms at these points with the same masses
+   under P and under Q (a spread of L with the same mean, by Jensen; "connecting the dots" of Doroshenko et al., PETS
+   2022). Round-off goes to the atom with the larger loss.
+2. Mass beyond the line's ends and omitted members of the mixture have infinite loss.
+3. Losses of steps add up, by Fourier transform on a circle. Losses too large for the circle are bounded by Chernoff's
+   bound and count as infinite; losses too small wrap around to its upper end.
 4. A bound on the transform's round-off is added to δ.
 """
 
@@ -29,33 +29,33 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from wsi_fl.privacy.accounting import Mechanism
 
-_FINE = 20
+_POINTS_PER_DEVIATION = 20
 """Points of the grid in the standard deviation of the loss of one step."""
-_CELLS_PER_BIN, _COARSE = 4, 2048
-_MOST_BINS, _MOST_CELLS, _MOST_TERMS, _AT_ONCE = 1 << 15, 1 << 17, 1 << 23, 1 << 20
-_MOST_CIRCLE, _WIDE = 1 << 19, 20
-"""Points of the circle, and how many standard deviations of the whole loss should fit on it."""
-_PART = 1e-4
-"""Share of δ for what is left out at each end."""
-_LEAST_TAIL = 1e-200
-_MOST_NORMALS = 1024
-_MOST_KINDS = 64
-"""Of mechanisms that differ in noise or sampling rate."""
-_MOST_LOSS = 500.0
-"""Of one step, beyond which e^loss is left alone."""
-_ROUND_OFF = 1e-12
-_OF_TRANSFORM = 4e-16
-_PRECISION = 1e-6
+_CELLS_PER_BIN, _COARSE_CELLS = 4, 2048
+_MAX_BINS, _MAX_CELLS, _MAX_TERMS, _BATCH_TERMS = 1 << 15, 1 << 17, 1 << 23, 1 << 20
+_MAX_CIRCLE_POINTS, _CIRCLE_DEVIATIONS = 1 << 19, 20
+"""Most points of the circle, and the standard deviations of the whole loss that should fit on it."""
+_END_SHARE = 1e-4
+"""Share of δ for the mass omitted at each end."""
+_MIN_TAIL = 1e-200
+_MAX_NORMALS = 1024
+_MAX_KINDS = 64
+"""Most mechanisms with different noise or sampling rate."""
+_MAX_STEP_LOSS = 500.0
+"""Largest loss of one step; e^loss is not computed beyond it."""
+_LOSS_ROUND_OFF = 1e-12
+_TRANSFORM_ROUND_OFF = 4e-16
+_EPSILON_PRECISION = 1e-6
 _TILTS = np.geomspace(0.02, 20, 25)
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Mixture:
+class _NormalMixture:
     """P in units of the noise: normals around `shift` float64[m] with `weight` float64[m].
 
-    `lost` is the mass of those that are left out, and `reach` how far from their middle normals are looked at.
+    `lost` is the mass of omitted normals, and `reach` the distance from their middle at which normals are cut off.
     """
 
     weight: Array
@@ -64,64 +64,64 @@ class _Mixture:
     reach: float
 
     @staticmethod
-    def of(sigma: float, rate: float, k: int, tail: float) -> _Mixture:
-        """Return the mixture of k rows; at both ends of the numbers of rows a mass of up to `tail` is left out."""
+    def build_mixture(sigma: float, rate: float, k: int, tail: float) -> _NormalMixture:
+        """Return the mixture of k rows, with a mass of up to `tail` omitted at both ends of the number of rows."""
         from scipy.special import bdtr, bdtrc, gammaln, ndtri
 
         reach = float(-ndtri(tail))
         if rate >= 1:
-            return _Mixture(np.ones(1), np.array([k / sigma]), 0.0, reach)
+            return _NormalMixture(np.ones(1), np.array([k / sigma]), 0.0, reach)
         # 1. numbers of rows, so far around their mean that Bernstein's bound leaves less than any tail beyond them
         middle, far = k * rate, 45 * sqrt(k * rate * (1 - rate)) + 1000
-        every = np.arange(max(0, floor(middle - far)), min(k, ceil(middle + far)) + 1.0)
-        below, above = bdtr(every, k, rate), bdtrc(every, k, rate)
+        row_counts = np.arange(max(0, floor(middle - far)), min(k, ceil(middle + far)) + 1.0)
+        below, above = bdtr(row_counts, k, rate), bdtrc(row_counts, k, rate)
         first, last = int((below <= tail).sum()), int((above > tail).sum())
         lost = float((below[first - 1] if first else 0.0) + above[last])
-        # 2. their probabilities; of very many, neighbours count as the largest of them, whose steps are longest
-        j = every[first : last + 1]
-        ways = gammaln(k + 1) - gammaln(j + 1) - gammaln(k - j + 1)
-        weight = np.exp(ways + j * log(rate) + (k - j) * np.log1p(-rate))
-        together = np.arange(0, len(j), -(-len(j) // _MOST_NORMALS))
-        longest = np.append(together[1:], len(j)) - 1
-        return _Mixture(np.add.reduceat(weight, together), j[longest] / sigma, lost, reach)
+        # 2. their probabilities; very many are binned, each bin counting as its largest number with the longest step
+        j = row_counts[first : last + 1]
+        log_choices = gammaln(k + 1) - gammaln(j + 1) - gammaln(k - j + 1)
+        weight = np.exp(log_choices + j * log(rate) + (k - j) * np.log1p(-rate))
+        bin_starts = np.arange(0, len(j), -(-len(j) // _MAX_NORMALS))
+        bin_ends = np.append(bin_starts[1:], len(j)) - 1
+        return _NormalMixture(np.add.reduceat(weight, bin_starts), j[bin_ends] / sigma, lost, reach)
 
     @property
-    def tails(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return (mass of P, mass of Q) left of the ends, and right of them."""
+    def tail_masses(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(Mass of P, mass of Q) left of the ends, and right of them."""
         from scipy.special import ndtr
 
-        left, right = self.ends
-        below, above = ndtr(left - self.shift), ndtr(self.shift - right)
-        return (float(self.weight @ below), float(ndtr(left))), (
+        left_end, right_end = self.line_ends
+        below, above = ndtr(left_end - self.shift), ndtr(self.shift - right_end)
+        return (float(self.weight @ below), float(ndtr(left_end))), (
             float(self.weight @ above),
-            float(ndtr(-right)),
+            float(ndtr(-right_end)),
         )
 
-    def moments(self) -> tuple[float, float]:
-        """Return mean and variance of the loss of P against Q, about; the grid is chosen by them."""
-        edges = np.linspace(*self.ends, _COARSE)
-        p, _ = self.masses(edges)
+    def loss_moments(self) -> tuple[float, float]:
+        """Return approximate mean and variance of the loss of P against Q, by which the grid is chosen."""
+        edges = np.linspace(*self.line_ends, _COARSE_CELLS)
+        p, _ = self.cell_masses(edges)
         ratio = self.log_ratio((edges[1:] + edges[:-1]) / 2)
         mean = float(p @ ratio)
         return mean, float(p @ (ratio - mean) ** 2)
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """Return the part of the line that is looked at."""
+    def line_ends(self) -> tuple[float, float]:
+        """The ends of the computed part of the line."""
         return -self.reach, float(self.shift[-1] + self.reach)
 
     def log_ratio(self, x: Array) -> Array:
         """Return log dP/dQ at x float64[n]."""
         from scipy.special import logsumexp
 
-        at_once = max(1, _AT_ONCE // len(self.shift))
+        at_once = max(1, _BATCH_TERMS // len(self.shift))
         parts = [
             logsumexp(np.outer(x[i : i + at_once], self.shift) - self.shift**2 / 2, axis=1, b=self.weight)
             for i in range(0, len(x), at_once)
         ]
         return np.concatenate(parts)
 
-    def masses(self, edges: Array) -> tuple[Array, Array]:
+    def cell_masses(self, edges: Array) -> tuple[Array, Array]:
         """Return the masses float64[n - 1] of the cells between edges float64[n], under P and under Q."""
         p = np.zeros(len(edges) - 1)
         for weight, shift in zip(self.weight.tolist(), self.shift.tolist(), strict=True):
@@ -133,161 +133,165 @@ def _normal_masses(edges: Array) -> Array:
     """Return the mass of N(0, 1) in each cell, with all its digits in both tails."""
     from scipy.special import ndtr
 
-    low, high, right = ndtr(edges), ndtr(-edges), edges[:-1] > 0
-    mass: Array = np.where(right, high[:-1] - high[1:], low[1:] - low[:-1])
+    low, high, is_right = ndtr(edges), ndtr(-edges), edges[:-1] > 0
+    mass: Array = np.where(is_right, high[:-1] - high[1:], low[1:] - low[:-1])
     return mass
 
 
 @dataclass(frozen=True)
-class _Loss:
+class _LossGrid:
     """The loss of one step on the grid: `mass` float64[n] at (first + i) h, and `lost` where it is infinite."""
 
     first: int
     mass: Array
     lost: float
 
-    def trimmed(self, tail: float) -> _Loss:
-        """Return it without far ends: a mass of up to `tail` is lost at the top, or moved up at the bottom."""
+    def trim_ends(self, tail: float) -> _LossGrid:
+        """Return the loss without far ends: a mass of up to `tail` is lost at the top, or moved up at the bottom."""
         top = len(self.mass) - int(np.searchsorted(np.cumsum(self.mass[::-1]), tail))
         bottom = min(int(np.searchsorted(np.cumsum(self.mass), tail)), top - 1)
         mass = self.mass[bottom:top].copy()
         mass[0] += self.mass[:bottom].sum()
-        return _Loss(self.first + bottom, mass, self.lost + float(self.mass[top:].sum()))
+        return _LossGrid(self.first + bottom, mass, self.lost + float(self.mass[top:].sum()))
 
 
-def _losses(mixture: _Mixture, h: float, tail: float, most_terms: int) -> tuple[_Loss, _Loss]:
+def _step_losses(mixture: _NormalMixture, h: float, tail: float, max_terms: int) -> tuple[_LossGrid, _LossGrid]:
     """Return the loss of P against Q under P, and that of Q against P under Q, each bounded from above."""
     # 1. cells, so many that few lie across a point of the grid
-    left, right = mixture.ends
-    low_end, high_end = mixture.log_ratio(np.array([left, right]))
-    wanted = ceil(_CELLS_PER_BIN * (high_end - low_end) / h)
-    wanted = min(_MOST_CELLS, most_terms // len(mixture.shift), wanted)
-    edges = np.linspace(left, right, max(_COARSE, wanted))
-    p, q = mixture.masses(edges)
+    left_end, right_end = mixture.line_ends
+    low_end, high_end = mixture.log_ratio(np.array([left_end, right_end]))
+    n_cells = ceil(_CELLS_PER_BIN * (high_end - low_end) / h)
+    n_cells = min(_MAX_CELLS, max_terms // len(mixture.shift), n_cells)
+    edges = np.linspace(left_end, right_end, max(_COARSE_CELLS, n_cells))
+    p, q = mixture.cell_masses(edges)
     ratio = mixture.log_ratio(edges)
     # 2. each becomes two atoms at points of the grid around it, with its masses
-    error = _ROUND_OFF * (1 + np.abs(ratio))
+    error = _LOSS_ROUND_OFF * (1 + np.abs(ratio))
     low = np.floor((ratio - error)[:-1] / h).astype(np.int64)
     high = np.maximum(np.ceil((ratio + error)[1:] / h).astype(np.int64), low + 1)
     grown, width = q * np.exp(low * h), np.expm1((high - low) * h)
-    spread, error = (p - grown) / width, _ROUND_OFF * (p + grown) / width
+    spread, error = (p - grown) / width, _LOSS_ROUND_OFF * (p + grown) / width
     p_high = np.clip((spread + error) * np.exp((high - low) * h), 0, p)
     q_low = np.clip(q - (spread - error) * np.exp(-low * h), 0, q)
     first, last = int(low.min()), int(high.max())
 
-    def put(where: NDArray[np.int64], mass: Array) -> Array:
-        placed: Array = np.bincount(where - first, weights=mass, minlength=last - first + 1).astype(
-            np.float64
-        )
+    def place_mass(positions: NDArray[np.int64], mass: Array) -> Array:
+        placed: Array = np.bincount(positions - first, weights=mass, minlength=last - first + 1).astype(np.float64)
         return placed
 
-    under_p = put(high, p_high) + put(low, p - p_high)
-    under_q = put(low, q_low) + put(high, q - q_low)
-    # 3. beyond the ends, where losses are smaller than at the end, or count as infinite
-    (p_below, q_below), (p_above, q_above) = mixture.tails
+    under_p = place_mass(high, p_high) + place_mass(low, p - p_high)
+    under_q = place_mass(low, q_low) + place_mass(high, q - q_low)
+    # 3. beyond the ends, losses are smaller than at the end, or count as infinite
+    (p_below, q_below), (p_above, q_above) = mixture.tail_masses
     under_p[high[0] - first] += p_below
     under_q[low[-1] - first] += q_above
-    forth = _Loss(first, under_p, mixture.lost + p_above)
-    back = _Loss(-last, under_q[::-1], q_below)
-    return forth.trimmed(tail), back.trimmed(tail)
+    forth = _LossGrid(first, under_p, mixture.lost + p_above)
+    back = _LossGrid(-last, under_q[::-1], q_below)
+    return forth.trim_ends(tail), back.trim_ends(tail)
 
 
-def _kinds(mechanisms: Sequence[Mechanism]) -> Counter[tuple[float, float]]:
-    """Return how many steps there are of each noise multiplier and sampling rate."""
+def _count_steps(mechanisms: Sequence[Mechanism]) -> Counter[tuple[float, float]]:
+    """Return the number of steps of each (noise multiplier, sampling rate)."""
     times: Counter[tuple[float, float]] = Counter()
-    for one in mechanisms:
-        times[one.sigma, one.sample_rate] += one.steps
+    for mechanism in mechanisms:
+        times[mechanism.sigma, mechanism.sample_rate] += mechanism.steps
     return times
 
 
-def least_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
-    """Return what the mean of the loss of all steps is at least for k rows.
+def min_mean_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
+    """Return a lower bound on the mean privacy loss of all steps for k rows.
 
-    The mean is the divergence of Kullback and Leibler, and of all P with a mean of kq/σ the normal one has the least.
+    The mean is the Kullback–Leibler divergence; of all P with a mean of kq/σ the normal one has the least.
     """
-    return sum(one.steps * (k * one.sample_rate / one.sigma) ** 2 / 2 for one in mechanisms)
+    return sum(mechanism.steps * (k * mechanism.sample_rate / mechanism.sigma) ** 2 / 2 for mechanism in mechanisms)
 
 
-def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, most: float) -> float:
-    """Return ε at `delta` for all k rows of a group together; infinite above `most`, or where it cannot be computed.
+def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, max_epsilon: float) -> float:
+    """Return ε at `delta` for all k rows of a group; infinite above `max_epsilon`, or where it cannot be computed.
 
     Args:
         mechanisms: with noise and at least one step each.
     """
-    times = _kinds(mechanisms)
+    times = _count_steps(mechanisms)
     steps = np.array([*times.values()], np.float64)
-    tail = delta * _PART / float(steps.sum())
-    if tail < _LEAST_TAIL or len(times) > _MOST_KINDS:
+    tail = delta * _END_SHARE / float(steps.sum())
+    if tail < _MIN_TAIL or len(times) > _MAX_KINDS:
         return inf
-    mixtures = [_Mixture.of(sigma, rate, k, tail) for sigma, rate in times]
+    mixtures = [_NormalMixture.build_mixture(sigma, rate, k, tail) for sigma, rate in times]
     # 1. the grid: fine against the whole loss, and not finer than can be computed
-    if any(np.abs(one.log_ratio(np.array(one.ends))).max() > _MOST_LOSS for one in mixtures):
+    if any(np.abs(mixture.log_ratio(np.array(mixture.line_ends))).max() > _MAX_STEP_LOSS for mixture in mixtures):
         return inf
-    spread = sqrt(sum(n * one.moments()[1] for n, one in zip(steps, mixtures, strict=True)))
-    span = max(float(np.ptp(one.log_ratio(np.array(one.ends)))) for one in mixtures)
-    h = max(spread / (_FINE * sqrt(float(steps.sum()))), span / _MOST_BINS, _WIDE * spread / _MOST_CIRCLE)
+    spread = sqrt(sum(n * mixture.loss_moments()[1] for n, mixture in zip(steps, mixtures, strict=True)))
+    span = max(float(np.ptp(mixture.log_ratio(np.array(mixture.line_ends)))) for mixture in mixtures)
+    h = max(
+        spread / (_POINTS_PER_DEVIATION * sqrt(float(steps.sum()))),
+        span / _MAX_BINS,
+        _CIRCLE_DEVIATIONS * spread / _MAX_CIRCLE_POINTS,
+    )
     # 2. both directions; the worse one counts
-    losses = [_losses(one, h, tail, _MOST_TERMS // len(mixtures)) for one in mixtures]
-    found = (_composed([pair[way] for pair in losses], steps, h, delta, most) for way in (0, 1))
-    return max(found)
+    losses = [_step_losses(mixture, h, tail, _MAX_TERMS // len(mixtures)) for mixture in mixtures]
+    epsilons = (
+        _compose_losses([pair[direction] for pair in losses], steps, h, delta, max_epsilon) for direction in (0, 1)
+    )
+    return max(epsilons)
 
 
-def _composed(losses: Sequence[_Loss], steps: Array, h: float, delta: float, most: float) -> float:
-    """Return ε at `delta` of so many steps of each loss."""
-    lost = float(sum(n * one.lost for n, one in zip(steps, losses, strict=True)))
-    # 1. the circle holds all but a mass of `_PART` δ at each end
-    low, high = _ends(losses, steps, h, delta * _PART)
+def _compose_losses(losses: Sequence[_LossGrid], steps: Array, h: float, delta: float, max_epsilon: float) -> float:
+    """Return ε at `delta` of all steps of each loss."""
+    lost = float(sum(n * step_loss.lost for n, step_loss in zip(steps, losses, strict=True)))
+    # 1. the circle holds all but a mass of `_END_SHARE` δ at each end
+    low, high = _circle_ends(losses, steps, h, delta * _END_SHARE)
     size = 1 << max(10, (high - low).bit_length())
-    if size > _MOST_CIRCLE:
+    if size > _MAX_CIRCLE_POINTS:
         return inf
     # 2. losses of steps add up
     spectrum = np.ones(size // 2 + 1, np.complex128)
-    for n, one in zip(steps, losses, strict=True):
-        place = (one.first + np.arange(len(one.mass))) % size
-        spectrum *= np.fft.rfft(np.bincount(place, weights=one.mass, minlength=size)) ** n
+    for n, step_loss in zip(steps, losses, strict=True):
+        place = (step_loss.first + np.arange(len(step_loss.mass))) % size
+        spectrum *= np.fft.rfft(np.bincount(place, weights=step_loss.mass, minlength=size)) ** n
     mass: Array = np.roll(np.fft.irfft(spectrum, size), -(low % size)).astype(np.float64)
-    # 3. round-off is at most so much of the norm, in all points together
-    error = _OF_TRANSFORM * float(steps.sum()) * log(size) * float(np.sqrt((mass**2).sum() * size))
-    left = delta * (1 - _PART) - lost - error
+    # 3. round-off in all points together is at most this share of the norm
+    error = _TRANSFORM_ROUND_OFF * float(steps.sum()) * log(size) * float(np.sqrt((mass**2).sum() * size))
+    remaining_delta = delta * (1 - _END_SHARE) - lost - error
     loss: Array = (low + np.arange(size, dtype=np.float64)) * h
-    return _epsilon_of(loss, np.maximum(mass, 0), left, most)
+    return _epsilon_from_masses(loss, np.maximum(mass, 0), remaining_delta, max_epsilon)
 
 
-def _ends(losses: Sequence[_Loss], steps: Array, h: float, tail: float) -> tuple[int, int]:
-    """Return the points of the grid beyond which the whole loss has a mass of at most `tail`, by Chernoff's bound."""
-    found = []
+def _circle_ends(losses: Sequence[_LossGrid], steps: Array, h: float, tail: float) -> tuple[int, int]:
+    """Return the ends of the whole loss on the grid, with a mass of at most `tail` beyond, by Chernoff's bound."""
+    bounds = []
     for sign in (-1, 1):
-        values = [sign * h * (one.first + np.arange(len(one.mass))) for one in losses]
+        values = [sign * h * (step_loss.first + np.arange(len(step_loss.mass))) for step_loss in losses]
         scale = sqrt(
             sum(
-                n * float(one.mass @ (v - one.mass @ v) ** 2)
-                for n, one, v in zip(steps, losses, values, strict=True)
+                n * float(step_loss.mass @ (v - step_loss.mass @ v) ** 2)
+                for n, step_loss, v in zip(steps, losses, values, strict=True)
             )
         )
         best = inf
         for tilt in sqrt(-2 * log(tail)) / max(scale, h) * _TILTS:
             total = -log(tail)
-            for n, one, value in zip(steps, losses, values, strict=True):
+            for n, step_loss, value in zip(steps, losses, values, strict=True):
                 top = float(tilt * value[-1 if sign > 0 else 0])
-                total += n * (top + log(float(one.mass @ np.exp(tilt * value - top))))
+                total += n * (top + log(float(step_loss.mass @ np.exp(tilt * value - top))))
             best = min(best, total / tilt)
-        found.append(ceil(best / h) + 1)
-    return -found[0], found[1]
+        bounds.append(ceil(best / h) + 1)
+    return -bounds[0], bounds[1]
 
 
-def _epsilon_of(loss: Array, mass: Array, delta: float, most: float) -> float:
-    """Return the least ε for which Σ mass (1 − e^(ε − loss))₊ is at most `delta`, from above."""
+def _epsilon_from_masses(loss: Array, mass: Array, delta: float, max_epsilon: float) -> float:
+    """Return the least ε with Σ mass (1 − e^(ε − loss))₊ of at most `delta`, from above."""
 
-    def spends(value: float) -> float:
+    def delta_at(value: float) -> float:
         at = int(np.searchsorted(loss, value, "right"))
         return float(mass[at:] @ -np.expm1(value - loss[at:]))
 
-    if delta <= 0 or spends(most) > delta:
+    if delta <= 0 or delta_at(max_epsilon) > delta:
         return inf
-    if spends(0.0) <= delta:
+    if delta_at(0.0) <= delta:
         return 0.0
-    low, high = 0.0, most
-    while high - low > _PRECISION * high:
+    low, high = 0.0, max_epsilon
+    while high - low > _EPSILON_PRECISION * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if spends(middle) > delta else (low, middle)
+        low, high = (middle, high) if delta_at(middle) > delta else (low, middle)
     return high

@@ -1,18 +1,16 @@
-"""Losses of a batch, taken apart into losses of single rows.
+"""Losses of a batch, computed row by row.
 
-Clipping bounds what a row adds to the sum only where the gradient of every other row is the same without it. A loss
-that is a plain mean over the rows is such a one. A mean that is weighted by what else the batch holds, a loss of pairs,
-a loss whose statistics are those of the batch are not.
+Clipping bounds a row's part in the sum only where the gradient of every other row is the same without it. This holds
+for a plain mean over the rows; it does not for a mean weighted by the rest of the batch, a loss of pairs or a loss with
+statistics of the batch.
 
-A loss of wsi-fl's own says itself that it is a mean of rows. Of what a caller hands over, one call of a usual loss
-(`PLAIN`, a mean, without weights) is known by looking at the call. Any other is never asked about the batch: it is
-computed of every row alone, of which it sees the output and, of each tensor that has as many rows as the batch, that
-row (`_RowAlone`). So a row's gradient is a function of that row, whatever the loss does. Where it differs from what the
-loss says of the batch, the loss ties rows together, and is refused.
+A loss of wsi-fl's own is marked as a mean of rows. Of a caller's losses, one call of a usual mean loss without weights
+is recognized by observing the call. Any other loss is computed for every row separately, with the output of that row
+and that row of each tensor with as many rows as the batch. So a row's gradient is a function of that row for any loss.
+A loss with another gradient in the batch ties rows together, and is refused.
 
-What cannot be seen: what was computed from the batch before, outside the loss. The change of a number from one batch to
-the next is noticed and refused; in the first batch it is not, and of a weight for each row it never is: such weights
-look like the rows' own.
+Not detected: values computed from the batch before, outside the loss. A number that changes from one batch to the next
+is refused; in the first batch it cannot be, nor can weights of rows, which look like data of the rows.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wsi_fl.privacy.captures import numbers_of, of_row
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.privacy.captures import collect_numbers, select_row
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
 LossOf = Callable[[Tensor], Tensor]
 """Outputs [b, …] → the mean of per-example losses."""
 
 _Constants = dict[tuple[str, ...], tuple[float, ...]]
-"""The numbers that a loss uses, by the functions that it calls."""
+"""Numbers in a loss, by the functions that it calls."""
 
-_TIES = "loss cannot be used with differential privacy"
+_UNUSABLE_LOSS = "loss cannot be used with differential privacy"
 _RTOL, _ATOL = 1e-3, 1e-6
-"""Of a row's gradient, and of the longest: far above round-off."""
-_FEW = 1024
-"""Numbers of a tensor that can be weights of classes."""
+"""Tolerances relative to a row's gradient and to the longest: far above round-off."""
+_MAX_CLASS_WEIGHTS = 1024
+"""Most numbers of a tensor of class weights."""
 
-PLAIN = (
+PLAIN_LOSSES = (
     functional.cross_entropy,
     functional.mse_loss,
     functional.l1_loss,
@@ -50,32 +48,32 @@ PLAIN = (
     functional.huber_loss,
     functional.binary_cross_entropy_with_logits,
 )
-"""Losses whose mean over a batch is a mean over its rows, without weights, labels to ignore and smoothing."""
-_CHOICES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
+"""Losses with a mean over rows, without weights, labels to ignore and smoothing."""
+_ROW_CHOICES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 _SELECTIONS = (
-    *_CHOICES,
+    *_ROW_CHOICES,
     *(getattr(Tensor, name) for name in ("to", "long", "int", "float", "double", "bool", "detach", "clone")),
     *(getattr(Tensor, name) for name in ("cpu", "cuda")),
 )
-"""What chooses rows of a tensor, or changes its type."""
-_PROPERTIES = (
+"""Functions that select rows of a tensor, or change its type."""
+_ROWLESS_PROPERTIES = (
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "ndim")),
     *(Tensor.dim, Tensor.is_floating_point),
 )
-"""What says nothing of rows, nor how many there are."""
+"""Properties independent of rows and of their number."""
 
 
 def is_mean_of_rows(loss_of: LossOf) -> bool:
-    """Return whether a loss is wsi-fl's own and says that it is the mean of losses of single rows."""
+    """Return whether a loss is wsi-fl's own and marked as the mean of losses of single rows."""
     return type(loss_of).__module__.startswith("wsi_fl.") and bool(getattr(loss_of, "is_mean_of_rows", False))
 
 
 class RowwiseLoss:
-    """A caller's loss, as a mean of what it is of each row alone.
+    """A caller's loss as the mean of its values for single rows.
 
     Args:
-        loss_of: what the caller handed over.
-        constants: numbers that the loss used before, by the functions that it called; they may not change.
+        loss_of: the caller's loss.
+        constants: numbers in the loss so far, by the functions that it called; they may not change.
         weights: the model's trained parameters, on which a loss may depend by the outputs alone.
     """
 
@@ -86,52 +84,52 @@ class RowwiseLoss:
         """Return the mean loss of outputs [b, …], with gradients of these rows only, or of all.
 
         Raises:
-            UsageError: when the loss of a row is another one without the other rows, or with them.
+            UsageError: when the loss of a row depends on the other rows.
             WsiFlError: of the loss itself.
             OutOfMemoryError: of PyTorch.
         """
-        calls = _Calls(outputs)
+        calls = _CallRecorder(outputs)
         try:
             with calls:
                 loss = self._loss_of(outputs)
         except (WsiFlError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever somebody's loss raises
-            raise UsageError(f"{_TIES}: it cannot be computed ({one_line(error)[:200]})") from error
+        except Exception as error:  # any error of a custom loss
+            raise UsageError(f"{_UNUSABLE_LOSS}: it cannot be computed ({single_line(error)[:200]})") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError(f"{_TIES}: it must be one number, the mean over the rows; use .mean()")
-        if calls.plain_result is loss and of_row(self._loss_of, 0, len(outputs)) is self._loss_of:
+            raise UsageError(f"{_UNUSABLE_LOSS}: it must be one number, the mean over the rows; use .mean()")
+        if calls.plain_result is loss and select_row(self._loss_of, 0, len(outputs)) is self._loss_of:
             return loss
         places = list(range(len(outputs)) if rows is None else rows)
         if not places:
             return loss.detach()
         try:
-            gradients = self._gradients(outputs, places, of_classes=False)
+            gradients = self._gradients_of_rows(outputs, places, per_class=False)
         except UsageError:
             if outputs.dim() != 2 or len(outputs) != outputs.shape[1]:
                 raise
-            gradients = self._gradients(outputs, places, of_classes=True)
+            gradients = self._gradients_of_rows(outputs, places, per_class=True)
         product = (outputs[places] * gradients).sum() / len(outputs)  # its gradients are these
         return loss.detach() + (product - product.detach())
 
-    def _gradients(self, outputs: Tensor, rows: list[int], *, of_classes: bool) -> Tensor:
+    def _gradients_of_rows(self, outputs: Tensor, rows: list[int], *, per_class: bool) -> Tensor:
         """Return the gradients [m, …] of these rows' losses by their outputs.
 
         Args:
-            of_classes: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
+            per_class: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
 
         Raises:
-            UsageError: when they are others in the batch, or at the second time.
+            UsageError: when they differ in the batch, or in a second pass.
         """
         constants = dict(self._constants)
-        gradients = torch.cat([self._gradient(outputs, row, constants, of_classes) for row in rows])
-        if not _agree(self._gradient(outputs, rows[0], constants, of_classes), gradients[:1]):
-            raise UsageError(f"{_TIES}: it changes from one time to the next (a memory, or random numbers)")
+        gradients = torch.cat([self._gradient_of_row(outputs, row, constants, per_class) for row in rows])
+        if not _are_close(self._gradient_of_row(outputs, rows[0], constants, per_class), gradients[:1]):
+            raise UsageError(f"{_UNUSABLE_LOSS}: it changes from one time to the next (a memory, or random numbers)")
         self._require_mean(outputs, rows, gradients)
         self._constants.update(constants)
         return gradients
 
-    def _gradient(self, outputs: Tensor, row: int, constants: _Constants, of_classes: bool) -> Tensor:
+    def _gradient_of_row(self, outputs: Tensor, row: int, constants: _Constants, per_class: bool) -> Tensor:
         """Return [1, …], the gradient of the loss of a row alone by its output.
 
         Raises:
@@ -139,24 +137,24 @@ class RowwiseLoss:
         """
         with torch.enable_grad():
             output = outputs[row : row + 1].detach().requires_grad_()
-            view = _RowAlone(output, row, len(outputs), of_classes)
-            loss_of = of_row(self._loss_of, row, len(outputs), of_classes=of_classes)
+            view = _SingleRowView(output, row, len(outputs), per_class)
+            loss_of = select_row(self._loss_of, row, len(outputs), per_class=per_class)
             try:
                 with view:
                     loss = loss_of(output)
                 (gradient,) = torch.autograd.grad(loss.sum(), output, materialize_grads=True)
-            except Exception as error:  # whatever somebody's loss raises
+            except Exception as error:  # any error of a custom loss
                 raise UsageError(
-                    f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
+                    f"{_UNUSABLE_LOSS}: it cannot be computed of one row alone ({single_line(error)[:200]})"
                 ) from None
-        of_one, present = len(outputs) == 1, tuple(view.numbers)
-        if not of_one:  # nobody knows there what is a row's
-            present += tuple(numbers_of(self._loss_of))
-        numbers = constants.setdefault((*view.functions, str(of_one)), present)
+        is_single, present = len(outputs) == 1, tuple(view.numbers)
+        if not is_single:  # in a batch of one, numbers of the row look like constants
+            present += tuple(collect_numbers(self._loss_of))
+        numbers = constants.setdefault((*view.functions, str(is_single)), present)
         if numbers != present:
             changes = [(a, b) for a, b in zip(numbers, present, strict=False) if a != b]
-            what = f"was {changes[0][0]:g} and is {changes[0][1]:g}" if changes else "is not there"
-            raise UsageError(f"{_TIES}: a number in it {what} in another batch; make it a constant")
+            change = f"was {changes[0][0]:g} and is {changes[0][1]:g}" if changes else "is not there"
+            raise UsageError(f"{_UNUSABLE_LOSS}: a number in it {change} in another batch; make it a constant")
         return gradient
 
     def _require_mean(self, outputs: Tensor, rows: list[int], gradients: Tensor) -> None:
@@ -168,36 +166,36 @@ class RowwiseLoss:
         with torch.enable_grad():
             batch = outputs.detach().requires_grad_()
             loss = self._loss_of(batch)
-            of_batch, *of_weights = torch.autograd.grad(
+            batch_gradient, *weight_gradients = torch.autograd.grad(
                 loss.sum(), (batch, *self._weights), allow_unused=True
             )
-        if any(gradient is not None for gradient in of_weights):
+        if any(gradient is not None for gradient in weight_gradients):
             raise UsageError(
-                f"{_TIES}: it depends on the model's weights by another way than the outputs (a penalty, or the model "
+                f"{_UNUSABLE_LOSS}: it depends on the model's weights not only by the outputs (a penalty, or the model "
                 "called again), and that gradient has no bound; use weight_decay of the optimizer, or torch.no_grad()"
             )
-        in_batch = torch.zeros_like(batch) if of_batch is None else of_batch
-        finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # another row has no part in the sum
+        in_batch = torch.zeros_like(batch) if batch_gradient is None else batch_gradient
+        finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # other rows have no part in the sum
         in_batch, gradients = in_batch[rows][finite], gradients[finite]
-        if _agree(in_batch * len(outputs), gradients):
+        if _are_close(in_batch * len(outputs), gradients):
             return
-        if _agree(in_batch, gradients):
+        if _are_close(in_batch, gradients):
             raise UsageError(
-                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses of all "
-                "its rows, .mean()"
+                f"{_UNUSABLE_LOSS}: it does not divide by the number of rows in the batch; use the mean of the losses "
+                "of all its rows, .mean()"
             )
         raise UsageError(
-            f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
-            "make it; use the mean of losses of single rows"
+            f"{_UNUSABLE_LOSS}: a row's gradient depends on the other rows of its batch, as weights or statistics "
+            "of the batch make it; use the mean of losses of single rows"
         )
 
 
-def loss_of_some(loss_of: LossOf, outputs: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the loss of outputs [b, …] of which only these rows have gradients."""
+def loss_of_rows(loss_of: LossOf, outputs: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the loss of outputs [b, …] with gradients of these rows only."""
     return loss_of(outputs, rows) if isinstance(loss_of, RowwiseLoss) else loss_of(outputs)
 
 
-def _agree(gradients: Tensor, expected: Tensor) -> bool:
+def _are_close(gradients: Tensor, expected: Tensor) -> bool:
     """Return whether gradients [b, …] of rows are the same but for round-off."""
     if gradients.shape != expected.shape:
         return False
@@ -208,14 +206,14 @@ def _agree(gradients: Tensor, expected: Tensor) -> bool:
     return bool(((gradients - expected).flatten(1).norm(dim=1) <= _RTOL * lengths + _ATOL * longest).all())
 
 
-def _tensors(of: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(of) if isinstance(value, Tensor)]
+def _collect_tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
 
 
-class _Calls(TorchFunctionMode):
-    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs.
+class _CallRecorder(TorchFunctionMode):
+    """Record whether a loss is one call of a plain mean loss on the outputs.
 
-    A loss that looks into a tensor (a list, an array, an order, a length of it), or makes one, may do anything with it.
+    Any other use of a tensor's content (a list, an array, an order, a length of it), or a new tensor, is a difference.
     """
 
     def __init__(self, outputs: Tensor) -> None:
@@ -226,32 +224,32 @@ class _Calls(TorchFunctionMode):
 
     @property
     def plain_result(self) -> Tensor | None:
-        """What the only call returned; None where there was another."""
+        """The result of the only call; None where there was another."""
         return None if self._differs else self._result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
+        tensors = _collect_tensors((args, kwargs))
         if not isinstance(result, Tensor):
-            self._differs |= bool(tensors) and func not in _PROPERTIES
+            self._differs |= bool(tensors) and func not in _ROWLESS_PROPERTIES
         elif not any(id(value) in self._outputs for value in tensors):
-            mixes = func in _CHOICES and _is_of_batch(args, self._b)
+            mixes = func in _ROW_CHOICES and _selects_within_batch(args, self._b)
             self._differs |= mixes or func not in _SELECTIONS
         elif _is_column(func, args):
             self._outputs[id(result)] = result
-        elif self._result is None and func in PLAIN and self._is_mean(func, args, kwargs):
+        elif self._result is None and func in PLAIN_LOSSES and self._is_mean(func, args, kwargs):
             self._result = result
         else:
             self._differs = True
         return result
 
     def _is_mean(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        if len(args) > 2 or set(kwargs) - {"input", "target", "reduction", "weight", *_SETTINGS}:
+        if len(args) > 2 or set(kwargs) - {"input", "target", "reduction", "weight", *_DEFAULT_ARGUMENTS}:
             return False
         named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
         outputs, target = named.get("input"), named.get("target")
-        usual = {key: value for key, value in _SETTINGS.items() if key in named and named[key] != value}
+        usual = {key: value for key, value in _DEFAULT_ARGUMENTS.items() if key in named and named[key] != value}
         if usual or named.get("weight") is not None or named.get("reduction", "mean") != "mean":
             return False
         if (
@@ -261,7 +259,7 @@ class _Calls(TorchFunctionMode):
             or target.requires_grad  # weights, which have a gradient in every row
         ):
             return False
-        # else it is one row of as many classes as there are rows
+        # outputs of one dimension are one row of as many classes as the batch has rows
         if func is functional.cross_entropy and outputs.dim() < 2:
             return False
         if target.shape == outputs.shape:
@@ -271,18 +269,18 @@ class _Calls(TorchFunctionMode):
 
 
 _IGNORED = -100
-_SETTINGS: Mapping[str, Any] = {
+_DEFAULT_ARGUMENTS: Mapping[str, Any] = {
     "ignore_index": _IGNORED,
     "label_smoothing": 0.0,
     "size_average": None,
     "reduce": None,
     "pos_weight": None,
 }
-"""Arguments of `PLAIN` losses, and what they usually are."""
+"""Arguments of plain losses and their default values."""
 
 
-def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
-    """Return whether rows are chosen from the batch's own, and not the batch's rows from all, or a row by its place."""
+def _selects_within_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
+    """Return whether a call selects some rows within the batch, not all in order, nor a single row by its place."""
     if len(args) < 2 or not isinstance(args[0], Tensor) or not args[0].ndim or len(args[0]) != b:
         return False
     rows = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
@@ -291,10 +289,8 @@ def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
     if isinstance(rows, Tensor):
         return not (rows.shape == (b,) and bool((rows.cpu() == torch.arange(b)).all()))
     # all in their order, or the row's own place
-    wanted = (np.arange(b), np.array([-1 if row is None else row]))
-    return not (
-        isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in wanted)
-    )
+    allowed = (np.arange(b), np.array([-1 if row is None else row]))
+    return not (isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in allowed))
 
 
 def _is_column(func: Any, args: Sequence[Any]) -> bool:
@@ -304,20 +300,18 @@ def _is_column(func: Any, args: Sequence[Any]) -> bool:
     if func is not Tensor.__getitem__ or not isinstance(args[1], tuple):
         return False
     first, *columns = args[1]
-    return (
-        isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in columns)
-    )
+    return isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in columns)
 
 
-class _RowAlone(TorchFunctionMode):
-    """Show a loss one row: its output, and that row of every tensor or array that has as many rows as the batch.
+class _SingleRowView(TorchFunctionMode):
+    """Give a loss one row: its output, and that row of every tensor or array with as many rows as the batch.
 
-    What chooses rows is let through, so that `y[rows]` is the batch's own before its row is taken.
+    Row selections pass unchanged, so that `y[rows]` is a tensor of the batch before its row is taken.
     """
 
-    def __init__(self, output: Tensor, row: int, b: int, of_classes: bool) -> None:
+    def __init__(self, output: Tensor, row: int, b: int, per_class: bool) -> None:
         super().__init__()
-        self._row, self._b, self._of_classes = row, b, of_classes
+        self._row, self._b, self._per_class = row, b, per_class
         self._computed: dict[int, Tensor] = {id(output): output}  # from the row alone
         self._labels: dict[int, Tensor] = {}  # whole numbers that were made fractions
         self.functions: list[str] = []
@@ -325,26 +319,28 @@ class _RowAlone(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
-        of_all = func in _SELECTIONS and not any(id(value) in self._computed for value in tensors)
-        if not tensors or (of_all and not (func in _CHOICES and _is_of_batch(args, self._b, self._row))):
+        tensors = _collect_tensors((args, kwargs))
+        is_selection = func in _SELECTIONS and not any(id(value) in self._computed for value in tensors)
+        if not tensors or (
+            is_selection and not (func in _ROW_CHOICES and _selects_within_batch(args, self._b, self._row))
+        ):
             result = func(*args, **kwargs)
-            if func in _CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
-                self._computed |= {id(value): value for value in _tensors(result)}  # the row's, by its place
-            if func not in _CHOICES and any(map(self._are_labels, tensors)):
-                self._labels |= {id(value): value for value in _tensors(result)}  # of another type
+            if func in _ROW_CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
+                self._computed |= {id(value): value for value in _collect_tensors(result)}  # the row's, by its place
+            if func not in _ROW_CHOICES and any(map(self._are_labels, tensors)):
+                self._labels |= {id(value): value for value in _collect_tensors(result)}  # of another type
             return result
-        args, kwargs = tree_map(self._row_of, (args, kwargs))
+        args, kwargs = tree_map(self._select_row, (args, kwargs))
         result = func(*args, **kwargs)
-        if not of_all:
+        if not is_selection:
             self.functions.append(getattr(func, "__name__", str(func)))
-        self._computed |= {id(value): value for value in _tensors(result)}
+        self._computed |= {id(value): value for value in _collect_tensors(result)}
         return result
 
     def _are_labels(self, value: Tensor) -> bool:
         return not value.is_floating_point() or id(value) in self._labels
 
-    def _row_of(self, value: Any) -> Any:
+    def _select_row(self, value: Any) -> Any:
         if isinstance(value, float):
             self.numbers.append(value)
         if not isinstance(value, Tensor | np.ndarray) or isinstance(value, nn.Parameter) or not value.ndim:
@@ -353,13 +349,13 @@ class _RowAlone(TorchFunctionMode):
             return value
         if id(value) in self._computed:
             return value
-        of_classes = self._of_classes and isinstance(value, Tensor) and value.is_floating_point()
-        if len(value) == self._b and not (of_classes and value.ndim == 1):
+        per_class = self._per_class and isinstance(value, Tensor) and value.is_floating_point()
+        if len(value) == self._b and not (per_class and value.ndim == 1):
             return value[self._row : self._row + 1]
         if isinstance(value, Tensor) and self._are_labels(value) and self._b in value.shape:
             return value.narrow(value.shape.index(self._b), self._row, 1)  # labels, one after the other
         if self._b > 1 and len(value) == 1:
             return value  # the row's number, of an array or a list; constants are in `numbers_of`
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() <= _FEW:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() <= _MAX_CLASS_WEIGHTS:
             self.numbers += value.flatten().tolist()
         return value

@@ -1,7 +1,7 @@
-"""The privacy plan of a site: one frozen object that sampling, training, accounting and reports are made from.
+"""The privacy plan of a site, one frozen object for sampling, training, accounting and reports.
 
 The sampler, the trainer, the ledger's entry, the dry run and the report all read the same plan, so they cannot
-disagree. What a round is about to do is compared with its plan before the first step (`require_planned`).
+disagree. A round is compared with its plan before the first step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from wsi_fl.privacy.accounting import (
     WHOLE_ORDERS,
     Mechanism,
     epsilon,
+    find_sigma,
     renyi_epsilon,
-    sigma_for,
     steps_per_epoch,
 )
 from wsi_fl.privacy.cipher import CipherStream
@@ -28,29 +28,29 @@ from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from wsi_fl.privacy.dpsgd import DPTrainer
-    from wsi_fl.privacy.sums import NoisySums
+    from wsi_fl.privacy.sums import NoisyStatistics
 
 Unit = Literal["row", "patient"]
-"""Whose record is protected."""
+"""The privacy unit."""
 Mode = Literal["strict", "paper"]
-"""Whether the proxy learns from labels alone, or from the private model too, whose ε is nominal."""
+"""Training of the proxy from labels alone, or from the private model too, with a nominal ε."""
 
 
 @dataclass(frozen=True)
 class PrivacyPlan(Mechanism):
-    """State what one round of training applies to the records of a site, and to how many records.
+    """The mechanism of one round of training on the records of a site, and their number.
 
     Attributes:
         sigma: noise multiplier; the noise's standard deviation is sigma * clip.
-        clip: bound C on the L2 norm of one unit's gradient.
-        sample_rate: probability q = 1 / ceil(n / batch_size) with which each unit enters a batch.
+        clip: clipping norm C, bound on the L2 norm of one unit's gradient.
+        sample_rate: probability q = 1 / ceil(n / batch_size) of each unit to enter a batch.
         steps: number of noisy steps, a multiple of ceil(n / batch_size).
-        unit: whose record is protected, "row" or "patient".
-        n: number of units, which is public and fixed.
+        unit: privacy unit, "row" or "patient".
+        n: number of units, public and fixed.
         batch_size: expected number of units in a batch, and the divisor of the noisy sum.
-        delta: δ of the promise; of a real hospital below 1 / n.
+        delta: δ of the guarantee; of a real hospital below 1 / n.
         mode: "strict" or "paper".
-        accountant: how ε is computed.
+        accountant: method by which ε is computed.
 
     Raises:
         UsageError: when the numbers are out of range or do not fit each other.
@@ -86,7 +86,7 @@ class PrivacyPlan(Mechanism):
             raise UsageError(f"delta must lie between 0 and 1, not {self.delta:g}")
 
     def refuse_large_delta(self) -> None:
-        """Refuse a δ of 1 / n or more, at which a whole record may be given away; a real hospital must.
+        """Refuse a δ of 1 / n or more, which permits publishing a whole record; required of a real hospital.
 
         Raises:
             UsageError: when δ is not below 1 / n.
@@ -97,8 +97,8 @@ class PrivacyPlan(Mechanism):
                 f"set delta below {1 / self.n:.2g}"
             )
 
-    def batches(self, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-        """Draw the units int64[b] of every step: each enters with probability `sample_rate`; b may be 0."""
+    def draw_batches(self, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
+        """Yield the units int64[b] of every step, each drawn with probability `sample_rate`; b may be 0."""
         for _ in range(self.steps):
             yield poisson_rows(self.n, self.sample_rate, sampler)
 
@@ -130,25 +130,25 @@ def plan_of_round(
 
 
 def poisson_rows(n: int, sample_rate: float, sampler: CipherStream) -> NDArray[np.int64]:
-    """Return int64[b], each of n rows independently with probability `sample_rate`; b may be 0."""
+    """Return int64[b], a Poisson sample of n rows with probability `sample_rate` each; b may be 0."""
     return np.flatnonzero(sampler.uniform(n) < sample_rate)
 
 
-def require_planned(
-    plan: PrivacyPlan, trainer: DPTrainer | NoisySums, *, n: int, steps: int, delta: float, mode: Mode
+def require_plan(
+    plan: PrivacyPlan, trainer: DPTrainer | NoisyStatistics, *, n: int, steps: int, delta: float, mode: Mode
 ) -> None:
-    """Refuse a round whose training would differ from its plan, of which the ledger will be told.
+    """Refuse a round of training that differs from the plan to be recorded.
 
     Args:
-        n: number of units that batches are drawn from.
-        steps: number of batches that were drawn.
-        delta: δ at which the site's account is priced.
+        n: number of units to draw batches from.
+        steps: number of batches drawn.
+        delta: δ of the site's account.
         mode: "paper" where the private model teaches the proxy (β > 0), else "strict".
 
     Raises:
-        WsiFlError: naming everything that differs.
+        WsiFlError: naming all differences.
     """
-    about_to = {
+    actual = {
         "sigma": trainer.sigma,
         "clip": trainer.clip,
         "batch_size": trainer.batch_size,
@@ -159,96 +159,83 @@ def require_planned(
         "sample_rate": 1 / steps_per_epoch(n, trainer.batch_size),
         "mode": mode,
     }
-    differ = [
-        f"{key} {value} instead of {getattr(plan, key)}"
-        for key, value in about_to.items()
-        if value != getattr(plan, key)
+    mismatches = [
+        f"{key} {value} instead of {getattr(plan, key)}" for key, value in actual.items() if value != getattr(plan, key)
     ]
-    if differ:
-        raise WsiFlError(f"this round would not keep to its privacy plan: {', '.join(differ)}")
+    if mismatches:
+        raise WsiFlError(f"this round differs from its privacy plan: {', '.join(mismatches)}")
 
 
-def differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
-    """Name each field in which two plans differ, as "sigma was 1.4 and is 0.7"."""
+def list_differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
+    """Return the differences of two plans, as "sigma was 1.4 and is 0.7"."""
     pairs = [(f.name, getattr(planned, f.name), getattr(today, f.name)) for f in fields(PrivacyPlan)]
-    return [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
+    return [
+        f"{name} was {old_value} and is {new_value}" for name, old_value, new_value in pairs if old_value != new_value
+    ]
 
 
 _STEPS_PER_EPOCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_NEAR_FLOOR = 0.6  # of a target, beyond which divergences cannot say how little is spent
-_GIVEN_UP = 0.05  # share of the best signal to noise that is given up for more steps
+_MAX_FLOOR_SHARE = 0.6  # of a target, beyond which Rényi divergences cannot show a smaller ε
+_SIGNAL_TOLERANCE = 0.05  # share of the best signal to noise traded for more steps
 
 
 @dataclass(frozen=True)
-class Proposal:
+class BudgetProposal:
     """One way to spend a budget."""
 
     batch_size: int  # expected number of rows in a batch; the sample rate is 1 / ceil(n / batch_size)
     mechanism: Mechanism
-    # √T · B / σ: after T steps the sum of the noisy mean gradients holds a gradient of norm C so many times as long
-    # as the noise of one coordinate
+    # √T · B / σ: length of the sum of T mean gradients of norm C relative to its noise in one coordinate
     signal_to_noise: float
 
 
-def proposals(
-    n: int,
-    epochs: float,
-    target_epsilon: float,
-    delta: float,
-    *,
-    clip: float = 1.0,
-    spent: Sequence[Mechanism] = (),
-) -> list[Proposal]:
-    """Return ways to divide an epoch over n rows into 1 to 64 batches that meet the target, fewest steps first.
+def list_proposals(
+    n: int, epochs: float, target_epsilon: float, delta: float, *, clip: float = 1.0, spent: Sequence[Mechanism] = ()
+) -> list[BudgetProposal]:
+    """Return divisions of an epoch over n rows into 1 to 64 batches for a target ε, fewest steps first.
 
     A step's mean gradient carries noise of standard deviation σC / B per coordinate, and T steps add up to √T times as
-    much noise but T times as much gradient. What was `spent` on the same rows before counts towards the target.
+    much noise but T times as much gradient. Mechanisms in `spent`, on the same rows, count towards the target.
 
-    All are priced by Rényi divergences, so that they can be compared. The ε of full batches alone is known exactly and
-    lower, so that they need some 8 % less noise than is said here. A target so small that divergences of the orders
-    that are looked at hardly reach it is priced as accounts are, which is as if nothing was sampled.
+    All are priced by Rényi divergences, so that they can be compared. The exact ε of full batches is lower: they need
+    about 8 % less noise than stated here. A target hardly reached by divergences of the computed orders is priced like
+    accounts, as if nothing was sampled.
 
     Raises:
         UsageError: when no noise is enough.
     """
     if n < 1:
         raise UsageError(f"a site needs at least one training row, not {n}")
-    found: dict[int, Proposal] = {}
+    by_batch_size: dict[int, BudgetProposal] = {}
     floor = -log(delta) / max(WHOLE_ORDERS)
-    price = renyi_epsilon if floor <= _NEAR_FLOOR * target_epsilon else epsilon
+    price = renyi_epsilon if floor <= _MAX_FLOOR_SHARE * target_epsilon else epsilon
     for per_epoch in _STEPS_PER_EPOCH:
         batch_size = ceil(n / per_epoch)
         steps = round(epochs * ceil(n / batch_size))
-        if batch_size in found or steps < 1:
+        if batch_size in by_batch_size or steps < 1:
             continue
         rate = 1 / ceil(n / batch_size)
-        sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, orders=WHOLE_ORDERS, price=price)
+        sigma = find_sigma(target_epsilon, rate, steps, delta, spent=spent, orders=WHOLE_ORDERS, price=price)
         mechanism = Mechanism(sigma, clip, rate, steps)
-        found[batch_size] = Proposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
-    if not found:
+        by_batch_size[batch_size] = BudgetProposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
+    if not by_batch_size:
         raise UsageError(f"{epochs:g} epochs make less than one step; ask for more rounds")
-    return list(found.values())
+    return list(by_batch_size.values())
 
 
-def planned(
-    n: int,
-    epochs: float,
-    target_epsilon: float,
-    delta: float,
-    *,
-    clip: float = 1.0,
-    spent: Sequence[Mechanism] = (),
-) -> Proposal:
-    """Return, of the `proposals` with nearly the best signal-to-noise ratio, that with the most steps and the least σ.
+def propose_plan(
+    n: int, epochs: float, target_epsilon: float, delta: float, *, clip: float = 1.0, spent: Sequence[Mechanism] = ()
+) -> BudgetProposal:
+    """Return the proposal with the most steps among those with nearly the best signal-to-noise ratio.
 
-    Signal to noise alone favours full batches, whose few steps an optimizer cannot use; beyond some number of steps
-    noise no longer falls as fast as batches shrink.
+    Signal to noise alone favours full batches, with too few steps for an optimizer; beyond some number of steps noise
+    no longer falls as fast as batches shrink.
     """
-    ways = proposals(n, epochs, target_epsilon, delta, clip=clip, spent=spent)
-    best = max(way.signal_to_noise for way in ways)
-    good = [way for way in ways if way.signal_to_noise >= (1 - _GIVEN_UP) * best]
-    way = max(good, key=lambda way: way.mechanism.steps)
-    plain = way.mechanism
-    rate, steps = plain.sample_rate, plain.steps
-    sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, near=plain.sigma)
-    return replace(way, mechanism=replace(plain, sigma=sigma))
+    candidates = list_proposals(n, epochs, target_epsilon, delta, clip=clip, spent=spent)
+    best = max(proposal.signal_to_noise for proposal in candidates)
+    good = [proposal for proposal in candidates if proposal.signal_to_noise >= (1 - _SIGNAL_TOLERANCE) * best]
+    proposal = max(good, key=lambda proposal: proposal.mechanism.steps)
+    mechanism = proposal.mechanism
+    rate, steps = mechanism.sample_rate, mechanism.steps
+    sigma = find_sigma(target_epsilon, rate, steps, delta, spent=spent, near=mechanism.sigma)
+    return replace(proposal, mechanism=replace(mechanism, sigma=sigma))

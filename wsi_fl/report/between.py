@@ -1,6 +1,6 @@
-"""What hospitals told of each other's models, as a section, and the page of what all sites of a run know.
+"""Cross-site scores from counts of the hospitals, and the page of a run's coordinator.
 
-The page of whoever coordinates a run holds nothing that one hospital keeps to itself.
+The coordinator's page holds only what all sites of the run see.
 """
 
 from __future__ import annotations
@@ -8,112 +8,122 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from wsi_fl.learning.counts import Between, Constant, OfCounts, OfModel, Scores, confusion_of, results
+from wsi_fl.learning.counts import (
+    Constant,
+    CountScores,
+    CrossSiteCounts,
+    CrossSiteScores,
+    ModelScores,
+    score_cross_site,
+    sum_confusions,
+)
 from wsi_fl.report import figures, words
-from wsi_fl.report.fill import fill
-from wsi_fl.report.words import SCORES, Json, known, number
+from wsi_fl.report.fill import fill_template
+from wsi_fl.report.words import SCORES, Json, format_number, is_number
 
 _Metric = Literal["accuracy", "macro_accuracy", "auroc"]
 _METRICS: tuple[_Metric, ...] = ("accuracy", "macro_accuracy", "auroc")
 
 
-def section(between: Between | None) -> dict[str, object] | None:
-    """Return what the templates draw of scores between hospitals; None where there are none.
+def build_cross_site_section(cross_site: CrossSiteScores | None) -> dict[str, object] | None:
+    """Return the values of the cross-site section; None without scores.
 
     Args:
-        between: as `learning.counts.results` returns it.
+        cross_site: the scores by model and hospital.
 
     Returns:
         `hospitals` with the number of test examples of each (`sizes`) and of all (`n`), and a table (`tables`) for each
-        metric that is known: its rows of cells, and the `low` and `high` end of its colours. `over` says where
-        macro-accuracy is a mean over some of the classes alone.
+        known metric: its rows of cells, and the `low` and `high` end of its colours. `over` is a sentence on parts that
+        lack classes.
     """
-    if not between or not between["models"]:
+    if not cross_site or not cross_site["models"]:
         return None
-    hospitals, models = between["hospitals"], between["models"]
-    sizes = {name: max(one["hospitals"][name]["n"] for one in models.values()) for name in hospitals}
+    hospitals, models = cross_site["hospitals"], cross_site["models"]
+    sizes = {name: max(model["hospitals"][name]["n"] for model in models.values()) for name in hospitals}
     present = {
-        name: max(one["hospitals"][name].get("n_classes", 0) for one in models.values()) for name in hospitals
+        name: max(model["hospitals"][name].get("n_classes", 0) for model in models.values()) for name in hospitals
     }
     return {
         "hospitals": hospitals,
         "sizes": sizes,
-        "over": words.over_classes(present, between.get("n_classes", 0)),
+        "over": words.describe_class_coverage(present, cross_site.get("n_classes", 0)),
         "n": sum(sizes.values()),
         "one": next(iter(models)) if len(models) == 1 else None,
-        "tables": [table for metric in _METRICS if (table := _table(hospitals, models, metric))],
-        "verdict": _verdict(models, between.get("constant")),
+        "tables": [table for metric in _METRICS if (table := _metric_table(hospitals, models, metric))],
+        "verdict": _best_model_sentence(models, cross_site.get("constant")),
     }
 
 
-def _table(hospitals: list[str], models: Mapping[str, OfModel], metric: _Metric) -> dict[str, object] | None:
-    """Each cell is a score, and how far the exact one may lie from it (`within`), None where it is exact."""
+def _metric_table(hospitals: list[str], models: Mapping[str, ModelScores], metric: _Metric) -> dict[str, object] | None:
+    """Return the table of a metric; a cell is a score and the bound of its error (`within`), None where exact."""
 
-    def cell(scores: OfCounts) -> dict[str, float | None]:
+    def score_cell(scores: CountScores) -> dict[str, float | None]:
         within = scores.get("auroc_within") if metric == "auroc" else None
         return {"value": scores[metric], "within": within}
 
     rows: list[dict[str, Any]] = [
         {
             "model": name,
-            "cells": [cell(one["hospitals"][hospital]) for hospital in hospitals],
+            "cells": [score_cell(model["hospitals"][hospital]) for hospital in hospitals],
             "own": hospitals.index(name) if name in hospitals else None,
-            "merged": cell(one["merged"]),
+            "merged": score_cell(model["merged"]),
         }
-        for name, one in models.items()
+        for name, model in models.items()
     ]
-    values = [c["value"] for row in rows for c in [*row["cells"], row["merged"]] if known(c["value"])]
+    values = [c["value"] for row in rows for c in [*row["cells"], row["merged"]] if is_number(c["value"])]
     if not values:
         return None
     return {"title": SCORES[metric], "rows": rows, "low": min(values), "high": max(values)}
 
 
-def _verdict(models: Mapping[str, OfModel], constant: Constant | None) -> str:
-    """Return in a sentence which model has the highest accuracy on all test parts together; a tie has no winner."""
-    found = {name: v for name, one in models.items() if known(v := one["merged"]["accuracy"])}
-    top = max(found.values(), default=None)
+def _best_model_sentence(models: Mapping[str, ModelScores], constant: Constant | None) -> str:
+    """Return a sentence on the models with the highest accuracy on all test parts together."""
+    accuracies = {
+        name: accuracy for name, model in models.items() if is_number(accuracy := model["merged"]["accuracy"])
+    }
+    top = max(accuracies.values(), default=None)
     if top is None:
         return ""
     if constant is not None and top <= constant["accuracy"]:
-        none = "the model does not do" if len(found) == 1 else "no model does"
-        score = f"which has an accuracy of {number(constant['accuracy'])}"
-        return f"There {none} better than always saying {constant['class']}, {score}."
-    if len(found) == 1:
+        negation = "the model does not do" if len(accuracies) == 1 else "no model does"
+        score = f"which has an accuracy of {format_number(constant['accuracy'])}"
+        return f"There {negation} better than always predicting {constant['class']}, {score}."
+    if len(accuracies) == 1:
         return ""
-    first = [name for name, value in found.items() if value == top]
-    score = f"with an accuracy of {number(top)}"
-    if len(first) == 1:
-        return f"There the model of {first[0]} does best, {score}."
-    if len(first) == len(found):
+    best_models = [name for name, value in accuracies.items() if value == top]
+    score = f"with an accuracy of {format_number(top)}"
+    if len(best_models) == 1:
+        return f"There the model of {best_models[0]} does best, {score}."
+    if len(best_models) == len(accuracies):
         return f"There all models do equally well, {score}."
-    both = "both " if len(first) == 2 else "each "
-    return f"There the models of {', '.join(first[:-1])} and {first[-1]} do best, {both}{score}."
+    prefix = "both " if len(best_models) == 2 else "each "
+    return f"There the models of {', '.join(best_models[:-1])} and {best_models[-1]} do best, {prefix}{score}."
 
 
-def render_coordinator(summary: Json, scores: Scores | None) -> str:
-    """Return one HTML document that needs nothing beside it, made of two documents that all sites hold.
+def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
+    """Return the coordinator's page as one HTML document without external files.
 
     Args:
         summary: of the run, as `train --json` prints it.
-        scores: the counts that the hospitals let go (`scores.json`); None where there are none.
+        scores: the counts that the hospitals released (`scores.json`); None without any.
     """
     sites = list(summary["sites"])
-    spent = [row for row in sites if known(row.get("epsilon"))]
+    sites_with_epsilon = [row for row in sites if is_number(row.get("epsilon"))]
     context = {
         "summary": summary,
         "sites": sites,
-        "slots": figures.slots([row["site"] for row in sites]),
+        "slots": figures.assign_color_slots([row["site"] for row in sites]),
         "rounds": max((row["rounds"] for row in sites), default=0),
-        "epsilon": words.span([row["epsilon"] for row in spent]) if spent else None,
-        "without": [row["site"] for row in sites if row not in spent],
+        "epsilon": words.format_span([row["epsilon"] for row in sites_with_epsilon]) if sites_with_epsilon else None,
+        "without": [row["site"] for row in sites if row not in sites_with_epsilon],
         "between": None,
     }
     if scores:
         counts = scores["counts"]  # of each model over all hospitals, confusions [true][predicted]
-        confusions = [(model, confusion_of(list(counts[model].values()))) for model in scores["models"]]
+        confusions = [(model, sum_confusions(list(counts[model].values()))) for model in scores["models"]]
         context |= {
-            "between": section(results(scores)),
+            "between": build_cross_site_section(score_cross_site(scores)),
             "classes": scores["classes"],
             "confusions": confusions,
         }
-    return fill("coordinator", context)
+    return fill_template("coordinator", context)

@@ -1,4 +1,4 @@
-"""The one kind of page: a layout that all share, and the sections that its data has."""
+"""HTML pages and Markdown documents from templates with a common layout."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
 from wsi_fl.report import words
-from wsi_fl.types import printable
+from wsi_fl.types import make_printable
 
-_HERE = Path(__file__).parent
+_TEMPLATE_FOLDER = Path(__file__).parent
 
 
-def fill(kind: str, context: Mapping[str, Any], folder: Path = _HERE, form: str = "html") -> str:
-    """Return a page that needs nothing beside it, of printable characters alone.
+def fill_template(kind: str, context: Mapping[str, Any], folder: Path = _TEMPLATE_FOLDER, form: str = "html") -> str:
+    """Return a filled template without external files, of printable characters only.
 
-    All pages share `layout.html.j2` and the tables, figures and tags of `parts.html.j2`, and know the functions of
-    `words` as filters.
+    All pages share `layout.html.j2` and the macros of `parts.html.j2`; the functions of `words` are filters, without
+    the prefixes `format_` and `describe_`.
 
     Args:
-        kind: name of the template that holds the page's sections: run, comparison, coordinator, or one of `folder`.
-        context: what the template shows.
-        folder: where a page of another room has its template.
+        kind: name of the template with the page's sections: run, comparison, coordinator, or one of `folder`.
+        context: values of the template.
+        folder: the templates of another package.
         form: "html", or "md" for Markdown.
     """
-    text = _environment(folder, form).get_template(f"{kind}.{form}.j2").render(context)
-    return printable(re.sub(r"\n\s*\n+", "\n", text) if form == "html" else text)
+    text = _load_environment(folder, form).get_template(f"{kind}.{form}.j2").render(context)
+    return make_printable(re.sub(r"\n\s*\n+", "\n", text) if form == "html" else text)
 
 
 @cache
-def _environment(folder: Path, form: str) -> Environment:
-    """It keeps the templates that it has compiled."""
+def _load_environment(folder: Path, form: str) -> Environment:
+    """Return the environment of a folder, which caches compiled templates."""
     environment = Environment(
-        loader=FileSystemLoader([folder, _HERE]),
+        loader=FileSystemLoader([folder, _TEMPLATE_FOLDER]),
         autoescape=form == "html",
-        undefined=ChainableUndefined,  # a missing part of a document reads like None
+        undefined=ChainableUndefined,  # a missing part of a document is like None
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(getmembers(words, isfunction))
+    for name, function in getmembers(words, isfunction):
+        environment.filters[re.sub("^(format|describe)_", "", name)] = function
     environment.filters["svg"] = lambda chart: Markup(chart.svg)
-    environment.tests["known"] = words.known
+    environment.filters |= {"known": words.is_number, "detected": words.describe_detection}
+    environment.tests["known"] = words.is_number
     return environment

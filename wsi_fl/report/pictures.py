@@ -1,4 +1,4 @@
-"""Pictures: small enough to live inside a page, as JPEG in data URIs, and grids of patches as PNG."""
+"""Pictures for pages, as JPEG in data URIs, and grids of patches as PNG."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 
 _PATCH_SIDE_PX = 144
-"""Patches larger than this are scaled down: twice the size at which a page shows them."""
+"""Largest side of a patch picture: twice its size on a page."""
 _OVERVIEWS_BYTES = 4_000_000
-"""JPEG bytes that all overview pictures of a page may take together (a third more in base64)."""
+"""Largest number of JPEG bytes of all overview pictures of a page (a third more in base64)."""
 _SIDES_PX = (1200, 900, 640, 480, 360, 260, 180, 120)
 
 _GAP_PX = 2
 _SIDE_PX = 96
-"""Patches smaller than that are enlarged by a whole factor, so that their pixels can be seen."""
+"""Smallest side of a patch in a grid; smaller patches are enlarged by a whole factor."""
 
 
-def patch_uri(pixels: NDArray[np.uint8]) -> str:
-    """A patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
+def encode_patch(pixels: NDArray[np.uint8]) -> str:
+    """Return a patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
     image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
     image.thumbnail((_PATCH_SIDE_PX, _PATCH_SIDE_PX), Image.Resampling.LANCZOS)
-    return _uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
+    return _jpeg_uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 
-def overview_uris(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> dict[str, list[tuple[str, str]]]:
-    """(slide, data URI) per site; pictures shrink until they fit together.
+def encode_overviews(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> dict[str, list[tuple[str, str]]]:
+    """Return (slide, data URI) per site, with pictures shrunk to a common limit of bytes.
 
-    Raises WsiFlError for bytes that are no picture.
+    Raises:
+        WsiFlError: for bytes that are no picture.
     """
     n_pictures = sum(len(pictures) for pictures in overviews.values())
-    each = _OVERVIEWS_BYTES // max(n_pictures, 1)
+    max_bytes = _OVERVIEWS_BYTES // max(n_pictures, 1)
     return {
-        site: [(slide, _uri(_fit(_open(data, slide, site), each))) for slide, data in pictures]
+        site: [
+            (slide, _jpeg_uri(_encode_within(_decode_picture(data, slide, site), max_bytes)))
+            for slide, data in pictures
+        ]
         for site, pictures in overviews.items()
     }
 
 
-def _open(data: bytes, slide: str, site: str) -> Image.Image:
+def _decode_picture(data: bytes, slide: str, site: str) -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(data))
         image.load()
@@ -60,8 +64,8 @@ def _open(data: bytes, slide: str, site: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def _fit(image: Image.Image, n_bytes: int) -> bytes:
-    """JPEG of at most ``n_bytes``, as large as that allows; the smallest side is always accepted."""
+def _encode_within(image: Image.Image, n_bytes: int) -> bytes:
+    """Return the largest JPEG of at most ``count_bytes``; the smallest side is always accepted."""
     encoded = b""
     for side in _SIDES_PX:
         if encoded and side >= max(image.size):
@@ -73,26 +77,26 @@ def _fit(image: Image.Image, n_bytes: int) -> bytes:
     return encoded
 
 
-def _uri(picture: bytes) -> str:
+def _jpeg_uri(picture: bytes) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(picture).decode("ascii")
 
 
-def enlarged(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The patch uint8[h, w, c], its pixels repeated where it is small."""
+def enlarge_patch(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return a patch uint8[h, w, c] with repeated pixels if it is small."""
     factor = max(1, _SIDE_PX // patch.shape[0])
     return patch.repeat(factor, 0).repeat(factor, 1)
 
 
-def grid(rows: Sequence[NDArray[np.uint8]]) -> bytes:
-    """Rows of patches uint8[n, h, w, c] as one PNG on white; rows may differ in length."""
-    side = len(enlarged(rows[0][0]))
+def render_grid(rows: Sequence[NDArray[np.uint8]]) -> bytes:
+    """Return rows of patches uint8[n, h, w, c] as one PNG on white; rows may differ in length."""
+    side = len(enlarge_patch(rows[0][0]))
     step = side + _GAP_PX
     width = max(len(row) for row in rows)
     picture = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
     for r, row in enumerate(rows):
         for k, patch in enumerate(row):
             y, x = r * step + _GAP_PX, k * step + _GAP_PX
-            picture[y : y + side, x : x + side] = enlarged(patch)
+            picture[y : y + side, x : x + side] = enlarge_patch(patch)
     out = io.BytesIO()
     Image.fromarray(picture).save(out, "PNG")
     return out.getvalue()

@@ -1,1 +1,1 @@
-"""Run directories: what a training leaves on the disks of its sites."""
+"""Run directories: the files of a training on the disks of its sites."""

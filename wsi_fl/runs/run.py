@@ -1,4 +1,4 @@
-"""What all sites of a run share: `runs/00007-proxyfl-camelyon17`, its manifest, roster and answers."""
+"""The folder of a run shared by its sites: manifest, membership and results of later commands."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from wsi_fl.runs.site import SiteFolder, hold_alone
+from wsi_fl.runs.site import SiteFolder, hold_site_lock
 from wsi_fl.system.files import (
-    alone,
     append_line,
-    ordinary,
+    file_lock,
     read_lines,
+    read_maybe_sealed,
     read_sealed,
-    read_where_sealed,
+    require_regular_file,
     write_sealed,
 )
 from wsi_fl.types import UsageError, WsiFlError
 
-_NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
-_ROSTER = {"site": str, "event": str}
-"""What the lines of a roster have."""
-_MANIFEST = ("id", "config_sha256")
-_SUMMARY = ("run", "method", "seconds", "sites", "lost", "communication")
-_Said = Literal["summary", "evaluation", "clinical", "audit", "mpcpa"]
-_FILES = {"audit": "audit/audit.json"}
-"""Where a document lies that has a folder to itself; the others are NAME.json."""
-_EVALUATION = ("run", "sites", "merged")
+_NAME_PATTERN = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
+_MEMBERSHIP_FIELDS = {"site": str, "event": str}
+"""Fields of the lines of `roster.jsonl`."""
+_MANIFEST_KEYS = ("id", "config_sha256")
+_SUMMARY_KEYS = ("run", "method", "seconds", "sites", "lost", "communication")
+_DocumentName = Literal["summary", "evaluation", "clinical", "audit", "mpcpa"]
+_DOCUMENT_PATHS = {"audit": "audit/audit.json"}
+"""Paths of documents in a separate folder; the others are NAME.json."""
+_EVALUATION_KEYS = ("run", "sites", "merged")
 
 
 class RunFolder:
-    """`runs/00007-proxyfl-camelyon17`."""
+    """A folder such as `runs/00007-proxyfl-camelyon17`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,8 +42,8 @@ class RunFolder:
 
     @staticmethod
     def create(runs: Path, method: str, pipeline: str) -> RunFolder:
-        """The next free number, claimed under a lock: two runs started at once get two numbers."""
-        with alone(runs / ".lock"):
+        """Make the folder with the next free number, under a lock: two runs started at once get two numbers."""
+        with file_lock(runs / ".lock"):
             path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{pipeline_stem(pipeline)}"
             path.mkdir()
         return RunFolder(path)
@@ -51,31 +51,31 @@ class RunFolder:
     @staticmethod
     def next_number(runs: Path) -> int:
         """Return the number after the highest of `runs`."""
-        found = [re.match(r"(\d{5,})-", p.name) for p in runs.iterdir()] if runs.is_dir() else []
-        return max((int(m[1]) for m in found if m), default=0) + 1
+        matches = [re.match(r"(\d{5,})-", p.name) for p in runs.iterdir()] if runs.is_dir() else []
+        return max((int(m[1]) for m in matches if m), default=0) + 1
 
     @staticmethod
-    def claim(
+    def claim_folder(
         runs: Path, number: int, name: str, identity: str, describe: Callable[[RunFolder], None]
     ) -> RunFolder | None:
-        """Make the folder of a run that several hospitals agreed on, or find it made by another rank of the same job.
+        """Make the folder of a run agreed on by several hospitals, or find that of another rank of the same job.
 
         `describe` writes the manifest, and the identity into it. None where another run has the number.
         """
-        if not _NAME.fullmatch(name):
+        if not _NAME_PATTERN.fullmatch(name):
             raise WsiFlError(f"{name!r} is no name of a run; write METHOD-PIPELINE, as in proxyfl-phantom")
         path = runs / f"{number:05d}-{name}"
-        with alone(runs / ".lock"):
+        with file_lock(runs / ".lock"):
             if next(runs.glob(f"{number:05d}-*"), None) is None:
                 path.mkdir()
                 describe(RunFolder(path))
-            found = RunFolder(path)
-            return found if path.is_dir() and found.id == identity else None
+            folder = RunFolder(path)
+            return folder if path.is_dir() and folder.id == identity else None
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Return the document that describes the run; WsiFlError when it is missing or damaged."""
-        return read_sealed(self.path / "manifest.json", _MANIFEST, "put its backup back, or start a new run")
+        """The document that describes the run; WsiFlError when it is missing or damaged."""
+        return read_sealed(self.path / "manifest.json", _MANIFEST_KEYS, "put its backup back, or start a new run")
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
         """Write the document that describes the run."""
@@ -83,149 +83,149 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """Return what identifies the run, whatever its folder is called; "" for a plan that is not run."""
+        """The run's identity, independent of its folder's name; "" for a plan without a run."""
         return str(self.manifest["id"]) if (self.path / "manifest.json").exists() else ""
 
     @property
     def identity(self) -> str:
-        """Return what ledgers call it: its name, for people, and its id, since names come again."""
+        """The run's name in ledgers: the folder's name, for people, and the id, since names are used again."""
         return f"{self.name} {self.id}" if self.id else self.name
 
     @property
-    def agreement(self) -> str:
-        """Return the SHA-256 of the plan that the hospitals signed; "" where none was asked for."""
+    def agreement_digest(self) -> str:
+        """The SHA-256 of the plan signed by the hospitals; "" without one."""
         return str(self.manifest.get("agreement") or "") if self.id else ""
 
     @property
-    def approved(self) -> str:
-        """Return when this hospital approved what the run does now; "" where nobody was asked."""
+    def approval_time(self) -> str:
+        """The time of this hospital's current approval of the run; "" without one."""
         return str(self.manifest.get("approved") or "") if self.id else ""
 
     @property
     def parameters(self) -> str:
-        """Return the SHA-256 of the parameters of the model that hospitals signed; "" where no plan said it."""
+        """The SHA-256 of the parameters of the signed model; "" where no plan has it."""
         return str(self.manifest.get("parameters") or "") if self.id else ""
 
-    def go_on_under(self, approved: str) -> None:
-        """Write down that the run goes on under a hospital's newest approval, which is good for no other run then."""
-        if approved != self.approved:
+    def adopt_approval(self, approved: str) -> None:
+        """Record that the run goes on under a hospital's newest approval, which then is valid for no other run."""
+        if approved != self.approval_time:
             self.write_manifest({**self.manifest, "approved": approved})
 
     def refuse_changed_settings(self) -> None:
-        """Refuse (UsageError) to go on with settings that were edited since the run began."""
-        text = ordinary(self.path / "config.toml").read_bytes()
+        """Refuse (UsageError) to resume with settings edited since the run began."""
+        text = require_regular_file(self.path / "config.toml").read_bytes()
         if hashlib.sha256(text).hexdigest() != self.manifest["config_sha256"]:
             raise UsageError(
                 f"{self.path / 'config.toml'}: changed since the run began, and a run keeps its settings; "
                 "put it back as it was, or start a new run"
             )
 
-    def summary(self) -> dict[str, Any] | None:
+    def read_summary(self) -> dict[str, Any] | None:
         """Return the document of a finished run; None where it has not finished; WsiFlError when it is damaged."""
         advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
-        return self._document("summary.json", _SUMMARY, advice)
+        return self._read_document("summary.json", _SUMMARY_KEYS, advice)
 
-    def finished(self) -> dict[str, Any]:
-        """Return the document of a run that has to be finished; WsiFlError when it has not finished, or is damaged."""
-        if (summary := self.summary()) is None:
-            again = f"`wsi-fl train --resume {self.name}`"
-            raise WsiFlError(f"{self.path}: the run has not finished; continue it with {again}")
+    def require_summary(self) -> dict[str, Any]:
+        """Return the document of a finished run; WsiFlError when the run has not finished or it is damaged."""
+        if (summary := self.read_summary()) is None:
+            command = f"`wsi-fl train --resume {self.name}`"
+            raise WsiFlError(f"{self.path}: the run has not finished; continue it with {command}")
         return summary
 
-    def inputs(self) -> dict[str, str]:
-        """Return the digest of the store of every site that lies here."""
+    def store_digests(self) -> dict[str, str]:
+        """Return the digest of the store of every site with a folder here."""
         folders = sorted((self.path / "sites").glob("*"))
-        return {path.name: digest for path in folders if (digest := self.site(path.name).store_digest())}
+        return {path.name: digest for path in folders if (digest := self.site_folder(path.name).store_digest())}
 
-    def write(self, what: _Said, document: Mapping[str, Any]) -> None:
-        """Write what says that the run has finished, or what a later command says of it."""
-        write_sealed(self.path / _FILES.get(what, f"{what}.json"), document)
+    def write(self, name: _DocumentName, document: Mapping[str, Any]) -> None:
+        """Write the summary of a finished run, or the result of a later command."""
+        write_sealed(self.path / _DOCUMENT_PATHS.get(name, f"{name}.json"), document)
 
-    def evaluation(self) -> dict[str, Any] | None:
+    def read_evaluation(self) -> dict[str, Any] | None:
         """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
         advice = f"run `wsi-fl evaluate {self.path.name}` again"
-        return self._document("evaluation.json", _EVALUATION, advice)
+        return self._read_document("evaluation.json", _EVALUATION_KEYS, advice)
 
-    def clinical(self) -> dict[str, Any] | None:
-        """Return the document of `clinical`; None where nobody asked for it."""
+    def read_clinical(self) -> dict[str, Any] | None:
+        """Return the document of `read_clinical`; None without one."""
         advice = f"run `wsi-fl clinical {self.path.name}` again"
-        return self._document("clinical.json", ("run", "sites"), advice)
+        return self._read_document("clinical.json", ("run", "sites"), advice)
 
-    def audit(self) -> dict[str, Any] | None:
-        """Return the document of `audit`; None where nobody asked for it."""
+    def read_audit(self) -> dict[str, Any] | None:
+        """Return the document of `read_audit`; None without one."""
         advice = f"run `wsi-fl audit {self.path.name}` again"
         keys = ("run", "sites")
-        path = self.path / _FILES["audit"]
-        return read_where_sealed(path, keys, advice) if path.exists() else None
+        path = self.path / _DOCUMENT_PATHS["audit"]
+        return read_maybe_sealed(path, keys, advice) if path.exists() else None
 
-    def mpcpa(self) -> dict[str, Any] | None:
-        """Return the document of the baselines of `mpcpa`; None where nobody asked for them."""
+    def read_mpcpa(self) -> dict[str, Any] | None:
+        """Return the document of the baselines of `read_mpcpa`; None without one."""
         advice = "delete it; `wsi-fl train --method mpcpa --baselines` writes it again"
         path = self.path / "mpcpa.json"
-        return read_where_sealed(path, ("run", "runs", "curve"), advice) if path.exists() else None
+        return read_maybe_sealed(path, ("run", "runs", "curve"), advice) if path.exists() else None
 
-    def _document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
+    def _read_document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
         return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None
 
-    def losses(self) -> list[dict[str, Any]]:
-        """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
-        return [line for line in self._roster().values() if line["event"] == "lost"]
+    def list_dropouts(self) -> list[dict[str, Any]]:
+        """Return the sites that dropped out and have not returned: {"site", "round", "reason", …}, in order."""
+        return [line for line in self._read_membership().values() if line["event"] == "lost"]
 
-    def returning(self) -> set[str]:
-        """The sites that were lost, come back, and have not finished anything since."""
+    def list_returning_sites(self) -> set[str]:
+        """Return the sites that dropped out, returned, and have not finished a round since."""
         return {
             site
-            for site, line in self._roster().items()
-            if line["event"] == "returned" and self._newest(site) <= line.get("newest", 0)
+            for site, line in self._read_membership().items()
+            if line["event"] == "returned" and self._last_checkpoint(site) <= line.get("newest", 0)
         }
 
-    def _roster(self) -> dict[str, dict[str, Any]]:
-        """The latest line of each site that was ever lost."""
-        return {line["site"]: line for line in read_lines(self.path / "roster.jsonl", _ROSTER)}
+    def _read_membership(self) -> dict[str, dict[str, Any]]:
+        """Return the latest line of each site that ever dropped out."""
+        return {line["site"]: line for line in read_lines(self.path / "roster.jsonl", _MEMBERSHIP_FIELDS)}
 
-    def _newest(self, site: str) -> int:
-        return max(self.site(site).checkpoints(), default=0)
+    def _last_checkpoint(self, site: str) -> int:
+        return max(self.site_folder(site).list_checkpoints(), default=0)
 
-    def note_loss(self, site: str, reason: str) -> dict[str, Any]:
-        """Write down that a site was lost, in the round after the last one that it had finished; return the line.
+    def record_dropout(self, site: str, reason: str) -> dict[str, Any]:
+        """Record that a site dropped out, in the round after its last finished one; return the line.
 
-        Where its rounds are not known here, as between hospitals, or it had come back to others that had gone on, it is
-        the round after the last one that anybody here has finished.
+        Where its rounds are not known here, as between hospitals, or it had returned to others that had gone on, it is
+        the round after the last one finished by any site here.
         """
-        own = self.site(site)
-        came_back = self._roster().get(site, {}).get("event") == "returned"
-        known = own.path.is_dir() and not came_back
-        those = [own] if known else [SiteFolder(path) for path in self.path.glob("sites/*/")]
-        done = [line["round"] for one in those for line in one.metrics()]
+        local_folder = self.site_folder(site)
+        came_back = self._read_membership().get(site, {}).get("event") == "returned"
+        is_known = local_folder.path.is_dir() and not came_back
+        folders = [local_folder] if is_known else [SiteFolder(path) for path in self.path.glob("sites/*/")]
+        done = [line["round"] for folder in folders for line in folder.read_metrics()]
         round_ = max(done, default=0) + 1
-        line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
+        line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _utc_now()}
         append_line(self.path / "roster.jsonl", line)
         return line
 
-    def note_return(self, site: str) -> None:
-        """Writes down that a lost site comes back."""
-        line = {"site": site, "event": "returned", "newest": self._newest(site), "time": _now()}
+    def record_return(self, site: str) -> None:
+        """Record that a site that dropped out returns."""
+        line = {"site": site, "event": "returned", "newest": self._last_checkpoint(site), "time": _utc_now()}
         append_line(self.path / "roster.jsonl", line)
 
     def refuse_if_busy(self) -> None:
-        """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
+        """Refuse a second job on the run, which would record dropouts and returns of the first one's sites."""
         for lock in self.path.glob("sites/*/.lock"):
-            with hold_alone(lock.parent):
+            with hold_site_lock(lock.parent):
                 pass
 
     def discard_if_unstarted(self) -> None:
-        """Removes the directory of a run that failed before any site had finished anything."""
+        """Remove the directory of a run that failed before any site had finished a round."""
         if not any(self.path.glob("sites/*/state/*")):
             shutil.rmtree(self.path)
 
-    def site(self, name: str) -> SiteFolder:
+    def site_folder(self, name: str) -> SiteFolder:
         return SiteFolder(self.path / "sites" / name)
 
 
 def pipeline_stem(pipeline: str) -> str:
-    """Return what a run's folder calls a pipeline that was given by name or path."""
+    """Return the pipeline's name in a run's folder, from a name or path."""
     return Path(pipeline).name.removesuffix(".toml")
 
 
-def _now() -> str:
+def _utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,6 +1,7 @@
-"""`bench`: what methods bring hospitals drawn from one table of features, beside staying alone and pooling all.
+"""`run_benchmark`: benefit of methods for hospitals sampled from one table of features, with local and pooled
+baselines.
 
-Every method trains linear heads in memory, by the loop of every study. No store, no run and no ledger is made.
+Every method trains linear heads in memory, by the same loop as studies, without stores, runs and ledgers.
 """
 
 from __future__ import annotations
@@ -28,51 +29,51 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.federation.in_memory import Learned, federate
-from wsi_fl.federation.methods import ALONE, METHODS, POOLED
+from wsi_fl.federation.in_memory import SiteResult, federate
+from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import Probabilities, choose_classes
-from wsi_fl.learning.stacking import stacked
-from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
-from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
-from wsi_fl.models.mil import linear_head
+from wsi_fl.learning.stacking import build_ensemble
+from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
+from wsi_fl.models.directions import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
+from wsi_fl.models.mil import build_linear_head
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import sigma_for
-from wsi_fl.privacy.plan import Unit, planned
-from wsi_fl.report.fill import fill
-from wsi_fl.slides.layouts.common import TableRow, decimal_point, group_pairs, rows_of, slide_named
-from wsi_fl.slides.layouts.spreadsheets import number_of
-from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
+from wsi_fl.privacy.accounting import find_sigma
+from wsi_fl.privacy.plan import Unit, propose_plan
+from wsi_fl.report.fill import fill_template
+from wsi_fl.slides.layouts.common import TableRow, group_pairs, match_slide_name, read_rows, suggest_decimal_point
+from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
-from wsi_fl.system.files import ordinary, read_object, refuse_unavailable, write_json, write_text
+from wsi_fl.system.files import read_object, refuse_unavailable, require_regular_file, write_json, write_text
 from wsi_fl.system.names import compose_text, describe_mismatch, is_missing
-from wsi_fl.types import SetAside, UsageError, WsiFlError, one_line
+from wsi_fl.types import ExcludedSlide, UsageError, WsiFlError, single_line
 
 DELTA = 1e-5
-_TEST = 500
-"""Of each class, where so many are left."""
-_TUNING = -1
-"""The seed of the draw on which the rounds and the learning rate of a method are chosen."""
-_WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
-"""(rounds, learning rate) that are tried."""
+_MAX_TEST_PATIENTS = 500
+"""Largest number of test patients of each class."""
+_TUNING_SEED = -1
+"""Seed of the sample for choosing the rounds and the learning rate of a method."""
+_HYPERPARAMETERS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
+"""Candidates of (rounds, learning rate)."""
 _NAMED_SKEWS = ("alike", "missing-class")
-_NAMES = ("label", "patient")
-"""Columns of a table that are no features."""
-_NUMBER = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
-_NAMED = 5
-"""Slides that give no row and are named to people; the others are counted."""
-_COLUMNS = (
+_NON_FEATURE_COLUMNS = ("label", "patient")
+"""Columns of a table without features."""
+_NUMBER_PATTERN = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
+_MAX_NAMED_SLIDES = 5
+"""Largest number of excluded slides named in a message; the others are counted."""
+_RESULT_COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
 )
 
 
-class Cell(NamedTuple):
-    """How hospitals are drawn: so many, of so many patients each, and how unlike they are.
+class SamplingCell(NamedTuple):
+    """Sampling of hospitals: their number, patients of each, and class skew.
 
-    `skew` is the share of one class at a hospital, by turns: "0.9"; "alike" draws at random; with
-    "missing-class" the last one has never seen the first class.
+    `skew` is the share of one class at a hospital, by turns: "0.9"; "alike" samples at random; with "missing-class" the
+    last hospital has no patient of the first class.
     """
 
     sites: int
@@ -80,63 +81,67 @@ class Cell(NamedTuple):
     skew: str
 
 
-def cells_of(hospitals: str, skews: str) -> list[Cell]:
+def parse_cells(hospitals: str, skews: str) -> list[SamplingCell]:
     """Return the cells of "4x150,16x50" and "alike,0.9"; a size may have a skew of its own, as in "8x200:1".
 
     Example:
-        >>> cells_of("4x150,8x200:1", "alike,0.9")[1:]
-        [Cell(sites=4, n=150, skew='0.9'), Cell(sites=8, n=200, skew='1')]
+        >>> parse_cells("4x150,8x200:1", "alike,0.9")[1:]
+        [SamplingCell(sites=4, n=150, skew='0.9'), SamplingCell(sites=8, n=200, skew='1')]
     """
-    found = []
-    for named in hospitals.split(","):
-        size, _, own = named.partition(":")
+    cells = []
+    for cell_text in hospitals.split(","):
+        size, _, own_skew = cell_text.partition(":")
         sites, _, n = size.partition("x")
         if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
-            raise UsageError(f"--hospitals {named!r}: write 4x150 for four hospitals of 150 patients each")
-        for skew in (own or skews).split(","):
+            raise UsageError(f"--hospitals {cell_text!r}: write 4x150 for four hospitals of 150 patients each")
+        for skew in (own_skew or skews).split(","):
             if skew == "lacks":
                 raise UsageError("--skew lacks was renamed: use --skew missing-class")
-            if skew not in _NAMED_SKEWS and not 0 < numbers_of(skew, "--skew")[0] <= 1:
+            if skew not in _NAMED_SKEWS and not 0 < parse_numbers(skew, "--skew")[0] <= 1:
                 raise UsageError(f"--skew {skew!r}: known are {', '.join(_NAMED_SKEWS)} and shares up to 1")
-            found.append(Cell(int(sites), int(n), skew))
-    return found
+            cells.append(SamplingCell(int(sites), int(n), skew))
+    return cells
 
 
-def numbers_of(text: str, option: str = "--epsilon") -> list[float]:
-    """Return the numbers above 0 that are written with commas between; UsageError for anything else."""
+def parse_numbers(text: str, option: str = "--epsilon") -> list[float]:
+    """Return positive numbers from a comma-separated text; UsageError for anything else."""
     try:
-        found = [float(one) for one in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(0 < one < 1e6 for one in found):
+        numbers = []
+    if not numbers or not all(0 < value < 1e6 for value in numbers):
         raise UsageError(f"{option} {text!r}: write numbers above 0 with commas between")
-    return found
+    return numbers
 
 
-def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable], FeatureTable]:
-    """Draw hospitals and a test that none of them has; whole patients, who count as of the class of their first row.
+def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[list[FeatureTable], FeatureTable]:
+    """Sample hospitals and a disjoint test set by patient; a patient's class is that of the first row.
 
     Raises:
-        UsageError: where there are too few.
+        UsageError: for too few patients.
     """
     rng = np.random.default_rng(seed + 1000)
     names = np.array([name or f"row {row}" for row, name in enumerate(table.patient.tolist())])
-    _, first, whose = np.unique(names, return_index=True, return_inverse=True)
-    label = table.y[first]
-    left = {one: list(rng.permutation(np.flatnonzero(label == one))) for one in range(len(table.classes))}
+    _, first_row, patient_of_row = np.unique(names, return_index=True, return_inverse=True)
+    label = table.y[first_row]
+    remaining = {
+        label_index: list(rng.permutation(np.flatnonzero(label == label_index)))
+        for label_index in range(len(table.classes))
+    }
     shares = np.bincount(label) / len(label)
 
-    def some(one: int, count: int) -> list[int]:
-        if count > len(left[one]):
+    def take_patients(label_index: int, count: int) -> list[int]:
+        if count > len(remaining[label_index]):
             raise UsageError(
-                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}: the next "
-                f"hospital needs {count}, {len(left[one])} are left; what no hospital takes is the test"
+                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[label_index]}: "
+                f"the next hospital needs {count}, {len(remaining[label_index])} are left; "
+                "patients of no hospital are the test set"
             )
-        found, left[one] = left[one][:count], left[one][count:]
-        return found
+        patients, remaining[label_index] = remaining[label_index][:count], remaining[label_index][count:]
+        return patients
 
-    def rows_of(entities: Iterable[int]) -> FeatureTable:
-        return table.taken(np.flatnonzero(np.isin(whose, list(entities))))
+    def rows_of(patients: Iterable[int]) -> FeatureTable:
+        return table.select_rows(np.flatnonzero(np.isin(patient_of_row, list(patients))))
 
     sites = []
     for index in range(cell.sites):
@@ -149,276 +154,293 @@ def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable
             part[major] = share
         counts = np.floor(cell.n * part / part.sum()).astype(int)
         counts[np.argmax(part)] += cell.n - counts.sum()
-        sites.append(rows_of([entity for one, count in enumerate(counts) for entity in some(one, count)]))
-    return sites, rows_of([entity for rest in left.values() for entity in rest[:_TEST]])
+        sites.append(
+            rows_of(
+                [entity for label_index, count in enumerate(counts) for entity in take_patients(label_index, count)]
+            )
+        )
+    return sites, rows_of([entity for patients in remaining.values() for entity in patients[:_MAX_TEST_PATIENTS]])
 
 
 @dataclass(frozen=True)
-class _Work:
-    """One training of all hospitals: a line of the result for each of them."""
+class _TrainingJob:
+    """A training of all hospitals, with a line of the result for each."""
 
     method: str
     epsilon: float
-    cell: Cell
+    cell: SamplingCell
     seed: int
-    way: tuple[int, float] = (1, 1e-3)
+    hyperparameters: tuple[int, float] = (1, 1e-3)
 
     @property
-    def key(self) -> tuple[str, ...]:
-        ways = [str(one) for one in self.way] if self.seed == _TUNING else []
-        return (self.method, f"{self.epsilon:g}", *map(str, self.cell), str(self.seed), *ways)
+    def sort_key(self) -> tuple[str, ...]:
+        values = [str(value) for value in self.hyperparameters] if self.seed == _TUNING_SEED else []
+        return (self.method, f"{self.epsilon:g}", *map(str, self.cell), str(self.seed), *values)
 
 
-def _key(row: Mapping[str, str | None]) -> tuple[str, ...]:
-    ways = ("rounds", "lr") if row["seed"] == str(_TUNING) else ()
-    return tuple(row[name] or "" for name in ("method", "epsilon", "sites", "n", "skew", "seed", *ways))
+def _job_key(row: Mapping[str, str | None]) -> tuple[str, ...]:
+    columns = ("rounds", "lr") if row["seed"] == str(_TUNING_SEED) else ()
+    return tuple(row[name] or "" for name in ("method", "epsilon", "sites", "n", "skew", "seed", *columns))
 
 
-_Results = dict[tuple[str, ...], list[dict[str, str]]]
-"""The lines of each training, by what it was."""
-_shared: dict[str, Any] = {}
-"""In each process, what all works have in common."""
+_ResultRows = dict[tuple[str, ...], list[dict[str, str]]]
+"""The lines of each training by its key."""
+_process_state: dict[str, Any] = {}
+"""Common values of all trainings in a process."""
 
 
-def _begin(table: FeatureTable, along: Directions | int, unit: Unit) -> None:
+def _start_process(table: FeatureTable, projection: Projection | int, unit: Unit) -> None:
     torch.set_num_threads(1)
-    _shared.update(table=table, along=along, unit=unit)
+    _process_state.update(table=table, along=projection, unit=unit)
 
 
-def _done(work: _Work) -> list[dict[str, object]]:
-    began = time.monotonic()
-    parts, test = drawn(_shared["table"], work.cell, work.seed)
-    own: list[Probabilities] = []
-    spent: list[tuple[float | None, str]] = [(None, "none")] * len(parts)
-    if work.method == POOLED:
-        answers = [_said(_fitted(together(parts)), test)] * len(parts)
-    elif work.method == ALONE:
-        answers = [_said(head, test) for head in _alone(work.cell, work.seed)]
+def _run_job(job: _TrainingJob) -> list[dict[str, object]]:
+    start_time = time.monotonic()
+    parts, test = sample_sites(_process_state["table"], job.cell, job.seed)
+    network_predictions: list[Probabilities] = []
+    spendings: list[tuple[float | None, str]] = [(None, "none")] * len(parts)
+    if job.method == POOLED_METHOD:
+        ensembles = [_predict_with_head(_fit_local_head(join_tables(parts)), test)] * len(parts)
+    elif job.method == LOCAL_METHOD:
+        ensembles = [_predict_with_head(head, test) for head in _fit_local_heads(job.cell, job.seed)]
     else:
-        learned = _learned(parts, work)
-        private = [site.models.get("private") or next(iter(site.models.values())) for site in learned]
-        own = [_asked(model, test) for model in private]
-        answers = _mixed(learned, parts, test, work)
-        spent = [(site.epsilon, site.guarantee) for site in learned]
-    seconds = f"{time.monotonic() - began:.1f}"
+        learners = _train_federated(parts, job)
+        private = [site.models.get("private") or next(iter(site.models.values())) for site in learners]
+        network_predictions = [_predict_with_network(model, test) for model in private]
+        ensembles = _predict_with_ensembles(learners, parts, test, job)
+        spendings = [(site.epsilon, site.guarantee) for site in learners]
+    seconds = f"{time.monotonic() - start_time:.1f}"
     rows = []
-    for index, (said, (epsilon, guarantee)) in enumerate(zip(answers, spent, strict=True)):
-        before = (work.method, f"{work.epsilon:g}", *work.cell, work.seed, f"S{index + 1}")
-        scores = (*_scores(said, test.y), _scores(own[index], test.y)[0] if own else "")
-        after = (*work.way, "" if epsilon is None else f"{epsilon:.4f}", guarantee, seconds)
-        rows.append(dict(zip(_COLUMNS, (*before, *scores, *after), strict=True)))
+    for index, (predictions, (epsilon, guarantee)) in enumerate(zip(ensembles, spendings, strict=True)):
+        leading_cells = (job.method, f"{job.epsilon:g}", *job.cell, job.seed, f"S{index + 1}")
+        scores = (
+            *_score_predictions(predictions, test.y),
+            _score_predictions(network_predictions[index], test.y)[0] if network_predictions else "",
+        )
+        trailing_cells = (*job.hyperparameters, "" if epsilon is None else f"{epsilon:.4f}", guarantee, seconds)
+        rows.append(dict(zip(_RESULT_COLUMNS, (*leading_cells, *scores, *trailing_cells), strict=True)))
     return rows
 
 
-def _scores(said: Probabilities, y: NDArray[np.int64]) -> tuple[str, str]:
+def _score_predictions(predictions: Probabilities, y: NDArray[np.int64]) -> tuple[str, str]:
     """Return balanced accuracy, and AUROC averaged over classes."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-    areas = [roc_auc_score(y == one, said[:, one]) for one in np.unique(y)]
-    return f"{balanced_accuracy_score(y, choose_classes(said)):.5f}", f"{np.mean(areas):.5f}"
+    areas = [roc_auc_score(y == label, predictions[:, label]) for label in np.unique(y)]
+    return f"{balanced_accuracy_score(y, choose_classes(predictions)):.5f}", f"{np.mean(areas):.5f}"
 
 
-def _fitted(part: FeatureTable) -> FittedHead:
-    return fitted_head(normalised(part.x), part.y, part.patient, len(part.classes))
+def _fit_local_head(part: FeatureTable) -> FittedHead:
+    return fit_linear_head(normalize_rows(part.x), part.y, part.patient, len(part.classes))
 
 
 @lru_cache(maxsize=2)
-def _alone(cell: Cell, seed: int) -> list[FittedHead]:
-    """Return the head that each hospital has alone, tuned on its own held-out patients."""
-    return [_fitted(part) for part in drawn(_shared["table"], cell, seed)[0]]
+def _fit_local_heads(cell: SamplingCell, seed: int) -> list[FittedHead]:
+    """Return the local head of each hospital, tuned by cross-validation over its patients."""
+    return [_fit_local_head(part) for part in sample_sites(_process_state["table"], cell, seed)[0]]
 
 
-def _said(head: FittedHead, rows: FeatureTable) -> Probabilities:
-    return softmax(normalised(rows.x) @ head.weight.T + head.bias)
+def _predict_with_head(head: FittedHead, rows: FeatureTable) -> Probabilities:
+    return softmax(normalize_rows(rows.x) @ head.weight.T + head.bias)
 
 
-def _asked(model: nn.Module, rows: FeatureTable) -> Probabilities:
+def _predict_with_network(model: nn.Module, rows: FeatureTable) -> Probabilities:
     with torch.inference_mode():
         return softmax(model.eval()(torch.from_numpy(rows.x)).double().numpy())
 
 
-def _learned(parts: Sequence[FeatureTable], work: _Work) -> list[Learned]:
-    """Return what hospitals have after training together."""
-    row, unit = METHODS[work.method], _shared["unit"]
-    fewest = min(len(np.unique(part.patient)) if unit == "patient" else len(part.y) for part in parts)
-    rounds, lr = work.way
-    if row.once:
-        batch_size, sigma = fewest, sigma_for(work.epsilon, 1.0, 1, DELTA)
+def _train_federated(parts: Sequence[FeatureTable], job: _TrainingJob) -> list[SiteResult]:
+    """Return the hospitals' models after federated training."""
+    method, unit = METHODS[job.method], _process_state["unit"]
+    n_units = min(len(np.unique(part.patient)) if unit == "patient" else len(part.y) for part in parts)
+    rounds, lr = job.hyperparameters
+    if method.is_oneshot:
+        batch_size, sigma = n_units, find_sigma(job.epsilon, 1.0, 1, DELTA)
     else:
-        plan = planned(fewest, rounds, work.epsilon, DELTA)
+        plan = propose_plan(n_units, rounds, job.epsilon, DELTA)
         batch_size, sigma = plan.batch_size, plan.mechanism.sigma
     shape = len(parts[0].classes), parts[0].x.shape[1]
-    learned = federate(
-        {f"S{k + 1}": Examples.of(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
-        row,
-        private=lambda: linear_head(*shape),
+    learners = federate(
+        {f"S{k + 1}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        method,
+        private=lambda: build_linear_head(*shape),
         rounds=rounds,
         batch_size=batch_size,
         lr=lr,
         sigma=sigma,
         delta=DELTA,
         unit=unit,
-        directions=_shared["along"],
-        seed=max(work.seed, 0),
+        projection=_process_state["along"],
+        seed=max(job.seed, 0),
     )
-    return list(learned.values())
+    return list(learners.values())
 
 
-def _mixed(
-    learned: Sequence[Learned], parts: Sequence[FeatureTable], test: FeatureTable, work: _Work
+def _predict_with_ensembles(
+    learners: Sequence[SiteResult], parts: Sequence[FeatureTable], test: FeatureTable, job: _TrainingJob
 ) -> list[Probabilities]:
-    """Return what each hospital answers with: a mixture with the head that it has alone, as a study does."""
-    answers = []
-    for site, part, lone in zip(learned, parts, _alone(work.cell, work.seed), strict=True):
+    """Return the predictions of each hospital's ensemble of local and federated head, as in a study."""
+    predictions = []
+    for site, part, local_head in zip(learners, parts, _fit_local_heads(job.cell, job.seed), strict=True):
         model = site.models.get("proxy") or site.models.get("shared") or next(iter(site.models.values()))
-        worth = model.worth() if isinstance(model, SharedHead) else None
-        stack = stacked(lone.held_out, _asked(model, part), part.y, part.patient, worth)
-        answers.append(stack(_said(lone, test), _asked(model, test)))
-    return answers
+        sample_sizes = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
+        ensemble = build_ensemble(
+            local_head.held_out, _predict_with_network(model, part), part.y, part.patient, sample_sizes
+        )
+        predictions.append(ensemble(_predict_with_head(local_head, test), _predict_with_network(model, test)))
+    return predictions
 
 
-def bench(
+def run_benchmark(
     path: Path,
     *,
     out: Path,
     methods: Sequence[str] = ("oneshot", "proxyfl", "fedavg"),
     epsilons: Sequence[float] = (1.0,),
-    cells: Sequence[Cell],
+    cells: Sequence[SamplingCell],
     unit: str = "row",
     seeds: int = 5,
-    along: Path | None = None,
+    projection: Path | None = None,
     labels: Path | None = None,
     jobs: int = 1,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Measure methods on hospitals drawn from a table; return the `--json` document.
+    """Measure methods on hospitals sampled from a table; return the `--json` document.
 
-    A hospital alone and all data pooled are heads without noise, tuned by cross-validation. Rounds and learning rate of
-    a method that has rounds are the best of six on a draw of its own, for each cell, at the middle ε. What a hospital
-    answers with is measured (`score`), which contains its lone head as in a study, and what the method's model says by
-    itself (`own_score`).
+    The local and the pooled baseline are heads without noise, tuned by cross-validation. Rounds and learning rate of a
+    method in rounds are the best of six on a separate sample, for each cell, at the middle ε. Scores are of a
+    hospital's ensemble with its local head, as in a study (`score`), and of the federated model (`own_score`).
 
     Args:
         path, labels: see `read_table`.
-        out: CSV with a line for each method, ε, cell, seed and hospital. What is there already is not computed again.
-        methods: names in METHODS, those of other packages included.
-        cells: how hospitals are drawn.
-        along: directions of public tissue for `oneshot`, or a table of its features; random ones without.
-        jobs: processes.
+        out: CSV with a line for each method, ε, cell, seed and hospital; existing lines are not computed again.
+        methods: names in METHODS, including those of plug-ins.
+        cells: sampling of hospitals.
+        projection: from public reference slides for `oneshot`, or a table of their features; by default random.
+        jobs: number of processes.
 
     Raises:
-        UsageError: for a table, methods or cells that do not go, or a CSV of another table.
+        UsageError: for an invalid table, method or cell, or a CSV of another table.
     """
-    table, told = read_table(path, labels), watcher or Silent()
-    if table.aside:
-        told.say(_told(table.aside))
+    table, progress = read_table(path, labels), watcher or SilentProgress()
+    if table.excluded:
+        progress.print_message(_describe_skipped_slides(table.excluded))
     if (unnamed := int((table.patient == "").sum())) and any(table.patient):
-        told.say(f"{unnamed} rows name no patient; each counts by itself")
+        progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
     if unit not in get_args(Unit):
         raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     for method in methods:
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-        if method in (ALONE, POOLED):
-            raise UsageError(f"{method} is measured beside every method anyway; leave it out of --method")
-        if METHODS[method].without_dp or METHODS[method].learns_from != "own":
+        if method in (LOCAL_METHOD, POOLED_METHOD):
+            raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
+        if METHODS[method].bare_disclosures or METHODS[method].learns_from != "own":
             raise UsageError(f"{method} needs more than features; train it in a study")
     for cell in cells:
-        drawn(table, cell, 0)
+        sample_sites(table, cell, 0)
     if unit == "patient" and not all(table.patient):
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
-    towards: Directions | int = N_RANDOM
-    if along is not None:
-        made = along.suffix == ".safetensors"
-        towards = read_directions(along, str(along)) if made else public_directions(read_table(along).x)
+    resolved_projection: Projection | int = N_RANDOM
+    if projection is not None:
+        is_projection_file = projection.suffix == ".safetensors"
+        resolved_projection = (
+            read_projection(projection, str(projection))
+            if is_projection_file
+            else fit_projection(read_table(projection).x)
+        )
     facts = {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
-    there = _still_good(out, facts, methods, told)
+    results = _load_valid_results(out, facts, methods, progress)
     middle = sorted(epsilons)[len(epsilons) // 2]
-    in_rounds = [name for name in methods if not METHODS[name].once]
-    tuning = [_Work(m, middle, c, _TUNING, way) for m in in_rounds for c in cells for way in _WAYS]
-    tested = [
+    in_rounds = [name for name in methods if not METHODS[name].is_oneshot]
+    tuning = [
+        _TrainingJob(m, middle, c, _TUNING_SEED, hyperparameters)
+        for m in in_rounds
+        for c in cells
+        for hyperparameters in _HYPERPARAMETERS
+    ]
+    test_cells = [
         (c, m, e)
         for c in cells
-        for m in (ALONE, POOLED, *methods)
-        for e in ([0.0] if m in (ALONE, POOLED) else epsilons)
+        for m in (LOCAL_METHOD, POOLED_METHOD, *methods)
+        for e in ([0.0] if m in (LOCAL_METHOD, POOLED_METHOD) else epsilons)
     ]
-    n = len(tuning) + seeds * len(tested)
+    n = len(tuning) + seeds * len(test_cells)
 
-    def work_off(works: Sequence[_Work], before: int) -> None:
-        """Do what is not there; after each training the CSV holds it. Earlier works were so many."""
-        asked = [work for work in works if work.key not in there]
-        done = before + len(works) - len(asked)
-        told.update("trainings", done, n)
-        for number, (work, rows) in enumerate(_results(asked, jobs, (table, towards, unit)), done + 1):
-            there[work.key] = [{key: str(value) for key, value in row.items()} for row in rows]
-            lines = (",".join(row[name] for name in _COLUMNS) for key in sorted(there) for row in there[key])
-            write_text(out, "\n".join((",".join(_COLUMNS), *lines)) + "\n")
-            told.update("trainings", number, n, work.method)
+    def run_missing(group_jobs: Sequence[_TrainingJob], n_earlier: int) -> None:
+        """Run missing trainings, and write the CSV after each; `n_earlier` is the number of earlier ones."""
+        missing = [job for job in group_jobs if job.sort_key not in results]
+        n_done = n_earlier + len(group_jobs) - len(missing)
+        progress.update("trainings", n_done, n)
+        for n_done_now, (job, rows) in enumerate(
+            _run_jobs(missing, jobs, (table, resolved_projection, unit)), n_done + 1
+        ):
+            results[job.sort_key] = [{key: str(value) for key, value in row.items()} for row in rows]
+            lines = (",".join(row[name] for name in _RESULT_COLUMNS) for key in sorted(results) for row in results[key])
+            write_text(out, "\n".join((",".join(_RESULT_COLUMNS), *lines)) + "\n")
+            progress.update("trainings", n_done_now, n, job.method)
 
-    work_off(tuning, 0)
-    best = {(m, c): _best(there, m, c, middle) for m in in_rounds for c in cells}
+    run_missing(tuning, 0)
+    best = {(m, c): _select_hyperparameters(results, m, c, middle) for m in in_rounds for c in cells}
     for seed in range(seeds):
-        works = [_Work(m, e, c, seed, best.get((m, c), (1, 1e-3))) for c, m, e in tested]
-        work_off(works, len(tuning) + seed * len(tested))
-    gains = [[_gain(there, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
+        works = [_TrainingJob(m, e, c, seed, best.get((m, c), (1, 1e-3))) for c, m, e in test_cells]
+        run_missing(works, len(tuning) + seed * len(test_cells))
+    gains = [[_measure_gain(results, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
-    document["excluded"] = [asdict(one) for one in table.aside]
+    document["excluded"] = [asdict(slide) for slide in table.excluded]
     page = {
         "document": document,
-        "columns": [f"{one['method']}, ε = {one['epsilon']:g}" for one in gains[0]],
+        "columns": [f"{gain['method']}, ε = {gain['epsilon']:g}" for gain in gains[0]],
         "rows": gains,
-        "most": max(abs(one["gain"]) for row in gains for one in row),
+        "most": max(abs(gain["gain"]) for row in gains for gain in row),
     }
-    write_text(out.with_suffix(".html"), fill("bench", page))
-    return document | {"page": str(out.with_suffix(".html")), "cells": [one for row in gains for one in row]}
+    write_text(out.with_suffix(".html"), fill_template("bench", page))
+    return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
 
 
-def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], told: Watcher) -> _Results:
-    """Return the lines that are there by training, without those of methods whose code or tuning has changed since."""
-    beside = out.with_suffix(".json")
-    before = read_object(beside, "choose another --out") if beside.exists() else {}
-    if before and {key: before.get(key) for key in facts} != facts:
+def _load_valid_results(out: Path, facts: Mapping[str, Any], methods: Sequence[str], progress: Watcher) -> _ResultRows:
+    """Return existing lines by training, without those of methods whose code or tuning has changed."""
+    info_path = out.with_suffix(".json")
+    info = read_object(info_path, "choose another --out") if info_path.exists() else {}
+    if info and {key: info.get(key) for key in facts} != facts:
         raise UsageError(f"{out}: holds results of another table or unit; choose another --out")
-    code = {name: _code_of(name) for name in methods}
-    known = before.get("code")
-    known = known if isinstance(known, dict) else {}
-    changed = [name for name in methods if known.get(name, code[name]) != code[name]]
+    code = {name: _method_digest(name) for name in methods}
+    known_code = info.get("code")
+    known_code = known_code if isinstance(known_code, dict) else {}
+    changed = [name for name in methods if known_code.get(name, code[name]) != code[name]]
     for name in changed:
-        told.say(f"{name} has changed since {out}; its lines are made anew")
-    write_json(beside, {**facts, "code": known | code})
-    found: _Results = {}
-    for key, rows in _lines_of(out).items() if out.exists() else ():
+        progress.print_message(f"{name} has changed since {out}; its lines are computed again")
+    write_json(info_path, {**facts, "code": known_code | code})
+    results: _ResultRows = {}
+    for key, rows in _read_results(out).items() if out.exists() else ():
         if rows[0]["method"] in changed:
             continue
-        if _whole(rows):
-            found[key] = rows
+        if _is_complete(rows):
+            results[key] = rows
         else:
-            told.say(
-                f"{out}: lines of {' '.join(key)} are damaged, missing or there twice; they are made anew"
+            progress.print_message(
+                f"{out}: lines of {' '.join(key)} are damaged, missing or duplicated; they are computed again"
             )
-    return found
+    return results
 
 
-def _lines_of(out: Path) -> _Results:
-    """Return the lines of an earlier result by training.
+def _read_results(out: Path) -> _ResultRows:
+    """Return the lines of an existing CSV by training.
 
     Raises:
-        UsageError: when it is no such result.
+        UsageError: when it is not a result of bench.
     """
     try:
-        with ordinary(out).open(newline="", encoding="utf-8") as file:
+        with require_regular_file(out).open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != _COLUMNS:
-                raise UsageError(
-                    f"{out}: is not what bench writes (its first line differs); choose another --out"
-                )
+            if tuple(reader.fieldnames or ()) != _RESULT_COLUMNS:
+                raise UsageError(f"{out}: is not what bench writes (its first line differs); choose another --out")
             rows: list[dict[str, str]] = [row for row in reader if row["method"]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{out}: not a readable CSV ({error}); choose another --out") from None
-    return group_pairs((_key(row), row) for row in rows)
+    return group_pairs((_job_key(row), row) for row in rows)
 
 
-def _whole(rows: Sequence[Mapping[str, Any]]) -> bool:
+def _is_complete(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a training has one line for each of its hospitals, and every score is a share."""
 
     def is_share(text: str) -> bool:
@@ -427,39 +449,39 @@ def _whole(rows: Sequence[Mapping[str, Any]]) -> bool:
         except ValueError:
             return False
 
-    alone = rows[0]["method"] in (ALONE, POOLED)
-    complete = all(len(row) == len(_COLUMNS) and None not in row.values() for row in rows)
-    if not complete or not str(rows[0]["sites"]).isdecimal():
+    is_baseline = rows[0]["method"] in (LOCAL_METHOD, POOLED_METHOD)
+    is_rectangular = all(len(row) == len(_RESULT_COLUMNS) and None not in row.values() for row in rows)
+    if not is_rectangular or not str(rows[0]["sites"]).isdecimal():
         return False
     hospitals = sorted(f"S{k + 1}" for k in range(int(rows[0]["sites"])))
-    scored = all(
+    is_scored = all(
         is_share(row["score"])
         and is_share(row["auroc"])
-        and (is_share(row["own_score"]) if not alone else not row["own_score"])
+        and (is_share(row["own_score"]) if not is_baseline else not row["own_score"])
         for row in rows
     )
-    return scored and sorted(str(row["site"]) for row in rows) == hospitals
+    return is_scored and sorted(str(row["site"]) for row in rows) == hospitals
 
 
-def _code_of(method: str) -> str:
-    """Return a digest of what the lines of a method depend on: the file of its step, and the ways that are tried."""
+def _method_digest(method: str) -> str:
+    """Return a digest of the file of a method's step and of the candidates of hyperparameters."""
     step = METHODS[method].step
     module = inspect.getmodule(step) or inspect.getmodule(type(step))
     file = getattr(module, "__file__", None)
     source = Path(file).read_bytes() if file else b""
-    return sha256(source + repr(_WAYS).encode()).hexdigest()[:16]
+    return sha256(source + repr(_HYPERPARAMETERS).encode()).hexdigest()[:16]
 
 
-def _results(
-    works: Sequence[_Work], jobs: int, common: tuple[Any, ...]
-) -> Iterator[tuple[_Work, list[dict[str, object]]]]:
+def _run_jobs(
+    pending_jobs: Sequence[_TrainingJob], jobs: int, common: tuple[Any, ...]
+) -> Iterator[tuple[_TrainingJob, list[dict[str, object]]]]:
     if jobs == 1:
-        _begin(*common)
-        yield from ((work, _done(work)) for work in works)
+        _start_process(*common)
+        yield from ((job, _run_job(job)) for job in pending_jobs)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=common) as pool:
-        pending = {pool.submit(_done, work): work for work in works}
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_start_process, initargs=common) as pool:
+        pending = {pool.submit(_run_job, job): job for job in pending_jobs}
         try:
             for future in as_completed(pending):
                 yield pending[future], future.result()
@@ -467,56 +489,66 @@ def _results(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _best(there: _Results, method: str, cell: Cell, epsilon: float) -> tuple[int, float]:
-    """Return the way whose answers were best; where joining changes no answer, whose models were."""
+def _select_hyperparameters(results: _ResultRows, method: str, cell: SamplingCell, epsilon: float) -> tuple[int, float]:
+    """Return the hyperparameters with the best ensembles; at a tie, with the best federated models."""
 
-    def reached(way: tuple[int, float]) -> tuple[float, float]:
-        rows = there[_Work(method, epsilon, cell, _TUNING, way).key]
-        score, own = (float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score"))
-        return score, own
+    def mean_scores(hyperparameters: tuple[int, float]) -> tuple[float, float]:
+        rows = results[_TrainingJob(method, epsilon, cell, _TUNING_SEED, hyperparameters).sort_key]
+        score, network_score = (float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score"))
+        return score, network_score
 
-    return max(_WAYS, key=reached)
+    return max(_HYPERPARAMETERS, key=mean_scores)
 
 
-def _gain(there: _Results, method: str, epsilon: float, cell: Cell, seeds: int) -> dict[str, Any]:
-    """Return what a method brings in a cell: balanced accuracy less that of staying alone, in pairs."""
+def _measure_gain(results: _ResultRows, method: str, epsilon: float, cell: SamplingCell, seeds: int) -> dict[str, Any]:
+    """Return the paired gain in balanced accuracy of a method over local heads in a cell."""
     from scipy.stats import t
 
-    def scores(name: str, at: float) -> NDArray[np.float64]:
-        rows = [there[_Work(name, at, cell, seed).key] for seed in range(seeds)]
+    def score_matrix(name: str, epsilon_of_method: float) -> NDArray[np.float64]:
+        rows = [results[_TrainingJob(name, epsilon_of_method, cell, seed).sort_key] for seed in range(seeds)]
         return np.array([[float(row["score"]) for row in hospitals] for hospitals in rows])
 
-    alone, pooled, joined = scores(ALONE, 0.0), scores(POOLED, 0.0), scores(method, epsilon)
-    gains = (joined - alone).mean(1)
-    half = float(t.ppf(0.975, seeds - 1) * gains.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None
+    local_scores, pooled_scores, federated_scores = (
+        score_matrix(LOCAL_METHOD, 0.0),
+        score_matrix(POOLED_METHOD, 0.0),
+        score_matrix(method, epsilon),
+    )
+    gains = (federated_scores - local_scores).mean(1)
+    half_width = float(t.ppf(0.975, seeds - 1) * gains.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None
     return {
         "method": method,
         "epsilon": epsilon,
         **cell._asdict(),
-        "local": float(alone.mean()),
-        "federated": float(joined.mean()),
-        "pooled": float(pooled.mean()),
+        "local": float(local_scores.mean()),
+        "federated": float(federated_scores.mean()),
+        "pooled": float(pooled_scores.mean()),
         "gain": float(gains.mean()),
-        "half_width": half,
-        "worst_site": float((joined - alone).mean(0).min()),
+        "half_width": half_width,
+        "worst_site": float((federated_scores - local_scores).mean(0).min()),
     }
 
 
-def bench_lines(document: dict[str, Any]) -> Lines:
+def render_bench_lines(document: dict[str, Any]) -> Lines:
     """Yield a row for each cell, method and ε."""
     rows = []
-    for one in document["cells"]:
-        half = "" if one["half_width"] is None else f" ± {one['half_width']:.3f}"
-        numbers = [f"{one[name]:.3f}" for name in ("local", "federated", "pooled")]
-        cell = f"{one['sites']} × {one['n']}, {one['skew']}"
-        what = f"{one['method']}, ε = {one['epsilon']:g}"
-        rows.append([cell, what, *numbers, f"{one['gain']:+.3f}{half}", f"{one['worst_site']:+.3f}"])
+    for cell_gain in document["cells"]:
+        half_width = "" if cell_gain["half_width"] is None else f" ± {cell_gain['half_width']:.3f}"
+        numbers = [f"{cell_gain[name]:.3f}" for name in ("local", "federated", "pooled")]
+        cell_text = f"{cell_gain['sites']} × {cell_gain['n']}, {cell_gain['skew']}"
+        method_text = f"{cell_gain['method']}, ε = {cell_gain['epsilon']:g}"
+        rows.append(
+            [
+                cell_text,
+                method_text,
+                *numbers,
+                f"{cell_gain['gain']:+.3f}{half_width}",
+                f"{cell_gain['worst_site']:+.3f}",
+            ]
+        )
     headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
-    yield Table("balanced accuracy", headings, rows)
-    yield Line(
-        f"{document['seeds']} seeds; a gain is paired with staying alone, ± its 95 % interval over seeds"
-    )
-    yield Line(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")
+    yield TextTable("balanced accuracy", headings, rows)
+    yield TextLine(f"{document['seeds']} seeds; a gain is paired with the local head, ± its 95 % interval over seeds")
+    yield TextLine(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")
 
 
 @dataclass(frozen=True)
@@ -525,27 +557,25 @@ class FeatureTable:
 
     Attributes:
         x: float32[n, d].
-        y: int64[n], numbers of `classes`.
-        patient: str[n]; "" where it is not known.
-        aside: slides of a folder that give no row.
+        y: int64[n], indices of `classes`.
+        patient: str[n]; "" where unknown.
+        excluded: excluded slides of a folder.
     """
 
     x: NDArray[np.float32]
     y: NDArray[np.int64]
     patient: NDArray[np.str_]
     classes: tuple[str, ...]
-    aside: tuple[SetAside, ...] = ()
+    excluded: tuple[ExcludedSlide, ...] = ()
 
-    def taken(self, rows: NDArray[np.int64]) -> FeatureTable:
-        """Return some rows."""
+    def select_rows(self, rows: NDArray[np.int64]) -> FeatureTable:
+        """Return a table of some rows."""
         return FeatureTable(self.x[rows], self.y[rows], self.patient[rows], self.classes)
 
 
-def together(parts: Sequence[FeatureTable]) -> FeatureTable:
-    """Return the rows of several tables of the same classes."""
-    x, y, patient = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient")
-    )
+def join_tables(parts: Sequence[FeatureTable]) -> FeatureTable:
+    """Return the concatenated rows of tables of the same classes."""
+    x, y, patient = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient"))
     return FeatureTable(x, y, patient, parts[0].classes)
 
 
@@ -554,18 +584,17 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
 
     Args:
         path: `.npz` with x [n, d], y [n] and perhaps patient [n]; `.csv` with the columns label, perhaps patient, and
-            numbers; a store of features (`.h5`) of this program, with a row for each patch where patches have labels of
-            their own and else for each slide, the mean; or a folder as TRIDENT writes it, whose slides count with
-            their mean.
+            numbers; a feature store (`.h5`), with a row for each labelled patch, else for the mean of each slide; or
+            TRIDENT's folder, with a row for the mean of each slide.
         labels: CSV with the columns slide, label and perhaps patient, for such a folder.
 
     Raises:
-        UsageError: for anything else, fewer than two classes, classes alike but for case, or numbers that are none.
+        UsageError: for anything else, fewer than two classes, classes that differ in case only, or invalid numbers.
     """
-    readers = {".npz": _of_arrays, ".csv": _of_csv, ".h5": _of_store}
-    aside: list[SetAside] = []
+    readers = {".npz": _read_arrays, ".csv": _read_csv, ".h5": _read_store}
+    excluded: list[ExcludedSlide] = []
     if path.is_dir():
-        x, y, patient = _of_folder(path, labels, aside)
+        x, y, patient = _read_folder(path, labels, excluded)
     elif path.suffix in readers:
         x, y, patient = readers[path.suffix](path)
     else:
@@ -573,34 +602,30 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     _require_columns(path, x, y, patient)
     unknown = np.array([is_missing(str(name)) for name in y.tolist()], bool)
     if unknown.any():
-        aside += [SetAside(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
+        excluded += [ExcludedSlide(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
         x, y, patient = (values[~unknown] for values in (x, y, patient))
-    patient = np.array(
-        ["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())]
-    )
+    patient = np.array(["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())])
     classes, numbers = np.unique(y, return_inverse=True)
     if len(classes) < 2:
         raise UsageError(f"{path}: needs two classes at least; its labels are {', '.join(map(str, classes))}")
     names = tuple(str(name) for name in classes)
-    if broken := _not_whole(names):
-        raise UsageError(
-            f"{labels or path}: a label is {broken}; labels are classes, so write names or whole numbers"
-        )
-    often = Counter(name.casefold() for name in names)
-    if alike := [name for name in names if often[name.casefold()] > 1]:
-        raise UsageError(f"{labels or path}: labels {', '.join(alike)} differ in case only; write them alike")
+    if broken := _find_fraction(names):
+        raise UsageError(f"{labels or path}: a label is {broken}; labels are classes, so write names or whole numbers")
+    counts = Counter(name.casefold() for name in names)
+    if duplicates := [name for name in names if counts[name.casefold()] > 1]:
+        raise UsageError(f"{labels or path}: labels {', '.join(duplicates)} differ in case only; write them alike")
     rows = x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_)
-    return FeatureTable(*rows, names, tuple(aside))
+    return FeatureTable(*rows, names, tuple(excluded))
 
 
-_Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+_TableColumns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
-    """Refuse features that are no numbers, and labels and patients that are not one for each row.
+    """Refuse features that are no finite numbers, and labels and patients of another length.
 
     Raises:
-        UsageError: naming the array and the first row that is at fault.
+        UsageError: with the array and the first wrong row.
     """
     if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
         raise UsageError(
@@ -619,99 +644,97 @@ def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDAr
             raise UsageError(f"{path}: {name} is {values.dtype}, not numbers or texts")
 
 
-def _not_whole(names: Sequence[str]) -> str:
-    """Return the first of the labels that is no whole number, where all are numbers; "" elsewhere."""
+def _find_fraction(names: Sequence[str]) -> str:
+    """Return the first fractional label where all labels are numbers; "" else."""
     numbers = [name.replace(",", ".") for name in names]
-    if not all(map(_NUMBER.fullmatch, numbers)):
+    if not all(map(_NUMBER_PATTERN.fullmatch, numbers)):
         return ""
     return next((name for name, number in zip(names, numbers, strict=True) if float(number) % 1), "")
 
 
-def _of_arrays(path: Path) -> _Columns:
+def _read_arrays(path: Path) -> _TableColumns:
     try:
-        loaded = np.load(ordinary(path), allow_pickle=False)
+        loaded = np.load(require_regular_file(path), allow_pickle=False)
         arrays = {name: loaded[name] for name in ("x", "y", "patient") if name in loaded.files}
     except (AttributeError, EOFError, KeyError, OSError, ValueError, BadZipFile, ZlibError) as error:
         refuse_unavailable(error, path)
         objects = "it holds objects of Python; save numbers and texts as arrays"
-        why = objects if "pickle" in str(error) else one_line(error)
+        why = objects if "pickle" in str(error) else single_line(error)
         raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
     if missing := [name for name in ("x", "y") if not isinstance(arrays.get(name), np.ndarray)]:
-        raise UsageError(
-            f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)"
-        )
+        raise UsageError(f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)")
     y = arrays["y"]
     patient = arrays.get("patient", np.full(y.shape, ""))
     if not isinstance(patient, np.ndarray):
         raise UsageError(f"{path}: its patient is no array of NumPy")
     y, patient = (
-        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values
-        for values in (y, patient)
+        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values for values in (y, patient)
     )
     return arrays["x"], y, patient
 
 
-def _of_csv(path: Path) -> _Columns:
-    def number(row: TableRow, name: str) -> float:
+def _read_csv(path: Path) -> _TableColumns:
+    def parse_number(row: TableRow, name: str) -> float:
         try:
-            return number_of(row[name])
+            return parse_cell_number(row[name])
         except ValueError:
-            remedy = decimal_point(row[name]) or "; leave that column out, or the row"
+            remedy = suggest_decimal_point(row[name]) or "; leave that column out, or the row"
             raise UsageError(
                 f"{row.where}: {name} is {row[name]!r}, and all columns but label and patient are numbers{remedy}"
             ) from None
 
-    rows = rows_of(path, ["label"])
-    x = np.array([[number(row, name) for name in row if name not in _NAMES] for row in rows])
-    return x, np.array([row["label"] for row in rows]), np.array([row.value("patient") for row in rows])
+    rows = read_rows(path, ["label"])
+    x = np.array([[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
+    return x, np.array([row["label"] for row in rows]), np.array([row.read_value("patient") for row in rows])
 
 
-def _of_store(path: Path) -> _Columns:
+def _read_store(path: Path) -> _TableColumns:
     with BagStore(path) as store:
         classes = np.array(store.meta.classes)
-        if store.own_labels:
-            patches = store.patches
+        if store.has_patch_labels:
+            patches = store.patch_table
             return store.read(np.arange(len(patches))), classes[patches.label], np.array(patches.patient)
-        means = [store.bag(k).features.mean(0) for k in range(len(store))]
+        means = [store.read_bag(k).features.mean(0) for k in range(len(store))]
         return np.stack(means), classes[store.table.label], np.array(store.table.patient)
 
 
-def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Columns:
-    """Return a row for each slide with a label and whole features; the others are put aside."""
+def _read_folder(path: Path, labels: Path | None, excluded: list[ExcludedSlide]) -> _TableColumns:
+    """Return a row for each slide with a label and complete features; the others are excluded."""
     if labels is None:
         raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")
-    layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide"])
-    named = next((one for one in ("label", "diagnosis") if rows and one in rows[0]), None)
-    if named is None:
+    layout, rows = LAYOUTS["trident"], read_rows(labels, ["slide"])
+    label_column = next((column for column in ("label", "diagnosis") if rows and column in rows[0]), None)
+    if label_column is None:
         raise UsageError(f"{labels}: column 'label' or 'diagnosis' is missing")
-    files, known, seen = layout.find(path), [], set()
+    files, entries, slides = layout.find(path), [], set()
     for row in rows:
-        slide = slide_named(row["slide"], files)
-        if slide in seen:
+        slide = match_slide_name(row["slide"], files)
+        if slide in slides:
             raise UsageError(f"{row.where}: slide {slide} has a row already")
-        seen.add(slide)
+        slides.add(slide)
         try:
-            if not row.value(named):
+            if not row.read_value(label_column):
                 raise WsiFlError(f"has no label ({row.where})")
             if slide not in files:
                 raise WsiFlError(f"has a label ({row.where}) and no features")
-            known.append((layout.read(files[slide]).features.mean(0), row[named], row.value("patient")))
+            entries.append((layout.read(files[slide]).features.mean(0), row[label_column], row.read_value("patient")))
         except WsiFlError as error:
-            aside.append(SetAside(slide, str(error)))
-    aside += [SetAside(name, f"has no label in {labels.name}") for name in files if name not in seen]
-    if not known:
-        why = "" if seen & set(files) else f"{describe_mismatch(seen, files)}; "
+            excluded.append(ExcludedSlide(slide, str(error)))
+    excluded += [ExcludedSlide(name, f"has no label in {labels.name}") for name in files if name not in slides]
+    if not entries:
+        why = "" if slides & set(files) else f"{describe_mismatch(slides, files)}; "
         raise UsageError(
-            f"{labels}: none of its slides has a label and features in {path}; {why}{_told(aside)}"
+            f"{labels}: none of its slides has a label and features in {path}; "
+            f"{why}{_describe_skipped_slides(excluded)}"
         )
-    means, label, patient = zip(*known, strict=True)
+    means, label, patient = zip(*entries, strict=True)
     if len({len(mean) for mean in means}) > 1:
         raise UsageError(f"{path}: features of its slides are not equally wide; keep those of one encoder")
     return np.stack(means), np.array(label), np.array(patient)
 
 
-def _told(aside: Sequence[SetAside]) -> str:
-    """Say which slides give no row, the first by name."""
-    more = "; --json names all" if len(aside) > _NAMED else ""
-    named = "; ".join(f"{one.slide}: {one.reason}" for one in aside[:_NAMED])
-    return f"slides set aside: {len(aside)} ({named}{more})"
+def _describe_skipped_slides(excluded: Sequence[ExcludedSlide]) -> str:
+    """Return a message on excluded slides, the first by name."""
+    hint = "; --json names all" if len(excluded) > _MAX_NAMED_SLIDES else ""
+    reasons = "; ".join(f"{slide.slide}: {slide.reason}" for slide in excluded[:_MAX_NAMED_SLIDES])
+    return f"slides excluded: {len(excluded)} ({reasons}{hint})"

@@ -1,4 +1,4 @@
-"""`doctor`: what works on this machine, what is missing, and how to fix it."""
+"""`check_installation`: checks of the installation, with remedies."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.system.machine import launcher_reason, n_cores
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.types import WsiFlError, single_line
 
-_MIN_FREE = 5 << 30
+_MIN_FREE_BYTES = 5 << 30
 _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 
 
-def doctor() -> dict[str, Any]:
-    """Checks one thing after the other; each row has name, ok, said, and fix where it is needed."""
+def check_installation() -> dict[str, Any]:
+    """Run all checks; each row has name, ok, and the result or remedy (`result`)."""
     checks: dict[str, Callable[[], str]] = {
         "Python": platform.python_version,
-        "OpenSlide": _openslide,
-        "PyTorch": _torch,
-        "MPI": _mpi,
-        "GPU": _gpu,
-        "disk": _disk,
+        "OpenSlide": _check_openslide,
+        "PyTorch": _check_torch,
+        "MPI": _check_mpi,
+        "GPU": _check_gpu,
+        "disk": _check_disk,
     }
     rows = []
     for name, check in checks.items():
         ok = False
         try:
-            said, ok = check(), True
+            result, ok = check(), True
         except WsiFlError as problem:
-            said = str(problem)
+            result = str(problem)
         except (ImportError, OSError) as problem:
-            said = f"{one_line(problem)}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
-        rows.append({"name": name, "ok": ok, "said": said})
+            result = f"{single_line(problem)}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
+        rows.append({"name": name, "ok": ok, "said": result})
     return {"ok": all(row["ok"] for row in rows), "checks": rows}
 
 
-def _openslide() -> str:
-    """Writes a small slide and reads it back, so that the library is tried, not merely found."""
+def _check_openslide() -> str:
+    """Write a small slide and read it back."""
     import numpy as np
 
     from wsi_fl.demo.phantom import write_pyramid
@@ -58,33 +58,31 @@ def _openslide() -> str:
         with Slide(path) as slide:
             pixels = slide.read((100, 100), 64, 0.5)
             if abs(float(pixels.mean()) - 200) > 2 or abs(slide.mpp - 0.5) > 0.01:
-                raise WsiFlError(
-                    "it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`"
-                )
-    return "reads a slide it was given"
+                raise WsiFlError("it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`")
+    return "reads a slide"
 
 
-def _torch() -> str:
+def _check_torch() -> str:
     import torch
 
     return f"{torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def _mpi() -> str:
+def _check_mpi() -> str:
     command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", sys.executable, "-c", _MPI_TEST]
     try:
-        answer = subprocess.run(
+        process = subprocess.run(
             command, env=launch.rank_environment(2), capture_output=True, text=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
         raise WsiFlError("mpiexec started, but two ranks did not find each other within a minute") from None
-    if answer.returncode:
-        reason = launcher_reason(answer.stderr)
+    if process.returncode:
+        reason = launcher_reason(process.stderr)
         raise WsiFlError(f"two ranks do not work together: {reason}; mpi4py and mpiexec must be of one MPI")
-    return f"two ranks talk to each other ({command[0]})"
+    return f"two ranks communicate ({command[0]})"
 
 
-def _gpu() -> str:
+def _check_gpu() -> str:
     import torch
 
     if not torch.cuda.is_available():
@@ -93,14 +91,14 @@ def _gpu() -> str:
     return f"{len(names)}: {', '.join(names)}"
 
 
-def _disk() -> str:
+def _check_disk() -> str:
     free = shutil.disk_usage(Path.cwd()).free
-    if free < _MIN_FREE:
+    if free < _MIN_FREE_BYTES:
         raise WsiFlError(f"{free / 1e9:.1f} GB free here; stores of patches need more")
     return f"{free / 1e9:.0f} GB free here, {n_cores()} cores"
 
 
-def doctor_lines(document: dict[str, Any]) -> Lines:
+def render_doctor_lines(document: dict[str, Any]) -> Lines:
     for row in document["checks"]:
         mark, style = ("ok  ", "green") if row["ok"] else ("FAIL", "bold red")
-        yield Line(f"{mark} {row['name']}: {row['said']}", style)
+        yield TextLine(f"{mark} {row['name']}: {row['said']}", style)

@@ -1,1 +1,1 @@
-"""HDF5 in and out; FORMAT.md in this folder is the authority on what is in the files."""
+"""HDF5 files of stores, specified in FORMAT.md in this folder."""

@@ -1,6 +1,6 @@
 """Bag stores: the features of some or all patches of every slide of a site. See FORMAT.md.
 
-A shard is the bag of one slide, by itself: what a killed job need not make again.
+A shard is the bag of one slide in a file, reused after a killed job.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from wsi_fl.stores.fields import (
     DAMAGE,
     ROWS,
     Marked,
-    crc_of_rows,
-    encoded_text,
+    checksum_rows,
+    encode_texts,
     first_line,
     json_attribute,
-    marked_columns,
+    mark_columns,
+    read_checksums,
     read_marked,
     read_spec,
+    read_texts,
     require_sound,
     root_attrs,
-    seal,
-    sums_of,
-    text_of,
+    write_seal,
 )
-from wsi_fl.stores.hdf5 import StoreFile, created
-from wsi_fl.system.files import FileUnavailable, atomic, refuse_unavailable
+from wsi_fl.stores.hdf5 import StoreFile, create_hdf5
+from wsi_fl.system.files import FileUnavailable, atomic_path, refuse_unavailable
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
 _FORMAT, _SHARD_FORMAT = "wsi-fl bag store", "wsi-fl bag"
-UNPLACED = -1
-"""Both coordinates of a patch whose place on the slide is unknown."""
-_ROW_SUMMED = ("features",)
-"""The dataset whose rows have checksums."""
+UNKNOWN_PLACE = -1
+"""Both coordinates of a patch at an unknown place."""
+_CHECKED_ROWS = ("features",)
+"""The dataset with row checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
-_EITHER = "`wsi-fl import` where its features were imported, else `wsi-fl mosaic`"
-_FEW = 4
-"""Rows of a bag below which their checksums alone are no digest of it."""
-_OWN = {
+_MAKE_COMMANDS = "`wsi-fl import` where its features were imported, else `wsi-fl mosaic`"
+_MIN_MARK_ROWS = 4
+"""Fewest rows of a bag whose checksums are a sufficient digest."""
+_PATCH_DATASETS = {
     "label": "patch_label",
     "patient": "patch_patient",
     "split": "patch_split",
     "tumor_fraction": "tumor_fraction",
 }
-"""Column of a table of patches → its dataset, where patches do not take their slide's."""
+"""Column of a table of patches → its dataset, where values differ from their slide's."""
 
 Features = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class BagMeta:
-    """What holds for a whole bag store.
+    """The metadata of a bag store.
 
     Attributes:
-        classes: what labels hold positions in.
-        encoder: name and digest of the weights of what made the features.
-        spec: of the patches under the features.
-        made_by: the command that made it, "mosaic", "features" or "import".
-        tumor_types: tumour type → the classes it may have; empty where nothing is known beforehand.
-        recipe: the settings by which patches were chosen, by name; empty where the store does not say.
+        classes: names of the label values.
+        encoder: name of the encoder and digest of its weights.
+        spec: of the encoded patches.
+        made_by: the command, "mosaic", "features" or "import".
+        tumor_types: tumour type → its possible classes; empty if unknown.
+        recipe: settings of the selection of patches, by name; empty if unknown.
         generator: of synthetic patches, see `StoreMeta`; None for patches of slides and images.
     """
 
@@ -90,9 +90,9 @@ class Bag:
 
     Attributes:
         features: float32[m, d].
-        xy_l0: int64[m, 2] top-left corners in level-0 pixels; all −1 where nobody knows them.
-        cluster: int64[m] colour group of each patch in a mosaic; None where there are no groups.
-        weight: float32[m] share of the slide's tissue that each patch stands for; None where each stands for itself.
+        xy_l0: int64[m, 2] top-left corners in level-0 pixels; all −1 if unknown.
+        cluster: int64[m] colour group of each patch in a mosaic; None without groups.
+        weight: float32[m] share of the slide's tissue represented by each patch; None for single patches.
     """
 
     features: Features
@@ -101,37 +101,37 @@ class Bag:
     weight: NDArray[np.float32] | None = None
 
     @property
-    def placed(self) -> bool:
+    def has_places(self) -> bool:
         """Return whether the places of the patches on the slide are known."""
-        return bool((self.xy_l0 != UNPLACED).any())
+        return bool((self.xy_l0 != UNKNOWN_PLACE).any())
 
 
-def mark_of(features: Features) -> str:
-    """Return a digest of the features [m, d] of a slide, in whatever order they are, and of whatever precision."""
+def hash_features(features: Features) -> str:
+    """Return a digest of the features [m, d] of a slide, independent of their order and precision."""
     with np.errstate(over="ignore"):
         rows = np.ascontiguousarray(features, np.float16)
-    each = sorted(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
-    return f"features {hashlib.sha256(b''.join(each)).hexdigest()}"
+    digests = sorted(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return f"features {hashlib.sha256(b''.join(digests)).hexdigest()}"
 
 
-def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
-    """Return (the slides of a table of patches as bags, how many patches each has).
+def group_bags(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
+    """Return (the slides of a table of patches as bags, number of patches of each).
 
-    A slide has the highest class of its patches, so that one with any tumour is a tumour. Where its patches are of
-    several patients, its patient is "".
+    A slide has the highest class of its patches, so that any tumour counts. Its patient is "" where its patches have
+    several.
 
     Args:
         patches: one or more.
 
     Raises:
-        ValueError: when the patches of a slide do not lie together.
+        ValueError: when the patches of a slide are not consecutive.
     """
     first = np.flatnonzero(np.r_[True, patches.slide[1:] != patches.slide[:-1]])
     slides, sizes = patches.slide[first], np.diff([*first, len(patches)])
     if len(set(slides.tolist())) < len(slides):
         raise ValueError("the patches of a slide do not lie together")
-    alone = [len(set(part.tolist())) == 1 for part in np.split(patches.patient, first[1:])]
-    patient = np.where(alone, patches.patient[first], "")
+    has_one_patient = [len(set(part.tolist())) == 1 for part in np.split(patches.patient, first[1:])]
+    patient = np.where(has_one_patient, patches.patient[first], "")
     label = np.maximum.reduceat(patches.label, first)
     return BagTable(label, np.full(len(first), ""), slides, patient, patches.split[first]), sizes
 
@@ -149,23 +149,23 @@ def write_bags(
     """Write a bag store atomically, holding one bag at a time.
 
     Args:
-        bags: in the table's order; groups and weights are written where all bags have them.
-        mpp_l0: [s] µm per level-0 pixel of each slide, where it is known.
-        sizes: [s] patches of each bag; needed where `bags` is no sequence.
-        patches: the labels, patients and splits of all patches, where they do not take their slide's.
+        bags: in the table's order; groups and weights are written if all bags have them.
+        mpp_l0: [s] µm per level-0 pixel of each slide, if known.
+        sizes: [s] patches of each bag; required if `bags` is no sequence.
+        patches: labels, patients and splits of all patches, if they differ from their slide's.
 
     Raises:
-        WsiFlError: when the bags are not as many, as long or as wide as they should be.
+        WsiFlError: when the number, length or width of bags is wrong.
     """
     if sizes is None:
         bags = list(bags)
         sizes = [len(bag.features) for bag in bags]
-    waiting = iter(bags)
-    first = next(waiting, None)
+    bag_iterator = iter(bags)
+    first = next(bag_iterator, None)
     if len(sizes) != len(table) or first is None:
         raise WsiFlError(f"{path}: got {len(sizes)} bags, expected {len(table)}, at least one")
     start = np.cumsum([0, *sizes], dtype=np.int64)
-    said = {
+    attrs = {
         "site": meta.site,
         "made_by": meta.made_by,
         "classes": json.dumps(meta.classes),
@@ -174,45 +174,45 @@ def write_bags(
         "recipe": json.dumps(dict(meta.recipe)),
     } | ({} if meta.generator is None else {"generator": meta.generator})
     n, d = int(start[-1]), first.features.shape[1]
-    with atomic(path) as temporary, created(temporary, n * (d * 4 + 96) + len(table) * 1024) as file:
-        file.attrs.update(root_attrs(_FORMAT, meta.spec) | said)
-        _write_patches(file, chain((first,), waiting), start, d)
+    with atomic_path(path) as temporary, create_hdf5(temporary, n * (d * 4 + 96) + len(table) * 1024) as file:
+        file.attrs.update(root_attrs(_FORMAT, meta.spec) | attrs)
+        _write_patches(file, chain((first,), bag_iterator), start, d)
         file["start"] = start
         file["label"] = table.label
         for name in _TEXTS:
-            file[name] = encoded_text(getattr(table, name))
+            file[name] = encode_texts(getattr(table, name))
         if mpp_l0 is not None:
             file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
-        for name, dataset in _OWN.items() if patches is not None else ():
+        for name, dataset in _PATCH_DATASETS.items() if patches is not None else ():
             values = getattr(patches, name)
-            file[dataset] = encoded_text(values) if values.dtype.kind == "U" else values
-        seal(file, _ROW_SUMMED)
+            file[dataset] = encode_texts(values) if values.dtype.kind == "U" else values
+        write_seal(file, _CHECKED_ROWS)
 
 
 def _write_patches(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
-    # one bag after another; a column that some bag lacks is left out
+    # bag by bag; a column missing in some bag is dropped
     n = int(start[-1])
     sums = file.create_dataset(ROWS, (n,), np.uint32)
-    written = {
+    columns = {
         "features": file.create_dataset("features", (n, d), np.float32),
         "xy_l0": file.create_dataset("xy_l0", (n, 2), np.int64),
         "cluster": file.create_dataset("cluster", (n,), np.int64),
         "weight": file.create_dataset("weight", (n,), np.float32),
     }
-    done = 0
+    n_written = 0
     for bag, first, last in zip(bags, start, start[1:], strict=False):
         if bag.features.shape != (last - first, d):
             raise WsiFlError(
-                f"{file.filename}: bag {done} is {bag.features.shape}, expected {(int(last - first), d)}"
+                f"{file.filename}: bag {n_written} is {bag.features.shape}, expected {(int(last - first), d)}"
             )
-        for name in [name for name in written if getattr(bag, name) is None]:
-            del written[name], file[name]
-        for name, column in written.items():
+        for name in [name for name in columns if getattr(bag, name) is None]:
+            del columns[name], file[name]
+        for name, column in columns.items():
             column[first:last] = getattr(bag, name)
-        sums[first:last] = crc_of_rows(np.ascontiguousarray(bag.features, np.float32))
-        done += 1
-    if done < len(start) - 1:
-        raise WsiFlError(f"{file.filename}: got {done} bags, expected {len(start) - 1}")
+        sums[first:last] = checksum_rows(np.ascontiguousarray(bag.features, np.float32))
+        n_written += 1
+    if n_written < len(start) - 1:
+        raise WsiFlError(f"{file.filename}: got {n_written} bags, expected {len(start) - 1}")
 
 
 class BagStore(StoreFile):
@@ -222,154 +222,156 @@ class BagStore(StoreFile):
         meta: of its bags.
         table: the columns of its s bags.
         n_features: d.
-        mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
+        mpp_l0: float64[s] µm per level-0 pixel of each slide; None if unknown.
     """
 
     format = _FORMAT
-    rows = _ROW_SUMMED
+    rows = _CHECKED_ROWS
 
     def __init__(self, path: Path) -> None:
         self.command = "features" if path.name == "features.h5" else ""
-        # its shards, which no other command makes
+        # shards of mosaics, made by no other command
         if not self.command and (path.parent / "mosaics").is_dir():
             self.command = "mosaic"
         super().__init__(path)
 
     @property
-    def making(self) -> str:
-        """Return which command makes a store that is not there: features that exist are imported."""
-        return super().making if self.command else f"make it with {_EITHER}"
+    def make_advice(self) -> str:
+        """Return a hint at the command for a missing store; existing features are imported."""
+        return super().make_advice if self.command else f"make it with {_MAKE_COMMANDS}"
 
     @property
-    def mend(self) -> str:
-        """Return what to do about damage; a store that was imported needs the same options again."""
-        if not self.command:  # nothing says what made it
-            return f"put its backup back, or make it anew with {_EITHER}"
-        return f"{super().mend}, as before" if self.command == "import" else super().mend
+    def repair_advice(self) -> str:
+        """Return the remedy for damage; an import needs the same options again."""
+        if not self.command:  # made by an unknown command
+            return f"put its backup back, or make it anew with {_MAKE_COMMANDS}"
+        return f"{super().repair_advice}, as before" if self.command == "import" else super().repair_advice
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
         self.command = str(attrs["made_by"])
-        known = json_attribute(attrs, "tumor_types", dict)
+        tumor_types = json_attribute(attrs, "tumor_types", dict)
         self.meta = BagMeta(
             str(attrs["site"]),
             tuple(json_attribute(attrs, "classes", list)),
             str(attrs["encoder"]),
             read_spec(attrs),
             self.command,
-            {name: tuple(classes) for name, classes in known.items()},
+            {name: tuple(classes) for name, classes in tumor_types.items()},
             json_attribute(attrs, "recipe", dict),
             str(attrs["generator"]) if "generator" in attrs else None,
         )
         self.table = BagTable(
-            file["label"][:], **{name: text_of(file, name) for name in ("tumor_type", *_TEXTS[:3])}
+            file["label"][:], **{name: read_texts(file, name) for name in ("tumor_type", *_TEXTS[:3])}
         )
         self._start: NDArray[np.int64] = file["start"][:]
         n, self.n_features = file["features"].shape
-        self._sums = sums_of(file, n)
-        whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
-        if not whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
+        self._sums = read_checksums(file, n)
+        is_whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
+        if not is_whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
             raise ValueError("start does not divide the features into bags")
-        if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight", *_OWN.values())):
+        if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight", *_PATCH_DATASETS.values())):
             raise ValueError("not one value for every patch")
-        self.own_labels = "patch_label" in file
+        self.has_patch_labels = "patch_label" in file
         table, n_classes = self.table, len(self.meta.classes)
-        require_sound(table.label, table.slide if self.own_labels else table.patient, table.split, n_classes)
-        if self.own_labels:
-            require_sound(self.patches.label, self.patches.patient, self.patches.split, n_classes)
+        require_sound(table.label, table.slide if self.has_patch_labels else table.patient, table.split, n_classes)
+        if self.has_patch_labels:
+            require_sound(self.patch_table.label, self.patch_table.patient, self.patch_table.split, n_classes)
         self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
-        """Return int64[s], the number of patches of each slide."""
+    def bag_sizes(self) -> NDArray[np.int64]:
+        """Return the number of patches of each slide, int64[s]."""
         return np.diff(self._start)
 
     @property
     def bag_of_patch(self) -> NDArray[np.int64]:
-        """Return int64[n], the bag of each patch."""
-        return np.repeat(np.arange(len(self)), self.sizes)
+        """Return the bag of each patch, int64[n]."""
+        return np.repeat(np.arange(len(self)), self.bag_sizes)
 
     @cached_property
-    def patches(self) -> PatchTable:
-        """Return the columns of all n patches; where patches have no own label, patient or split, their slide's."""
+    def patch_table(self) -> PatchTable:
+        """Return the columns of all n patches, with labels, patients and splits of slides where patches have none."""
         file, bag = self._file, self.bag_of_patch
-        own = (
+        columns = (
             {"label": file["patch_label"][:], "tumor_fraction": file["tumor_fraction"][:]}
-            | {name: text_of(file, _OWN[name]) for name in ("patient", "split")}
-            if self.own_labels
+            | {name: read_texts(file, _PATCH_DATASETS[name]) for name in ("patient", "split")}
+            if self.has_patch_labels
             else {name: getattr(self.table, name)[bag] for name in ("label", "patient", "split")}
             | {"tumor_fraction": np.full(len(bag), np.nan, np.float32)}
         )
-        return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **own)
+        return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **columns)
 
-    def marks(self) -> dict[str, frozenset[str]]:
-        """Return slide → a digest of its features, in whatever order they are: equal bags are equal in it.
+    def compute_marks(self) -> dict[str, frozenset[str]]:
+        """Return slide → digest of its features, independent of their order.
 
-        It is made of the rows' checksums; only bags of very few rows are read.
+        It is computed from row checksums; only bags of very few rows are read.
         """
-        found: dict[str, frozenset[str]] = {}
+        marks_by_slide: dict[str, frozenset[str]] = {}
         for k, slide in enumerate(self.table.slide.tolist()):
-            sums = np.sort(self._sums.values[self.rows_of(k)])
+            sums = np.sort(self._sums.values[self.bag_rows(k)])
             with suppress(WsiFlError):
-                few = mark_of(self.bag(k).features) if len(sums) < _FEW else ""
-                found[slide] = frozenset({f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {few}"})
-        return found
+                features_mark = hash_features(self.read_bag(k).features) if len(sums) < _MIN_MARK_ROWS else ""
+                marks_by_slide[slide] = frozenset(
+                    {f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {features_mark}"}
+                )
+        return marks_by_slide
 
-    def rows_of(self, k: int) -> slice:
-        """Return which patches the k-th bag holds."""
+    def bag_rows(self, k: int) -> slice:
+        """Return the rows of the k-th bag."""
         return slice(int(self._start[k]), int(self._start[k + 1]))
 
-    def bag(self, k: int) -> Bag:
+    def read_bag(self, k: int) -> Bag:
         """Return the features of the k-th slide.
 
         Raises:
             WsiFlError: when they are damaged.
         """
-        rows = self.rows_of(k)
+        rows = self.bag_rows(k)
         columns = (self._file[name][rows] if name in self._file else None for name in ("cluster", "weight"))
         return Bag(self.read(np.arange(rows.start, rows.stop)), self._file["xy_l0"][rows], *columns)
 
     def read(self, rows: NDArray[np.int64]) -> Features:
-        """Return float32[b, d] of these patches, in the order asked for.
+        """Return the features float32[b, d] of these patches, in their order.
 
         Raises:
-            WsiFlError: naming the first patch that is damaged.
+            WsiFlError: with the first damaged patch.
         """
         if not len(rows):
             return np.empty((0, self.n_features), np.float32)
-        wanted, place = np.unique(rows, return_inverse=True)
-        scattered = wanted[-1] - wanted[0] + 1 > len(wanted)  # HDF5 takes its time over such rows
+        unique_rows, place = np.unique(rows, return_inverse=True)
+        is_scattered = unique_rows[-1] - unique_rows[0] + 1 > len(unique_rows)  # slow in HDF5
         try:
-            found: Features = self._file["features"][
-                wanted if scattered else slice(int(wanted[0]), int(wanted[-1]) + 1)
+            features: Features = self._file["features"][
+                unique_rows if is_scattered else slice(int(unique_rows[0]), int(unique_rows[-1]) + 1)
             ]
-            self._sums.check_rows(wanted, found, self._named)
+            self._sums.check_rows(unique_rows, features, self._name_patch)
         except DAMAGE as error:
             refuse_unavailable(error, self.path)
-            raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
-        return found if len(found) == len(rows) and (np.diff(rows) > 0).all() else found[place]
+            raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.repair_advice}") from None
+        return features if len(features) == len(rows) and (np.diff(rows) > 0).all() else features[place]
 
-    def _named(self, row: int) -> str:
+    def _name_patch(self, row: int) -> str:
         bag = int(np.searchsorted(self._start, row, side="right")) - 1
         return f"the features of patch {row}, of slide {self.table.slide[bag]},"
 
 
 @dataclass(frozen=True)
 class BagShard:
-    """The bag of one slide, by itself.
+    """The bag of one slide in a file.
 
     Attributes:
         slide: its name.
-        fingerprint: SHA-256 over all that decides the content.
+        fingerprint: SHA-256 over all inputs.
         encoder: name and digest of the weights.
         spec: of the patches.
         bag: features and places of the m patches.
-        mpp_l0: µm per level-0 pixel of the slide; NaN where nobody said.
-        note: what people should know of it, or "".
-        unread: (x, y, reason) of chosen patches that could not be read, level-0 pixels.
+        mpp_l0: µm per level-0 pixel of the slide; NaN if unknown.
+        note: a remark, or "".
+        unread: (x, y, reason) of unreadable selected patches, level-0 pixels.
     """
 
     slide: str
@@ -382,31 +384,31 @@ class BagShard:
     unread: Marked = ()
 
 
-def bag_fingerprint(*said: Any) -> str:
-    """SHA-256 over plain values (JSON) that decide a shard's content."""
-    return hashlib.sha256(json.dumps([1, *said]).encode()).hexdigest()
+def bag_fingerprint(*values: Any) -> str:
+    """Return the SHA-256 over a shard's inputs, plain values (JSON)."""
+    return hashlib.sha256(json.dumps([1, *values]).encode()).hexdigest()
 
 
 def write_bag_shard(path: Path, shard: BagShard) -> None:
     """Write a shard atomically."""
     bag = shard.bag
     columns = {name: value for name, value in vars(bag).items() if value is not None}
-    columns |= marked_columns("unread", shard.unread)
+    columns |= mark_columns("unread", shard.unread)
     n_bytes = sum(value.nbytes for value in columns.values()) + len(bag.features) * 8 + 4096
-    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+    with atomic_path(path) as temporary, create_hdf5(temporary, n_bytes) as file:
         file.attrs.update(
             root_attrs(_SHARD_FORMAT, shard.spec)
             | {name: getattr(shard, name) for name in ("slide", "fingerprint", "encoder", "note", "mpp_l0")}
         )
         for name, value in columns.items():
             file[name] = value
-        file[ROWS] = crc_of_rows(np.ascontiguousarray(bag.features))
-        seal(file, _ROW_SUMMED)
+        file[ROWS] = checksum_rows(np.ascontiguousarray(bag.features))
+        write_seal(file, _CHECKED_ROWS)
 
 
-class _Shard(StoreFile):
+class _BagShardFile(StoreFile):
     format = _SHARD_FORMAT
-    rows = _ROW_SUMMED
+    rows = _CHECKED_ROWS
 
     def __init__(self, path: Path) -> None:
         self.command = "features" if path.parent.name == "features" else "mosaic"
@@ -419,7 +421,7 @@ class _Shard(StoreFile):
     def _load(self, file: h5py.File) -> None:
         attrs, features = file.attrs, file["features"][:]
         n = len(features)
-        sums_of(file, n).check_rows(np.arange(n), features, lambda row: f"row {row} of features")
+        read_checksums(file, n).check_rows(np.arange(n), features, lambda row: f"row {row} of features")
         others = (file[name][:] if name in file else None for name in ("cluster", "weight"))
         self.content = BagShard(
             **{name: str(attrs[name]) for name in ("slide", "fingerprint", "encoder", "note")},
@@ -431,19 +433,19 @@ class _Shard(StoreFile):
 
 
 def read_bag_shard(path: Path) -> BagShard:
-    """Return a shard as it was written; `StoreFile` says what it raises."""
-    with _Shard(path) as shard:
+    """Return the content of a shard; raises as `StoreFile`."""
+    with _BagShardFile(path) as shard:
         return shard.content
 
 
-def current_shard(path: Path, wanted: str) -> BagShard | str:
-    """Return the shard of a slide where it is whole and has this fingerprint, else why it must be made.
+def current_shard(path: Path, fingerprint: str) -> BagShard | str:
+    """Return the shard of a slide if it is intact and has this fingerprint, else why it must be written.
 
     Returns:
-        "" where there is no shard.
+        "" without a shard.
 
     Raises:
-        FileUnavailable: when it is there and cannot be read now.
+        FileUnavailable: when it exists and cannot be read now.
     """
     if not path.exists():
         return ""
@@ -453,4 +455,4 @@ def current_shard(path: Path, wanted: str) -> BagShard | str:
         raise
     except WsiFlError as error:
         return f"its shard was damaged ({error})"
-    return shard if shard.fingerprint == wanted else "settings, encoder or slide changed"
+    return shard if shard.fingerprint == fingerprint else "settings, encoder or slide changed"

@@ -1,4 +1,4 @@
-"""What the files of a store hold, and the checksums by which damage is found; FORMAT.md in code.
+"""Attributes, columns and checksums of store files, as in FORMAT.md.
 
 CRC-32 detects damage, but no forgery.
 """
@@ -27,49 +27,48 @@ STORE_FORMAT, SHARD_FORMAT = "wsi-fl patch store", "wsi-fl patch shard"
 _VERSION = 1
 """The version of all formats here; a file of another version is refused."""
 ROWS, HEAD, SHARDS = "crc32", "head_crc32", "shard_crc32"
-"""The dataset of the rows' checksums, the attribute of the checksum of everything else, and the dataset that knows the
-shards."""
+"""The dataset of row checksums, the attribute with the checksum of everything else, the dataset of shard checksums."""
 _CHANGED = "not the bytes that were written"
 DAMAGE = (ArithmeticError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
-"""What reading a damaged HDF5 file raises."""
-_AT_ONCE = 1 << 16
+"""Errors from reading a damaged HDF5 file."""
+_CHUNK_ROWS = 1 << 16
 Marked = tuple[tuple[int, int, str], ...]
-"""(x, y) of patches in level-0 pixels, and the reason why they are no rows."""
+"""(x, y, reason) of patches that are no rows, in level-0 pixels."""
 
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What holds for a whole store."""
+    """The metadata of a store."""
 
     site: str
     classes: tuple[str, ...]
     spec: GridSpec
     generator: str | None = None
-    """Of synthetic patches: where they come from, a JSON object; None for patches of slides and images."""
+    """Of synthetic patches: their origin, a JSON object; None for patches of slides and images."""
     min_tissue: float | None = None
-    """Of slides: the least share of tissue in a patch; None where the store does not say."""
+    """Of slides: the least share of tissue in a patch; None if unknown."""
 
 
 def root_attrs(file_format: str, spec: GridSpec) -> dict[str, Any]:
-    """Return the root attributes that files of all formats have."""
+    """Return the root attributes common to all formats."""
     return asdict(spec) | {"format": file_format, "version": _VERSION, "tool_version": __version__}
 
 
 def read_spec(attrs: Any) -> GridSpec:
-    """Return the grid among root attributes."""
+    """Return the grid from root attributes."""
     return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
 
 
 def write_root(file: h5py.File, meta: StoreMeta) -> None:
     """Write the root attributes of `patches.h5`."""
-    said = root_attrs(STORE_FORMAT, meta.spec) | {"site": meta.site, "classes": json.dumps(meta.classes)}
+    attrs = root_attrs(STORE_FORMAT, meta.spec) | {"site": meta.site, "classes": json.dumps(meta.classes)}
     if meta.generator is not None:
-        said |= {"synthetic": True, "generator": meta.generator}
-    file.attrs.update(said | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue}))
+        attrs |= {"synthetic": True, "generator": meta.generator}
+    file.attrs.update(attrs | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue}))
 
 
 def read_meta(file: h5py.File) -> StoreMeta:
-    """Return what the root attributes say of a whole store."""
+    """Return the metadata of a store from its root attributes."""
     attrs = file.attrs
     return StoreMeta(
         str(attrs["site"]),
@@ -80,43 +79,43 @@ def read_meta(file: h5py.File) -> StoreMeta:
     )
 
 
-def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
+def encode_texts(texts: Iterable[str]) -> NDArray[Any]:
     """Return texts as fixed-length UTF-8."""
     encoded = [str(text).encode() for text in texts]
     width = max((len(text) for text in encoded), default=0) or 1
     return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
-def text_of(node: Any, name: str) -> NDArray[np.str_]:
+def read_texts(node: Any, name: str) -> NDArray[np.str_]:
     """Return a dataset of texts."""
     return np.asarray(node[name].asstr()[:], np.str_)
 
 
-def read_marked(node: Any, what: Literal["unread", "aside"]) -> Marked:
-    """Return the patches of a shard that could not be read, or that were set aside for their quality."""
-    if f"{what}_xy_l0" not in node:
+def read_marked(node: Any, kind: Literal["unread", "aside"]) -> Marked:
+    """Return the unreadable patches of a shard, or those excluded for artifacts."""
+    if f"{kind}_xy_l0" not in node:
         return ()
-    corners, reasons = node[f"{what}_xy_l0"][:].tolist(), text_of(node, f"{what}_reason").tolist()
+    corners, reasons = node[f"{kind}_xy_l0"][:].tolist(), read_texts(node, f"{kind}_reason").tolist()
     return tuple((x, y, why) for (x, y), why in zip(corners, reasons, strict=True))
 
 
-def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str, NDArray[Any]]:
-    """Return the datasets that `read_marked` reads; none where nothing is marked."""
+def mark_columns(kind: Literal["unread", "aside"], marked: Marked) -> dict[str, NDArray[Any]]:
+    """Return the datasets of unreadable or excluded patches; none without such patches."""
     if not marked:
         return {}
     corners = np.array([(x, y) for x, y, _ in marked], np.int64)
-    return {f"{what}_xy_l0": corners, f"{what}_reason": encoded_text(why for _, _, why in marked)}
+    return {f"{kind}_xy_l0": corners, f"{kind}_reason": encode_texts(why for _, _, why in marked)}
 
 
 def check_format(node: Any, expected: str, path: Path) -> None:
-    """Refuse a file of another format or version.
+    """Check the format of a file.
 
     Raises:
-        WsiFlError: when it is one.
+        WsiFlError: for another format or version.
     """
-    found, version = node.attrs.get("format"), node.attrs.get("version")
-    if found != expected:
-        raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
+    file_format, version = node.attrs.get("format"), node.attrs.get("version")
+    if file_format != expected:
+        raise WsiFlError(f"{path}: not a {expected} (format {file_format!r})")
     if version != _VERSION:
         raise WsiFlError(
             f"{path}: {expected} version {version}, this wsi-fl reads version {_VERSION}; "
@@ -140,10 +139,8 @@ def json_attribute(attrs: Any, name: str, kind: type[_T]) -> _T:
     return value
 
 
-def require_sound(
-    label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int
-) -> None:
-    """Refuse columns, each [n], that no model may be trained on.
+def require_sound(label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int) -> None:
+    """Check columns [n] of a store.
 
     Raises:
         ValueError: when labels are not one column or lie beyond the classes, a split is unknown, or a patient is in two
@@ -160,32 +157,32 @@ def require_sound(
     if label.ndim != 1:
         raise ValueError(f"column label has {label.ndim} dimensions instead of one")
     if len(label) and not 0 <= label.min() <= label.max() < n_classes:
-        wrong = label.min() if label.min() < 0 else label.max()
-        raise ValueError(f"label {wrong} of {n_classes} classes, which are numbered from 0")
-    of_split = {one: set(patient[split == one].tolist()) for one in SPLITS}
-    for one, other in combinations(SPLITS, 2):
-        if both := of_split[one] & of_split[other]:
-            raise ValueError(f"patient {min(both)} is in two splits ({one} and {other})")
+        bad_label = label.min() if label.min() < 0 else label.max()
+        raise ValueError(f"label {bad_label} of {n_classes} classes, which are numbered from 0")
+    patients_by_split = {split_name: set(patient[split == split_name].tolist()) for split_name in SPLITS}
+    for first_split, second_split in combinations(SPLITS, 2):
+        if shared_patients := patients_by_split[first_split] & patients_by_split[second_split]:
+            raise ValueError(f"patient {min(shared_patients)} is in two splits ({first_split} and {second_split})")
 
 
-def too_large(error: MemoryError) -> str:
-    """Return the message for a file that claims more than fits into memory, which damage may do too."""
+def memory_message(error: MemoryError) -> str:
+    """Return the message for data larger than the memory, by damage or not."""
     return f"damaged, or it holds more than fits into memory ({first_line(error) or 'out of memory'})"
 
 
 def refuse_too_large(where: object, n_bytes: int) -> None:
-    """Refuse what does not fit into memory before any is taken.
+    """Check the free memory before an allocation.
 
     Raises:
-        UsageError: when more bytes are wanted than are free.
+        UsageError: when more bytes are needed than are free.
     """
-    if n_bytes > (room := free_bytes()):
-        needed = f"{n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB are free"
-        raise UsageError(f"{where}: {too_large(MemoryError(needed))}")
+    if n_bytes > (n_free := free_bytes()):
+        needed = f"{n_bytes / 1e9:.3g} GB; {n_free / 1e9:.3g} GB are free"
+        raise UsageError(f"{where}: {memory_message(MemoryError(needed))}")
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message in one line; that of a system call without errno and path."""
+    """Return an error's message in one line, without errno and path."""
     if isinstance(error, ArithmeticError | AttributeError | TypeError):
         return "a group, dataset or attribute is not what it should be"
     if isinstance(error, OSError) and error.strerror:
@@ -197,52 +194,52 @@ def first_line(error: BaseException) -> str:
 class RowChecksums:
     """The checksums of a file's n rows.
 
-    A row is compared the first time it is read, and then believed until the store is opened anew: later epochs cost
-    nothing. What changes on the disk meanwhile is noticed by the next command.
+    A row is checked at its first read, until the store is opened again: later epochs cost nothing, and later changes
+    on the disk are found by the next command.
 
     Attributes:
         values: uint32[n].
-        seen: bool[n], whether a row was compared.
+        is_checked: bool[n], whether a row was checked.
     """
 
     values: NDArray[np.uint32]
-    seen: NDArray[np.bool_]
+    is_checked: NDArray[np.bool_]
 
-    def check(self, row: int, data: Buffer) -> None:
-        """Compare one row.
+    def check_row(self, row: int, data: Buffer) -> None:
+        """Check one row.
 
         Raises:
-            ValueError: when it differs.
+            ValueError: when its bytes differ from the checksum.
         """
-        if not self.seen[row]:
+        if not self.is_checked[row]:
             if crc32(data) != self.values[row]:
                 raise ValueError(_CHANGED)
-            self.seen[row] = True
+            self.is_checked[row] = True
 
     def check_rows(self, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
-        """Compare the values [b, ...] of some rows; `name` says what a row is called.
+        """Check the values [b, ...] of some rows.
 
         Raises:
-            ValueError: naming the first row that differs.
+            ValueError: with the name of the first row that differs.
         """
-        for k in np.flatnonzero(~self.seen[rows]):
+        for k in np.flatnonzero(~self.is_checked[rows]):
             try:
-                self.check(int(rows[k]), values[k])
+                self.check_row(int(rows[k]), values[k])
             except ValueError as error:
                 raise ValueError(f"{name(int(rows[k]))}: {error}") from None
 
 
-def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
-    """Return uint32[n], the CRC-32 of each row: of bytes, or of a contiguous array."""
+def checksum_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
+    """Return the CRC-32 of each row (bytes or contiguous array), uint32[n]."""
     return np.fromiter((crc32(row) for row in rows), np.uint32)
 
 
-def sums_of(node: Any, n: int) -> RowChecksums:
+def read_checksums(node: Any, n: int) -> RowChecksums:
     """Return the checksums of a file's n rows.
 
     Raises:
-        KeyError: when they were lost.
-        ValueError: when they were cut.
+        KeyError: when they are missing.
+        ValueError: when their number differs.
     """
     values = node[ROWS][:]
     if values.shape != (n,):
@@ -250,32 +247,32 @@ def sums_of(node: Any, n: int) -> RowChecksums:
     return RowChecksums(values, np.zeros(n, np.bool_))
 
 
-def shard_sum(shard: Any) -> int:
-    """Return the checksum of the checksums of a shard's patches, which identifies its pixels; 0 where it holds none."""
+def shard_checksum(shard: Any) -> int:
+    """Return the checksum of a shard's row checksums, an identifier of its pixels; 0 without pixels."""
     return crc32(shard[ROWS][:].tobytes()) if ROWS in shard else 0
 
 
-def seal(node: Any, rows: Collection[str] = ()) -> None:
-    """Remember all attributes and datasets of a file as they are now, but for the datasets `rows`."""
-    node.attrs[HEAD] = np.uint32(_head(node, rows))
+def write_seal(node: Any, rows: Collection[str] = ()) -> None:
+    """Store the checksum of all attributes and datasets of a file except the datasets `rows`."""
+    node.attrs[HEAD] = np.uint32(_compute_checksum(node, rows))
 
 
 def check_seal(node: Any, rows: Collection[str] = ()) -> None:
-    """Compare a file with what `seal` remembered.
+    """Compare a file with its stored checksum.
 
     Raises:
-        KeyError: when that was lost.
+        KeyError: when the checksum is missing.
         ValueError: when it differs.
     """
-    if int(node.attrs[HEAD]) != _head(node, rows):
+    if int(node.attrs[HEAD]) != _compute_checksum(node, rows):
         raise ValueError(f"columns or attributes: {_CHANGED}")
 
 
-def _head(node: Any, rows: Collection[str]) -> int:
+def _compute_checksum(node: Any, rows: Collection[str]) -> int:
     value = 0
     for name in sorted(set(node.attrs) - {HEAD}):
-        said = node.attrs[name]
-        data = said.encode(errors="surrogateescape") if isinstance(said, str) else np.asarray(said).tobytes()
+        attr = node.attrs[name]
+        data = attr.encode(errors="surrogateescape") if isinstance(attr, str) else np.asarray(attr).tobytes()
         value = crc32(data, crc32(name.encode() + b"\0", value))
     for name in sorted(set(node) - {ROWS, *rows}):
         if not isinstance(data := node[name], h5py.Dataset):
@@ -283,6 +280,6 @@ def _head(node: Any, rows: Collection[str]) -> int:
         if data.id.get_storage_size() < data.nbytes:
             raise ValueError(f"{name} holds less than it says")
         value = crc32(name.encode() + b"\0", value)
-        for first in range(0, len(data), _AT_ONCE):
-            value = crc32(data[first : first + _AT_ONCE].tobytes(), value)
+        for first in range(0, len(data), _CHUNK_ROWS):
+            value = crc32(data[first : first + _CHUNK_ROWS].tobytes(), value)
     return value

@@ -15,24 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
-from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
+from wsi_fl.stores.fields import DAMAGE, memory_message, refuse_too_large
+from wsi_fl.stores.hdf5 import is_overpacked, open_hdf5, read_dataset
 from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.system.names import drop_companions
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
-_GREY = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
-_MOST_PX = 4096
-_NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
+_GREY_MODES = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
+_MAX_SIDE_PX = 4096
+_ARRAY_NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
 _UNREADABLE = (*DAMAGE, EOFError, BadZipFile, ZlibError)
-_MOST_CLASSES = 10_000
-"""Labels beyond are numbers of another kind."""
+_MAX_CLASSES = 10_000
+"""Larger labels are no classes."""
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageSet:
     """n labelled images of one size: uint8[n, h, w, c] with c = 1 (grey) or 3 (RGB), labels int64[n]."""
 
     x: NDArray[np.uint8]
@@ -43,61 +43,57 @@ class Images:
 
 
 @dataclass(frozen=True)
-class DataSet:
-    """Training images, the test images the data set brings (or None), and the class names."""
+class ImageDataSet:
+    """Training images, test images of the data set (or None), and class names."""
 
-    train: Images
-    test: Images | None
+    train: ImageSet
+    test: ImageSet | None
     classes: tuple[str, ...]
 
 
-def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
+def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
     """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder of classes.
 
-    A folder holds one subfolder per class, or `train/` and `test/` with one each; if no picture in it has any colour,
-    as radiographs saved as RGB, images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
+    A folder has one subfolder per class, or `train/` and `test/` with these; if no picture has any colour (radiographs
+    saved as RGB), images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
     scaled to squares of that size; without it they must be squares.
 
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
-    if size_px is not None and not 1 <= size_px <= _MOST_PX:
-        raise UsageError(f"--size-px must be at least 1, and at most {_MOST_PX}")
+    if size_px is not None and not 1 <= size_px <= _MAX_SIDE_PX:
+        raise UsageError(f"--size-px must be at least 1, and at most {_MAX_SIDE_PX}")
     if path.is_dir():
-        return _from_folder(path, size_px)
+        return _read_folder(path, size_px)
     if not path.is_file():
         raise UsageError(f"{path}: no such file or folder")
-    arrays = _arrays(path)
+    arrays = _read_arrays(path)
     pairs = {"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}
     if "x_train" not in arrays:
         pairs = {"train": ("x", "y")}
-    sets = {name: _images(path, arrays, x, y, size_px) for name, (x, y) in pairs.items() if x in arrays}
+    sets = {name: _build_images(path, arrays, x, y, size_px) for name, (x, y) in pairs.items() if x in arrays}
     if "train" not in sets:
-        raise UsageError(
-            f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train"
-        )
+        raise UsageError(f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train")
     n_classes = max(int(images.y.max()) for images in sets.values()) + 1
     shapes = {part.x.shape[1:] for part in sets.values()}
     if len(shapes) > 1:
-        told = " and ".join("×".join(map(str, shape)) for shape in sorted(shapes))
-        raise UsageError(f"{path}: training and test images are of two shapes, {told}")
-    return DataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
+        shapes_text = " and ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+        raise UsageError(f"{path}: training and test images are of two shapes, {shapes_text}")
+    return ImageDataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
 
 
-def _from_npz(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as file:
-        wanted = [name for name in file.files if name in _NAMES]
-        stated = sum(_n_bytes(file.zip, name) for name in wanted)
+        names = [name for name in file.files if name in _ARRAY_NAMES]
+        stated = sum(_n_bytes(file.zip, name) for name in names)
         refuse_too_large(path, stated)
-        if packs_too_much(stated, path.stat().st_size):
-            raise UsageError(
-                f"{path}: claims {stated} bytes, more than a file of its size can hold; it is damaged"
-            )
-        return {name: file[name] for name in wanted}
+        if is_overpacked(stated, path.stat().st_size):
+            raise UsageError(f"{path}: claims {stated} bytes, more than a file of its size can hold; it is damaged")
+        return {name: file[name] for name in names}
 
 
 def _n_bytes(archive: Any, name: str) -> int:
-    """Return the bytes that an array of a zip file claims to need; 0 for an entry that numpy will refuse."""
+    """Return the claimed bytes of an array in a zip file; 0 for an entry refused by numpy."""
     with archive.open(name if name in archive.namelist() else f"{name}.npy") as member:
         versions = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         read = versions.get(np.lib.format.read_magic(member))
@@ -105,40 +101,40 @@ def _n_bytes(archive: Any, name: str) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def _from_hdf5(path: Path) -> dict[str, Any]:
-    with opened(path) as file:
-        wanted = {name: own_dataset(file, name) for name in file if name in _NAMES}
-        refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in wanted.values()))
-        return {name: node[()] for name, node in wanted.items()}
+def _read_hdf5(path: Path) -> dict[str, Any]:
+    with open_hdf5(path) as file:
+        nodes = {name: read_dataset(file, name) for name in file if name in _ARRAY_NAMES}
+        refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in nodes.values()))
+        return {name: node[()] for name, node in nodes.items()}
 
 
-def _arrays(path: Path) -> dict[str, Any]:
-    kind, read = ("HDF5", _from_hdf5) if path.suffix.lower() in _HDF5 else ("npz", _from_npz)
+def _read_arrays(path: Path) -> dict[str, Any]:
+    kind, read = ("HDF5", _read_hdf5) if path.suffix.lower() in _HDF5 else ("npz", _read_npz)
     try:
         return read(path)
     except _UNREADABLE as error:
         refuse_unavailable(error, path)
-        raise UsageError(f"{path}: not a readable {kind} file ({one_line(error)})") from None
+        raise UsageError(f"{path}: not a readable {kind} file ({single_line(error)})") from None
     except MemoryError as error:
-        raise UsageError(f"{path}: {too_large(error)}") from None
+        raise UsageError(f"{path}: {memory_message(error)}") from None
 
 
-def _images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None) -> Images:
+def _build_images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None) -> ImageSet:
     if y not in arrays:
         raise UsageError(f"{path}: has {x} but no {y}")
-    pixels, labels = _uint8(np.asarray(arrays[x]), f"{path}: {x}"), np.asarray(arrays[y])
+    pixels, labels = _convert_pixels(np.asarray(arrays[x]), f"{path}: {x}"), np.asarray(arrays[y])
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.shape != (len(pixels),) or not np.issubdtype(labels.dtype, np.integer):
         raise UsageError(f"{path}: {y} must be one whole number for each of the {len(pixels)} images in {x}")
     if labels.min() < 0:
         raise UsageError(f"{path}: {y} holds negative labels")
-    if labels.max() >= _MOST_CLASSES:
+    if labels.max() >= _MAX_CLASSES:
         raise UsageError(f"{path}: {y} holds {labels.max()}; number the classes from 0")
-    return Images(_square(pixels, size_px, f"{path}: {x}"), labels.astype(np.int64))
+    return ImageSet(_make_square(pixels, size_px, f"{path}: {x}"), labels.astype(np.int64))
 
 
-def _uint8(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
+def _convert_pixels(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
     # uint8[n, h, w, c] of bytes or floats in [0, 1], [n, h, w], [n, h, w, c] or [n, c, h, w]
     if pixels.ndim == 3:
         pixels = pixels[..., None]
@@ -157,7 +153,7 @@ def _uint8(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
     raise UsageError(f"{where} is {pixels.dtype}; needs uint8, or floats between 0 and 1")
 
 
-def _square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> NDArray[np.uint8]:
+def _make_square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> NDArray[np.uint8]:
     height, width, channels = pixels.shape[1:]
     if size_px is None:
         if height != width:
@@ -167,68 +163,68 @@ def _square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> NDArr
         return pixels
     out = np.empty((len(pixels), size_px, size_px, channels), np.uint8)
     for k, image in enumerate(pixels):
-        out[k] = _resized(Image.fromarray(image[..., 0] if channels == 1 else image), size_px, channels)
+        out[k] = _resize_image(Image.fromarray(image[..., 0] if channels == 1 else image), size_px, channels)
     return out
 
 
-def _resized(image: Image.Image, size_px: int, channels: int) -> NDArray[np.uint8]:
+def _resize_image(image: Image.Image, size_px: int, channels: int) -> NDArray[np.uint8]:
     scaled = image.resize((size_px, size_px), Image.Resampling.BOX)
     return np.asarray(scaled, np.uint8).reshape(size_px, size_px, channels)
 
 
-def _from_folder(folder: Path, size_px: int | None) -> DataSet:
+def _read_folder(folder: Path, size_px: int | None) -> ImageDataSet:
     split = (folder / "train").is_dir()
     root = folder / "train" if split else folder
-    classes = _classes(root)
+    classes = _list_classes(root)
     if not classes:
         raise UsageError(f"{root}: no folder of images in it; make one per class")
     roots = [root]
     if split and (folder / "test").is_dir():
         roots.append(folder / "test")
-        unknown = sorted(set(_classes(roots[1])) - set(classes))
-        if unknown or not _classes(roots[1]):
-            what = f"{unknown[0]} is no class of {root}" if unknown else "no folder of images in it"
-            raise UsageError(f"{roots[1]}: {what}")
+        unknown = sorted(set(_list_classes(roots[1])) - set(classes))
+        if unknown or not _list_classes(roots[1]):
+            problem = f"{unknown[0]} is no class of {root}" if unknown else "no folder of images in it"
+            raise UsageError(f"{roots[1]}: {problem}")
     headers = []
-    for path in (path for root in roots for name in classes for path in _files(root / name)):
-        with _opened(path) as picture:
+    for path in (path for root in roots for name in classes for path in _list_files(root / name)):
+        with _open_picture(path) as picture:
             headers.append((picture.mode, picture.size))
-    mode = "L" if all(mode in _GREY for mode, _ in headers) else "RGB"
+    mode = "L" if all(mode in _GREY_MODES for mode, _ in headers) else "RGB"
     sizes = {size for _, size in headers}
     if size_px is None and (len(sizes) > 1 or any(w != h for w, h in sizes)):
-        what = f"images of {len(sizes)} sizes" if len(sizes) > 1 else "the images are no squares"
-        raise UsageError(f"{folder}: {what}; make them squares of one size with --size-px")
+        problem = f"images of {len(sizes)} sizes" if len(sizes) > 1 else "the images are no squares"
+        raise UsageError(f"{folder}: {problem}; make them squares of one size with --size-px")
     side = size_px or headers[0][1][0]
-    parts = [_class_folders(root, classes, mode, side) for root in roots]
+    parts = [_read_class_folders(root, classes, mode, side) for root in roots]
     if all((part.x == part.x[..., :1]).all() for part in parts):  # no colour
-        parts = [Images(part.x[..., :1].copy(), part.y) for part in parts]
-    return DataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
+        parts = [ImageSet(part.x[..., :1].copy(), part.y) for part in parts]
+    return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 
 
-def _classes(root: Path) -> tuple[str, ...]:
-    return tuple(path.name for path in drop_companions(root.iterdir()) if path.is_dir() and _files(path))
+def _list_classes(root: Path) -> tuple[str, ...]:
+    return tuple(path.name for path in drop_companions(root.iterdir()) if path.is_dir() and _list_files(path))
 
 
-def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> Images:
-    """Return all images of a folder, read one by one: at their own size all may not fit into memory."""
-    files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
+def _read_class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> ImageSet:
+    """Return all images of a folder, resized one by one: at full size they may not fit into memory."""
+    files = [(path, k) for k, name in enumerate(classes) for path in _list_files(root / name)]
     channels = len(mode)
     refuse_too_large(root, len(files) * side**2 * channels)
     x = np.empty((len(files), side, side, channels), np.uint8)
     for k, (path, _) in enumerate(files):
-        x[k] = _resized(_picture(path, mode), side, channels)
-    return Images(x, np.array([label for _, label in files], np.int64))
+        x[k] = _resize_image(_read_picture(path, mode), side, channels)
+    return ImageSet(x, np.array([label for _, label in files], np.int64))
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    named = (path for path in drop_companions(folder.iterdir()) if path.suffix.lower() in _SUFFIXES)
-    return [path for path in named if path.is_file()]  # a pipe would be waited for
+    paths = (path for path in drop_companions(folder.iterdir()) if path.suffix.lower() in _SUFFIXES)
+    return [path for path in paths if path.is_file()]  # a pipe would be waited for
 
 
-def _picture(path: Path, mode: str) -> Image.Image:
-    with _opened(path) as picture:
+def _read_picture(path: Path, mode: str) -> Image.Image:
+    with _open_picture(path) as picture:
         if picture.mode in ("I", "F"):
             raise WsiFlError(f"{path}: has {picture.mode} pixels; save it with 8 or 16 bits a channel")
         if picture.mode.startswith("I;16"):  # converting would cut off at 255
@@ -237,10 +233,10 @@ def _picture(path: Path, mode: str) -> Image.Image:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
+def _open_picture(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as picture:
             yield picture
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         refuse_unavailable(error, path)
-        raise WsiFlError(f"{path}: not a readable image ({one_line(error)})") from None
+        raise WsiFlError(f"{path}: not a readable image ({single_line(error)})") from None

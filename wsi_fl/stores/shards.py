@@ -1,4 +1,4 @@
-"""Writing patch stores: a shard per slide, then `patches.h5` with the columns of all shards and a link to each.
+"""Writers of patch stores: a shard per slide, then `patches.h5` with the columns of all shards and a link to each.
 
 Files are written to a temporary name and renamed, so a crash loses at most the slide in hand.
 """
@@ -29,26 +29,26 @@ from wsi_fl.stores.fields import (
     StoreMeta,
     check_format,
     check_seal,
-    crc_of_rows,
-    encoded_text,
+    checksum_rows,
+    encode_texts,
     first_line,
-    marked_columns,
+    mark_columns,
     read_marked,
     read_meta,
     read_spec,
     root_attrs,
-    seal,
-    shard_sum,
+    shard_checksum,
     write_root,
+    write_seal,
 )
-from wsi_fl.stores.hdf5 import SLIDE_BYTES, created, opened
-from wsi_fl.stores.patches import PIXELS, PatchStore, SlideSource, quality_of, rows_of
-from wsi_fl.system.bulk import BulkFile, pile_in
-from wsi_fl.system.files import atomic, refuse_unavailable, remove_abandoned
+from wsi_fl.stores.hdf5 import SLIDE_BYTES, create_hdf5, open_hdf5
+from wsi_fl.stores.patches import PIXEL_DATASETS, PatchStore, SlideSource, open_shard_patches, parse_quality
+from wsi_fl.system.bulk import BulkFile, open_pile
+from wsi_fl.system.files import atomic_path, refuse_unavailable, remove_abandoned
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
 _ROW_BYTES = 256
-"""Room for a patch's columns and its place in the index of chunks."""
+"""Bytes of a patch's columns and its place in the index of chunks."""
 _NUMBERS, _TEXTS = ("xy_l0", "label", "tumor_fraction"), ("slide", "patient", "split")
 
 Counts = dict[str, NDArray[np.int64]]
@@ -57,56 +57,56 @@ Counts = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """What holds for one slide of a store."""
+    """The metadata of a shard, and inputs of its fingerprint."""
 
     slide: str
     patient: str
     split: str
     spec: GridSpec
     quickhash: str
-    """OpenSlide's quickhash of the slide, or "" where the format has none."""
+    """OpenSlide's quickhash of the slide, or "" for formats without."""
     source: str = ""
-    """What else decides the pixels; only its digest is stored."""
-    wanted: str = "raw"
-    """What was asked to be stored for the pixels: raw, native, jpeg:Q or none."""
-    aside: Marked = ()
-    """Patches that were set aside for their quality, and are no rows."""
+    """Other inputs of the pixels; only their digest is stored."""
+    content: str = "raw"
+    """The requested storage of pixels: raw, native, jpeg:Q or none."""
+    excluded: Marked = ()
+    """Patches excluded for artifacts, which are no rows."""
 
 
-_Unread = Mapping[int, str]
-"""Rows of a planned table that cannot be read, and why."""
-_ALL_READ: _Unread = MappingProxyType({})
+_UnreadRows = Mapping[int, str]
+"""Unreadable row of a planned table → reason."""
+_NONE_UNREAD: _UnreadRows = MappingProxyType({})
 
 
-def _fingerprint(meta: ShardMeta, table: PatchTable) -> str:
-    """Return SHA-256 over what decides a shard's content: slide, grid, split, planned positions, labels, storage."""
-    said = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
-    said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px, meta.wanted, meta.aside]
-    digest = hashlib.sha256(json.dumps(said).encode())
+def _hash_shard(meta: ShardMeta, table: PatchTable) -> str:
+    """Return the SHA-256 over a shard's inputs: slide, grid, split, planned positions, labels, storage."""
+    values = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
+    values += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px, meta.content, meta.excluded]
+    digest = hashlib.sha256(json.dumps(values).encode())
     for column in (table.xy_l0, table.label, table.tumor_fraction):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest.hexdigest()
 
 
-def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
-    """Return why the shard of a slide must be written; None where it is whole and as planned.
+def explain_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
+    """Return why the shard of a slide must be written; None if it is intact and as planned.
 
-    All of it is read, since only that detects damage, and tiling again must repair the damage.
+    All of it is read to detect damage, since tiling again must repair it.
 
     Returns:
-        "" where there is no shard.
+        "" without a shard.
     """
     if not path.exists():
         return ""
     try:
-        with opened(path) as file:
+        with open_hdf5(path) as file:
             check_format(file, SHARD_FORMAT, path)
-            check_seal(file, PIXELS)
-            if file.attrs["fingerprint"] != _fingerprint(meta, table):
+            check_seal(file, PIXEL_DATASETS)
+            if file.attrs["fingerprint"] != _hash_shard(meta, table):
                 return "parameters or slide changed"
-            patches = rows_of(file["/"], meta.spec, None)
-            whole = patches.n == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
-            if not whole or next(patches.damaged(), None) is not None:
+            patches = open_shard_patches(file["/"], meta.spec, None)
+            is_whole = patches.n_patches == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
+            if not is_whole or next(patches.iterate_damaged(), None) is not None:
                 return "its shard was damaged (patches are not as they were written)"
     except (*DAMAGE, MemoryError, WsiFlError) as error:
         refuse_unavailable(error, path)
@@ -114,9 +114,9 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
     return None
 
 
-def content_of(path: Path) -> tuple[str, Marked]:
-    """Return how a shard stores pixels, and (x, y, reason) of the patches that could not be read, in level-0 pixels."""
-    with opened(path) as file:
+def read_shard_content(path: Path) -> tuple[str, Marked]:
+    """Return a shard's storage of pixels, and (x, y, reason) of unreadable patches in level-0 pixels."""
+    with open_hdf5(path) as file:
         return str(file.attrs["content"]), read_marked(file, "unread")
 
 
@@ -127,49 +127,47 @@ def write_shard(
     pixels: Iterable[NDArray[np.uint8]],
     *,
     channels: int = 3,
-    unread: _Unread = _ALL_READ,
+    unread: _UnreadRows = _NONE_UNREAD,
 ) -> None:
-    """Write one slide's patches atomically, as they are.
+    """Write one slide's patches atomically as raw pixels.
 
     Args:
-        table: as planned; it decides the fingerprint.
+        table: as planned, for the fingerprint.
         pixels: batches uint8[b, size_px, size_px, channels] in the table's order, n rows in all, without `unread`.
         channels: 3 for RGB, 1 for grey images.
-        unread: rows of the table that are left out.
+        unread: skipped rows of the table.
 
     Raises:
         WsiFlError: when the pixels are not n ≥ 1 patches of the right shape, or the disk is full.
     """
     n, size = len(table) - len(unread), meta.spec.size_px
-    room = n * size * size * channels
-    with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
+    n_bytes = n * size * size * channels
+    with atomic_path(path) as temporary, _create_shard(temporary, meta, table, unread, n_bytes) as file:
         file.attrs["content"] = "raw"
-        seal(file)
-        at = _allocated(file, ROWS, (n,), h5py.h5t.STD_U32LE)
-        offset = _allocated(file, "pixels", (n, size, size, channels))
+        write_seal(file)
+        checksum_offset = _allocate_dataset(file, ROWS, (n,), h5py.h5t.STD_U32LE)
+        offset = _allocate_dataset(file, "pixels", (n, size, size, channels))
         sums = np.empty(n, "<u4")
         row = 0
-        with BulkFile(temporary, offset + room) as bulk:
+        with BulkFile(temporary, offset + n_bytes) as bulk:
             for batch in pixels:
                 if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
-                    raise WsiFlError(
-                        f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
-                    )
+                    raise WsiFlError(f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px")
                 if row + len(batch) > n:
                     raise WsiFlError(f"{path}: got more than the {n} patches expected")
-                whole = np.ascontiguousarray(batch)
-                sums[row : row + len(whole)] = crc_of_rows(whole)
-                bulk.write(whole, offset + row * size * size * channels)
-                row += len(whole)
-            bulk.write(sums.view(np.uint8), at)
+                contiguous = np.ascontiguousarray(batch)
+                sums[row : row + len(contiguous)] = checksum_rows(contiguous)
+                bulk.write(contiguous, offset + row * size * size * channels)
+                row += len(contiguous)
+            bulk.write(sums.view(np.uint8), checksum_offset)
         _check_count(path, row, n)
 
 
-def _allocated(
+def _allocate_dataset(
     file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
 ) -> int:
-    # Returns the offset of a new dataset, which has one chunk per patch, one after another. What is written there
-    # bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
+    # Returns the offset of a new dataset with one chunk per patch, in order. Writes there bypass HDF5, which admits one
+    # thread at a time and fails badly on a full disk.
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -188,45 +186,35 @@ def _allocated(
 
 
 def write_streams(
-    path: Path,
-    meta: ShardMeta,
-    table: PatchTable,
-    streams: Iterable[bytes],
-    *,
-    unread: _Unread = _ALL_READ,
+    path: Path, meta: ShardMeta, table: PatchTable, streams: Iterable[bytes], *, unread: _UnreadRows = _NONE_UNREAD
 ) -> None:
-    """Write one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
+    """Write one slide's patches atomically as native or new JPEG streams in the table's order.
 
-    How many bytes there are is known only at the end, so all of them wait.
+    Streams are collected first, since their size is known only at the end.
     """
-    quality = quality_of(meta.wanted)
-    with atomic(path) as final, pile_in(path.parent) as pile:
+    quality = parse_quality(meta.content)
+    with atomic_path(path) as final, open_pile(path.parent) as pile:
         start, sums = [0], []
         for stream in streams:
             pile.write(stream)
             sums.append(crc32(stream))
             start.append(start[-1] + len(stream))
         _check_count(path, len(start) - 1, len(table) - len(unread))
-        with _filled(final, meta, table, unread, start[-1]) as file:
-            file.attrs.update({"content": meta.wanted, "lossy": quality is not None})
+        with _create_shard(final, meta, table, unread, start[-1]) as file:
+            file.attrs.update({"content": meta.content, "lossy": quality is not None})
             file["start"] = np.array(start, np.uint64)
             file[ROWS] = np.array(sums, np.uint32)
-            seal(file)
-            offset = _allocated(file, "bytes", (start[-1],))
+            write_seal(file)
+            offset = _allocate_dataset(file, "bytes", (start[-1],))
             with BulkFile(final, offset + start[-1]) as bulk:
                 bulk.write_pile(pile, offset)
 
 
 def write_positions(
-    path: Path,
-    meta: ShardMeta,
-    table: PatchTable,
-    source: SlideSource,
-    *,
-    unread: _Unread = _ALL_READ,
+    path: Path, meta: ShardMeta, table: PatchTable, source: SlideSource, *, unread: _UnreadRows = _NONE_UNREAD
 ) -> None:
     """Write one slide's columns atomically, with a reference to the slide instead of pixels."""
-    with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0) as file:
+    with atomic_path(path) as temporary, _create_shard(temporary, meta, table, unread, 0) as file:
         file.attrs.update(
             {
                 "content": "none",
@@ -235,52 +223,50 @@ def write_positions(
                 "reader": source.reader,
             }
         )
-        seal(file)
+        write_seal(file)
 
 
 @contextmanager
-def _filled(
-    path: Path, meta: ShardMeta, planned: PatchTable, unread: _Unread, n_bytes: int
+def _create_shard(
+    path: Path, meta: ShardMeta, planned: PatchTable, unread: _UnreadRows, n_bytes: int
 ) -> Iterator[h5py.File]:
-    # a new shard with everything but its pixels
-    left_out = sorted(unread)
-    table = planned.take(~np.isin(np.arange(len(planned)), left_out)) if left_out else planned
+    # a new shard without pixels
+    unread_rows = sorted(unread)
+    table = planned.take(~np.isin(np.arange(len(planned)), unread_rows)) if unread_rows else planned
     if not len(table):
         raise WsiFlError(f"{meta.slide}: a shard holds at least one patch")
-    with created(path, n_bytes + (len(planned) + len(meta.aside)) * _ROW_BYTES) as file:
-        said = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
-        file.attrs.update(
-            root_attrs(SHARD_FORMAT, meta.spec) | said | {"fingerprint": _fingerprint(meta, planned)}
-        )
+    with create_hdf5(path, n_bytes + (len(planned) + len(meta.excluded)) * _ROW_BYTES) as file:
+        attrs = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
+        file.attrs.update(root_attrs(SHARD_FORMAT, meta.spec) | attrs | {"fingerprint": _hash_shard(meta, planned)})
         for name in _NUMBERS:
             file[name] = getattr(table, name)
         if (table.patient != meta.patient).any():  # images of many patients in one shard
-            file["patient"] = encoded_text(table.patient)
-        lost = tuple((x, y, unread[row]) for row in left_out for x, y in [planned.xy_l0[row].tolist()])
-        for column, values in (marked_columns("unread", lost) | marked_columns("aside", meta.aside)).items():
+            file["patient"] = encode_texts(table.patient)
+        unread_places = tuple((x, y, unread[row]) for row in unread_rows for x, y in [planned.xy_l0[row].tolist()])
+        for column, values in (mark_columns("unread", unread_places) | mark_columns("aside", meta.excluded)).items():
             file[column] = values
         yield file
 
 
-def _check_count(path: Path, found: int, expected: int) -> None:
-    if found != expected:
-        raise WsiFlError(f"{path}: got {found} patches, expected {expected}")
+def _check_count(path: Path, count: int, expected: int) -> None:
+    if count != expected:
+        raise WsiFlError(f"{path}: got {count} patches, expected {expected}")
 
 
 def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
-    """Write `patches.h5`, the rows of all shards in the order given; hold those of one shard at a time.
+    """Write `patches.h5`, the rows of all shards in this order, one shard in memory at a time.
 
-    Shards lie below the folder of `path`.
+    Shards are below the folder of `path`.
 
     Raises:
         WsiFlError: when a shard is damaged or of another grid or format, or the disk is full.
     """
-    heads = [_head(shard, meta.spec) for shard in shards]
+    heads = [_read_shard_size(shard, meta.spec) for shard in shards]
     n = sum(rows for rows, _ in heads)
-    widths = [max((each[k] for _, each in heads), default=1) for k in range(len(_TEXTS))]
+    widths = [max((text_widths[k] for _, text_widths in heads), default=1) for k in range(len(_TEXTS))]
     counts = {split: np.zeros(len(meta.classes), np.int64) for split in SPLITS}
     n_bytes = n * (sum(widths) + _ROW_BYTES) + len(heads) * SLIDE_BYTES
-    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+    with atomic_path(path) as temporary, create_hdf5(temporary, n_bytes) as file:
         write_root(file, meta)
         file.create_dataset("xy_l0", (n, 2), np.int64)
         file.create_dataset("label", (n,), np.int64)
@@ -290,42 +276,41 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
         links = file.create_group("slides", track_order=True)
         row, sums = 0, []
         for shard, (rows, _) in zip(shards, heads, strict=True):
-            slide, known = _copy_columns(file, slice(row, row + rows), shard, counts)
+            slide, checksum = _copy_columns(file, slice(row, row + rows), shard, counts)
             links[slide] = h5py.ExternalLink(shard.relative_to(path.parent).as_posix(), "/")
-            sums.append(known)
+            sums.append(checksum)
             row += rows
         file[SHARDS] = np.array(sums, np.uint32)
-        seal(file)
+        write_seal(file)
     return counts
 
 
-def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
-    """Return how many patches a `patches.h5` has, where it is whole and links these shards in this order; else None.
+def read_linked_counts(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
+    """Return the counts of an intact `patches.h5` with links to these shards in this order; else None.
 
-    A shard counts as the one that was linked where it is not newer than the file and its patches have the checksums
-    that were linked.
+    A shard counts as linked if it is not newer than the file and its patches have the linked checksums.
     """
     try:
-        with opened(path) as file:
+        with open_hdf5(path) as file:
             check_format(file, STORE_FORMAT, path)
             check_seal(file)
-            labels, split, known = file["label"][:], file["split"][:], file[SHARDS][:]
-            same = read_meta(file) == meta and list(file["slides"]) == [shard.stem for shard in shards]
-        written = path.stat().st_mtime_ns
-        for shard, value in zip(shards, known, strict=same):
-            with opened(shard) as source:
-                same = same and shard_sum(source) == value and shard.stat().st_mtime_ns <= written
+            labels, split, checksums = file["label"][:], file["split"][:], file[SHARDS][:]
+            is_same = read_meta(file) == meta and list(file["slides"]) == [shard.stem for shard in shards]
+        write_time = path.stat().st_mtime_ns
+        for shard, value in zip(shards, checksums, strict=is_same):
+            with open_hdf5(shard) as source:
+                is_same = is_same and shard_checksum(source) == value and shard.stat().st_mtime_ns <= write_time
     except (*DAMAGE, WsiFlError) as error:
         refuse_unavailable(error, path)
         return None
-    if not same:
+    if not is_same:
         return None
     return {name: np.bincount(labels[split == name.encode()], minlength=len(meta.classes)) for name in SPLITS}
 
 
-def _head(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
-    # how many rows a shard has, and the bytes of its longest slide, patient and split
-    with _opened(path) as file:
+def _read_shard_size(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
+    # the number of a shard's rows, and the bytes of its longest slide, patient and split
+    with _open_shard(path) as file:
         check_format(file, SHARD_FORMAT, path)
         if spec != read_spec(file.attrs):
             raise WsiFlError(f"{path}: tiled on another grid than its store; tile the site again")
@@ -336,23 +321,23 @@ def _head(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
 
 
 def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> tuple[str, int]:
-    """Copy one shard's rows; return its slide, and the checksum that identifies its pixels."""
-    with _opened(shard) as source:
-        check_seal(source, PIXELS)
+    """Copy one shard's rows; return its slide, and the checksum of its pixels."""
+    with _open_shard(shard) as source:
+        check_seal(source, PIXEL_DATASETS)
         columns = {name: source[name][:] for name in _NUMBERS}
         for name in _TEXTS:
             columns[name] = source[name][:] if name in source else str(source.attrs[name]).encode()
-        slide, split, known = str(source.attrs["slide"]), str(source.attrs["split"]), shard_sum(source)
+        slide, split, checksum = (str(source.attrs["slide"]), str(source.attrs["split"]), shard_checksum(source))
     for name, values in columns.items():
         file[name][rows] = values
     counts[split] += np.bincount(columns["label"], minlength=len(counts[split]))
-    return slide, known
+    return slide, checksum
 
 
 @contextmanager
-def _opened(shard: Path) -> Iterator[h5py.File]:
+def _open_shard(shard: Path) -> Iterator[h5py.File]:
     try:
-        with opened(shard) as file:
+        with open_hdf5(shard) as file:
             yield file
     except DAMAGE as error:
         refuse_unavailable(error, shard)
@@ -360,31 +345,31 @@ def _opened(shard: Path) -> Iterator[h5py.File]:
 
 
 def write_columns(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> PatchTable:
-    """Write `patches.h5` as `link_shards` does, and return all its columns."""
+    """Write `patches.h5` like `link_shards`; return all its columns."""
     link_shards(path, meta, shards)
     with PatchStore(path) as store:
         return store.table
 
 
-def pack(source: Path, target: Path) -> None:
-    """Copy a linked store into one self-contained file that reads the same."""
+def pack_store(source: Path, target: Path) -> None:
+    """Copy a linked store into one self-contained file."""
     remove_abandoned(target)
-    with PatchStore(source) as store, atomic(target) as temporary:
+    with PatchStore(source) as store, atomic_path(target) as temporary:
         table = store.table
         row_bytes = _ROW_BYTES * 2 + sum(getattr(table, name).dtype.itemsize for name in _TEXTS)
-        held = (node.nbytes for slide in store.slides for node in store.shard(slide).values())
-        room = sum(held) + len(table) * row_bytes + len(store.slides) * SLIDE_BYTES
-        with created(temporary, room) as file:
+        node_bytes = (node.nbytes for slide in store.slides for node in store.open_shard(slide).values())
+        n_bytes = sum(node_bytes) + len(table) * row_bytes + len(store.slides) * SLIDE_BYTES
+        with create_hdf5(temporary, n_bytes) as file:
             write_root(file, store.meta)
             for name in _NUMBERS:
                 file[name] = getattr(table, name)
             for name in _TEXTS:
-                file[name] = encoded_text(getattr(table, name))
+                file[name] = encode_texts(getattr(table, name))
             slides = file.create_group("slides", track_order=True)
             for slide in store.slides:
-                group, shard = slides.create_group(slide), store.shard(slide)
+                group, shard = slides.create_group(slide), store.open_shard(slide)
                 group.attrs.update(shard.attrs)
                 for key in shard:
                     shard.copy(key, group)
-            file[SHARDS] = np.array([shard_sum(group) for group in slides.values()], np.uint32)
-            seal(file)
+            file[SHARDS] = np.array([shard_checksum(group) for group in slides.values()], np.uint32)
+            write_seal(file)

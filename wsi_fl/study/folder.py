@@ -1,6 +1,6 @@
-"""A study: a folder with pipelines/ and sites/, in which stores, runs and ledgers grow.
+"""A study: a folder with pipelines/ and sites/, and with the stores, runs and ledgers that commands write.
 
-Like `config`, only `stages` and `cli` know it.
+Only `stages` and `cli` import it.
 """
 
 from __future__ import annotations
@@ -15,150 +15,158 @@ from typing import Any, Literal
 
 from wsi_fl.runs.site import SITE_FILE
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
-from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
-from wsi_fl.study.toml import toml_or_repr, toml_value, validated
-from wsi_fl.system.files import ordinary
+from wsi_fl.study.site import SNAPSHOT_KEYS, SiteFile, merge_site_snapshot
+from wsi_fl.study.toml import toml_or_repr, toml_value, validate_model
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.names import drop_companions
-from wsi_fl.types import UsageError, natural, strange_character
+from wsi_fl.types import UsageError, find_control_character, natural_key
 
 
-def shipped(kind: Literal["pipelines", "sites"]) -> Path:
-    """The folder of shipped pipelines or site files, in an installed package or a checkout."""
+def find_shipped_folder(kind: Literal["pipelines", "sites"]) -> Path:
+    """Return the folder of shipped pipelines or site files, in an installed package or a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "shipped" / kind
     return installed if installed.is_dir() else package.parent / kind
 
 
 class Study:
-    """A folder with pipelines/ and sites/; stores, runs and ledgers grow in it."""
+    """The paths, pipelines and site files of a study."""
 
-    def __init__(self, root: Path, run: Path | None = None, *, rehearses: str = "") -> None:
+    def __init__(self, root: Path, pinned_run: Path | None = None, *, stand_in: str = "") -> None:
         self.root = root
-        self._run = run
-        self._rehearses = rehearses
+        self._pinned_run = pinned_run
+        self._stand_in = stand_in
 
-    def as_of(self, run: Path) -> Study:
-        """Return the study as a run sees it: its site files promise what they did when the run began."""
-        return Study(self.root, run, rehearses=self._rehearses)
+    def pin_run(self, run: Path) -> Study:
+        """Return the study with the settings snapshot of a run in its site files."""
+        return Study(self.root, run, stand_in=self._stand_in)
 
-    def owner(self, site: str) -> str:
-        """Return whose a site's store must be: its own, or, where one site's rows stand for all, that site's."""
-        return self._rehearses or site
+    def store_owner(self, site: str) -> str:
+        """Return the site whose store is used for a site; in a dry run one site stands in for all."""
+        return self._stand_in or site
 
     @staticmethod
     def find(start: Path | None = None) -> Study:
-        """The nearest study at or above `start` (default: the current folder)."""
-        here = (start or Path.cwd()).resolve()
-        for folder in (here, *here.parents):
+        """Return the nearest study at or above a folder (default: the current folder)."""
+        start_path = (start or Path.cwd()).resolve()
+        for folder in (start_path, *start_path.parents):
             if (folder / "pipelines").is_dir() and (folder / "sites").is_dir():
                 return Study(folder)
         raise UsageError(
-            f"{here}: no study here or above (a folder with pipelines/ and sites/); make one with `wsi-fl init`"
+            f"{start_path}: no study here or above (a folder with pipelines/ and sites/); make one with `wsi-fl init`"
         )
 
     @property
-    def runs(self) -> Path:
+    def runs_path(self) -> Path:
         return self.root / "runs"
 
-    def store(self, site: str) -> Path:
+    def store_path(self, site: str) -> Path:
         return self.root / "stores" / site / "patches.h5"
 
-    def mosaic(self, site: str) -> Path:
+    def mosaic_path(self, site: str) -> Path:
         """The feature store of a site's mosaics."""
         return self.root / "stores" / site / "mosaic.h5"
 
-    def features(self, site: str) -> Path:
+    def features_path(self, site: str) -> Path:
         """The features of a site's patches."""
         return self.root / "stores" / site / "features.h5"
 
-    def release(self, site: str) -> Path:
-        """A site's released sums, its own or a copy of another's."""
+    def release_path(self, site: str) -> Path:
+        """The released class statistics of a site, or a copy of another site's."""
         return self.root / "statistics" / f"{site}.safetensors"
 
-    def release_at_home(self, site: str) -> Path:
-        """What a site keeps of its release for itself, its exact sums among it."""
+    def local_release_path(self, site: str) -> Path:
+        """The local part of a site's release with the exact statistics, which stays at the site."""
         return self.root / "stores" / site / "statistics.safetensors"
 
-    def generator(self, site: str) -> Path:
+    def generator_path(self, site: str) -> Path:
         """The folder of a site's generator."""
         return self.root / "generators" / site
 
-    def denoiser(self, site: str) -> Path:
+    def denoiser_path(self, site: str) -> Path:
         """The folder of a site's diffusion model."""
         return self.root / "denoisers" / site
 
-    def generated(self, key: str) -> Path:
-        """The store of images drawn from a denoiser that a site released, or is about to."""
+    def synthetic_path(self, key: str) -> Path:
+        """The store of images sampled from a site's denoiser."""
         return self.root / "generated" / key / "patches.h5"
 
     def site_path(self, site: str) -> Path:
         """The file of a site."""
         return self.root / "sites" / f"{site}.toml"
 
-    def ledger(self, site: str) -> Path:
-        """The privacy account of a site, where its file says."""
-        file = self._site_today(site) if self.site_path(site).is_file() else self.site_of_run(site)
-        own = file.ledger if file else None
-        return self.resolve(own) if own else self.root / "ledgers" / f"{site}.jsonl"
+    def ledger_path(self, site: str) -> Path:
+        """The privacy account of a site, by default in ledgers/."""
+        file = self._load_current_site(site) if self.site_path(site).is_file() else self.load_site_snapshot(site)
+        ledger = file.ledger if file else None
+        return self.resolve(ledger) if ledger else self.root / "ledgers" / f"{site}.jsonl"
 
-    def relative(self, path: Path) -> str:
-        """As it stands in JSON: relative to the study unless it lies outside."""
+    def relative_path(self, path: Path) -> str:
+        """Return a path for JSON: relative to the study unless it lies outside."""
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
-    def run(self, name: str) -> Path:
-        """The directory of a run given by path, name or unique number."""
-        for candidate in (Path(name), self.root / name, self.runs / name):
+    def find_run(self, name: str) -> Path:
+        """Return the folder of a run by path, name or unique number."""
+        for candidate in (Path(name), self.root / name, self.runs_path / name):
             if (candidate / "config.toml").is_file():
                 return candidate.resolve()
-        matches = sorted(self.runs.glob(f"{name.zfill(5)}-*")) if name.isdigit() else []
-        begun = [path for path in matches if (path / "config.toml").is_file()]
-        if len(begun) == 1:
-            return begun[0]
-        if not begun and (killed := [path for path in (*matches, self.runs / name) if path.is_dir()]):
-            where = self.relative(killed[0])
-            raise UsageError(f"{where}: was ended before its run began; delete it and train again")
-        known = sorted(path.parent.name for path in self.runs.glob("*-*/config.toml"))[-5:]
-        there = f"the last are {', '.join(known)}" if known else "train one first: wsi-fl train"
-        raise UsageError(f"no run {name!r}; {there}")
+        matches = sorted(self.runs_path.glob(f"{name.zfill(5)}-*")) if name.isdigit() else []
+        started = [path for path in matches if (path / "config.toml").is_file()]
+        if len(started) == 1:
+            return started[0]
+        if not started and (killed := [path for path in (*matches, self.runs_path / name) if path.is_dir()]):
+            killed_run = self.relative_path(killed[0])
+            raise UsageError(f"{killed_run}: was ended before its run began; delete it and train again")
+        last_runs = sorted(path.parent.name for path in self.runs_path.glob("*-*/config.toml"))[-5:]
+        hint = f"the last are {', '.join(last_runs)}" if last_runs else "train one first: wsi-fl train"
+        raise UsageError(f"no run {name!r}; {hint}")
 
     def site_names(self) -> list[str]:
         files = drop_companions((self.root / "sites").glob("*.toml"))
-        return sorted((path.stem for path in files), key=natural)
+        return sorted((path.stem for path in files), key=natural_key)
 
-    def site(self, name: str) -> SiteFile:
-        """One site, with the promises of the run where the study is seen as of one."""
-        began = self.site_of_run(name)
-        if began is None:
-            return self._site_today(name)
-        return as_agreed(began, self._site_today(name)) if self.site_path(name).is_file() else began
+    def load_site(self, name: str) -> SiteFile:
+        """Return a site file, with the settings snapshot of the run if the study has one."""
+        snapshot = self.load_site_snapshot(name)
+        if snapshot is None:
+            return self._load_current_site(name)
+        return (
+            merge_site_snapshot(snapshot, self._load_current_site(name)) if self.site_path(name).is_file() else snapshot
+        )
 
-    def site_of_run(self, name: str) -> SiteFile | None:
-        """The site file that the run keeps; None without one."""
-        kept = self._kept(name)
-        return validated(SiteFile, _read_toml(kept), self._label(kept)) if kept else None
+    def load_site_snapshot(self, name: str) -> SiteFile | None:
+        """Return the run's snapshot of a site file; None without one."""
+        snapshot_path = self._snapshot_path(name)
+        return (
+            validate_model(SiteFile, _read_toml(snapshot_path), self._file_label(snapshot_path))
+            if snapshot_path
+            else None
+        )
 
-    def promise(self, name: str) -> str:
-        """SHA-256 of the site file that the run keeps; "" without one."""
-        kept = self._kept(name)
-        return hashlib.sha256(kept.read_bytes()).hexdigest() if kept else ""
+    def snapshot_digest(self, name: str) -> str:
+        """Return the SHA-256 of the run's snapshot of a site file; "" without one."""
+        snapshot_path = self._snapshot_path(name)
+        return hashlib.sha256(snapshot_path.read_bytes()).hexdigest() if snapshot_path else ""
 
-    def _kept(self, name: str) -> Path | None:
-        kept = self._run / "sites" / name / SITE_FILE if self._run else None
-        return kept if kept and kept.is_file() else None
+    def _snapshot_path(self, name: str) -> Path | None:
+        snapshot_path = self._pinned_run / "sites" / name / SITE_FILE if self._pinned_run else None
+        return snapshot_path if snapshot_path and snapshot_path.is_file() else None
 
-    def changed_promises(self, name: str) -> list[str]:
-        """What today's site file promises otherwise than the run's, as "max_epsilon = 3 now, 2 in this run"."""
-        began = self.site_of_run(name)
-        if began is None or not self.site_path(name).is_file():
+    def find_changed_settings(self, name: str) -> list[str]:
+        """Return the differences of the current site file from the run's, as "max_epsilon = 3 now, 2 in this run"."""
+        snapshot = self.load_site_snapshot(name)
+        if snapshot is None or not self.site_path(name).is_file():
             return []
-        today = self._site_today(name)
-        pairs = [(key, getattr(began, key), getattr(today, key)) for key in PROMISES]
+        current = self._load_current_site(name)
+        pairs = [(key, getattr(snapshot, key), getattr(current, key)) for key in SNAPSHOT_KEYS]
         return [
-            f"{key} = {_shown(now)} now, {_shown(was)} in this run" for key, was, now in pairs if was != now
+            f"{key} = {_format_value(current_value)} now, {_format_value(run_value)} in this run"
+            for key, run_value, current_value in pairs
+            if run_value != current_value
         ]
 
-    def _site_today(self, name: str) -> SiteFile:
-        """One site; its file's name and its `name` are the same."""
+    def _load_current_site(self, name: str) -> SiteFile:
+        """Return the current file of a site; UsageError unless its `name` is the file's name."""
         path = self.site_path(name)
         if not path.is_file():
             names = self.site_names()
@@ -168,53 +176,54 @@ class Study:
                 + (f"; did you mean {close[0]!r}?" if close else "")
                 + f"; sites/ has {', '.join(names) or 'none'}"
             )
-        site = validated(SiteFile, _read_toml(path), self._label(path))
+        site = validate_model(SiteFile, _read_toml(path), self._file_label(path))
         if site.name != name:
             raise UsageError(
-                f"{self._label(path)}: it says name = {site.name!r}; write name = {name!r}, or rename the file"
+                f"{self._file_label(path)}: name = {site.name!r}, not the file's; "
+                f"write name = {name!r}, or rename the file"
             )
         return site
 
-    def sites(self, pipeline: Pipeline) -> list[SiteFile]:
-        """The sites of a pipeline, in order."""
+    def load_sites(self, pipeline: Pipeline) -> list[SiteFile]:
+        """Return the site files of a pipeline, in order."""
         names = pipeline.sites if pipeline.sites is not None else self.site_names()
         if not names:
             raise UsageError(
                 "sites/ is empty; write a site file, or make a study with `wsi-fl init DIR --from ARCHIVE`"
             )
-        return [self.site(name) for name in names]
+        return [self.load_site(name) for name in names]
 
     def pipeline_name(self, name: str | None) -> str:
-        """The name asked for, else the study's only pipeline, else camelyon17; UsageError where several others are."""
-        own = [path.stem for path in drop_companions((self.root / "pipelines").glob("*.toml"))]
-        if not name and len(own) > 1 and "camelyon17" not in own:
-            raise UsageError(f"the study has several pipelines; name one with --pipeline: {', '.join(own)}")
-        return name or (own[0] if len(own) == 1 else "camelyon17")
+        """Return the given name, else the only pipeline, else camelyon17; UsageError for several others."""
+        names = [path.stem for path in drop_companions((self.root / "pipelines").glob("*.toml"))]
+        if not name and len(names) > 1 and "camelyon17" not in names:
+            raise UsageError(f"the study has several pipelines; name one with --pipeline: {', '.join(names)}")
+        return name or (names[0] if len(names) == 1 else "camelyon17")
 
-    def pipeline(self, name: str, overrides: Sequence[str] = ()) -> Pipeline:
-        """The pipeline with its `extends` resolved and `--set key=value` applied."""
+    def load_pipeline(self, name: str, overrides: Sequence[str] = ()) -> Pipeline:
+        """Return the pipeline with `extends` resolved and `--set key=value` applied."""
         path = self._pipeline_path(name)
-        values = self._resolved(path, seen=())
+        values = self._resolve_extends(path, visited=())
         for override in overrides:
-            _override(values, override)
-        label = self._label(path) + (" with --set" if overrides else "")
-        return validated(pipeline_model(), values, label)
+            _apply_override(values, override)
+        label = self._file_label(path) + (" with --set" if overrides else "")
+        return validate_model(pipeline_model(), values, label)
 
     def _pipeline_path(self, name: str) -> Path:
         if name.endswith(".toml"):
             if not Path(name).is_file():
                 raise UsageError(f"{name}: no such file")
             return Path(name).resolve()
-        folders = [self.root / "pipelines", shipped("pipelines")]
+        folders = [self.root / "pipelines", find_shipped_folder("pipelines")]
         for folder in folders:
             if (folder / f"{name}.toml").is_file():
                 return folder / f"{name}.toml"
-        known = sorted({p.stem for folder in folders for p in drop_companions(folder.glob("*.toml"))})
-        raise UsageError(f"unknown pipeline {name!r}; known: {', '.join(known)}")
+        names = sorted({p.stem for folder in folders for p in drop_companions(folder.glob("*.toml"))})
+        raise UsageError(f"unknown pipeline {name!r}; known: {', '.join(names)}")
 
-    def _resolved(self, path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-        if path in seen:
-            raise UsageError(f"{self._label(path)}: extends itself")
+    def _resolve_extends(self, path: Path, visited: tuple[Path, ...]) -> dict[str, Any]:
+        if path in visited:
+            raise UsageError(f"{self._file_label(path)}: extends itself")
         values = _read_toml(path)
         base = values.pop("extends", None)
         if base is None:
@@ -223,29 +232,29 @@ class Study:
         try:
             base_path = self._pipeline_path(name)
         except UsageError as error:
-            raise UsageError(f"{self._label(path)}: extends = {toml_or_repr(base)}: {error}") from None
-        return _merged(self._resolved(base_path, (*seen, path)), values)
+            raise UsageError(f"{self._file_label(path)}: extends = {toml_or_repr(base)}: {error}") from None
+        return _merge_tables(self._resolve_extends(base_path, (*visited, path)), values)
 
-    def _label(self, path: Path) -> str:
+    def _file_label(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
     def resolve(self, path: str) -> Path:
-        """A path in a site file: relative to the study unless absolute; `~` and variables expand."""
+        """Return a path of a site file: relative to the study unless absolute; `~` and variables expand."""
         return self.root / os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 unknown users stay
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else toml_value(value)
 
 
-def load_pipeline(path: Path) -> Pipeline:
-    """Return the complete pipeline that a run keeps."""
-    return validated(pipeline_model(), _read_toml(path), path.name)
+def load_run_pipeline(path: Path) -> Pipeline:
+    """Return the complete pipeline of a run."""
+    return validate_model(pipeline_model(), _read_toml(path), path.name)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(ordinary(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(require_regular_file(path).read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
         raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: it is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
@@ -256,21 +265,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path.parent.name}/{path.name}: nested too deeply; write it flatter") from None
 
 
-def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in top.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        base_value = result.get(key)
+        result[key] = (
+            _merge_tables(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
+        )
     return result
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")
     text = text.lower() if text in ("True", "False") else text
-    if (found := strange_character(override)) is not None:
-        raise UsageError(f"--set {key.strip()!r}: holds the character {found}; give one key with one value")
+    if (character := find_control_character(override)) is not None:
+        raise UsageError(f"--set {key.strip()!r}: holds the character {character}; give one key with one value")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,6 +1,6 @@
-"""pipelines/*.toml: one study, what to do.
+"""The settings of a pipeline, pipelines/*.toml.
 
-Only `stages` and `cli` know this module; rooms take plain values. A key's docstring is its entry in
+Only `stages` and `cli` import this module; other packages take plain values. A key's docstring is its entry in
 docs/configuration.md and in `wsi-fl config`.
 """
 
@@ -12,44 +12,43 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from wsi_fl.plugins import entries
+from wsi_fl.plugins import load_entries
 from wsi_fl.study.toml import (
-    LEAST_SIGMA,
-    MOST_SEED,
+    MAX_SEED,
+    MIN_SIGMA,
     EncoderName,
     ModelName,
     Section,
     SiteName,
     TableText,
-    key,
-    refuse_twice,
+    refuse_duplicates,
+    settings_key,
 )
 
 _S = TypeVar("_S", bound=Section)
-_Fault = Literal["pen", "black", "fold", "bubble", "blur"]
-_USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
-"""How much of a patch may be at fault where only the fault is named; docs/quality.md says what that finds."""
+_Artifact = Literal["pen", "black", "fold", "bubble", "blur"]
+_DEFAULT_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
+"""Default of the largest share of a patch that an artifact may cover, by artifact; measured in docs/quality.md."""
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
-_OWN_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
-_OF_CLASSES = dict.fromkeys(
+_METHOD_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
+_NEEDS_CLASSES = dict.fromkeys(
     ("train.balance", "audit.canaries", "predict.model = ensemble", "train.init_from = oneshot"),
     "it works with classes alone",
 )
 
 
-class _Slides(Section):
+class _SlideSettings(Section):
     """How slides are read."""
 
     without_effect = ("",)
     reader: Literal["auto", "native", "openslide"] = "auto"
-    """What decodes the pixels. `native` decodes a slide's own JPEG tiles, `openslide` leaves everything to OpenSlide,
-    and `auto` decodes natively where that gives the same pixels as OpenSlide."""
+    """Decoder of the pixels. `native` decodes a slide's JPEG tiles, `openslide` uses OpenSlide for everything, and
+    `auto` decodes natively where the pixels are identical to OpenSlide's."""
     test_fraction: float = Field(0.2, ge=0, lt=1)
-    """Share of patients that are held out for testing by `tile`, `mosaic` and `import`, where the site prescribes no
-    split."""
+    """Share of patients that `tile`, `mosaic` and `import` hold out for testing, where the site prescribes no split."""
 
 
-class _Tile(Section):
+class _TileSettings(Section):
     """How `tile` cuts slides into labelled patches."""
 
     without_effect = ("",)
@@ -61,71 +60,69 @@ class _Tile(Section):
     """Distance from one patch to the next, in pixels of the patch. By default it equals `size_px`, so patches do not
     overlap."""
     min_tissue: float = Field(0.2, ge=0, le=1)
-    """Smallest share of a patch that must be tissue; patches with less are left out."""
+    """Smallest share of tissue in a patch that is kept."""
     groups: dict[str, Literal["tumor", "hole", "unsure", "ignored"]] = Field({})
-    """What annotation groups outline, such as {DCIS = "tumor", stroma = "ignored"}: tumour, holes in it, what is not
-    sure, or nothing that counts. The names that Camelyon, ASAP and QuPath use are known."""
+    """Meaning of annotation groups, such as {DCIS = "tumor", stroma = "ignored"}: tumour, holes in it, uncertain
+    regions, or regions to ignore. The names of Camelyon, ASAP and QuPath are built in."""
     balance: bool = True
-    """Whether a site keeps equally many patches of each label. The choice looks at all of the site's slides, so a
-    guarantee that must also cover tiling needs `false`."""
+    """Whether a site keeps equally many patches of each label. The choice depends on all of the site's slides, so a
+    privacy guarantee that must cover tiling needs `false`."""
     max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
-    """Largest number of patches that are kept of one slide, drawn at random. By default there is no limit."""
-    qc: dict[_Fault, Annotated[float, Field(ge=0, le=1)]] = Field({})
-    """Faults for which patches are set aside, and the largest share of a patch that may be at fault: ink of a marker,
-    places that were not scanned, folds, air bubbles, and what is out of focus. A list, ["pen", "blur"], takes the usual
-    shares: 0.05 of pen and black, 0.25 of folds and bubbles, 0.4 of blur. By default nothing is looked for."""
+    """Largest number of patches of one slide, drawn at random. By default there is no limit."""
+    qc: dict[_Artifact, Annotated[float, Field(ge=0, le=1)]] = Field({})
+    """Artifacts for which patches are excluded, with the largest share of a patch that each may cover: marker ink
+    (pen), regions that were not scanned (black), folds, air bubbles, and blur. A list, ["pen", "blur"], takes the
+    default shares: 0.05 of pen and black, 0.25 of folds and bubbles, 0.4 of blur. By default no artifact is
+    detected."""
     segmenter: str | None = None
-    """Path of a safetensors file with a torchvision segmentation model of your own, which tells those faults of
-    `tile.qc` that it knows. Its header says what it is (docs/quality.md). By default all faults are told by classical
-    measures."""
+    """Path of a safetensors file with a torchvision segmentation model that detects some artifacts of `tile.qc`;
+    docs/quality.md describes its header. By default all artifacts are detected by classical image features."""
 
     @field_validator("qc", mode="before")
     @classmethod
-    def _with_usual_shares(cls, asked: object) -> object:
-        """Return what a list of faults stands for."""
-        if not isinstance(asked, list):
-            return asked
-        return {str(fault): _USUAL_SHARES.get(fault, 1.0) for fault in asked}
+    def _expand_artifact_list(cls, value: object) -> object:
+        """Return the default shares of a list of artifacts."""
+        if not isinstance(value, list):
+            return value
+        return {str(artifact): _DEFAULT_SHARES.get(artifact, 1.0) for artifact in value}
 
 
-class _Tissue(Section):
-    """How tissue is told from background, by `tile`, `mosaic` and `predict`."""
+class _TissueSettings(Section):
+    """How `tile`, `mosaic` and `predict` separate tissue from background."""
 
     without_effect = ("",)
     method: str = "auto"
-    """What tells tissue: `saturation` suits ordinary stains, `density` (of light that is absorbed) pale ones and
+    """Tissue detector: `saturation` suits ordinary stains, `density` (optical density) pale stains and
     immunohistochemistry, and `texture` tissue that hardly absorbs light. `auto` takes density where saturation would
-    miss more than a twentieth of it; `tile` says on how many slides. Or the path of a folder with masks that others
-    made, such as masks/C1: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's `contours_geojson`), or
-    SLIDE.png over the whole slide or its scanned area, white on tissue. A slide without one is set aside."""
+    miss more than 5 % of the tissue; `tile` prints on how many slides. Or the path of a folder with masks, such as
+    masks/C1: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's `contours_geojson`), or SLIDE.png over
+    the whole slide or its scanned area, white on tissue. A slide without a mask is excluded."""
 
     @field_validator("method")
     @classmethod
-    def _known_or_folder(cls, method: str) -> str:
+    def _check_method(cls, method: str) -> str:
         if method not in get_args(_TissueMethod) and "/" not in method:
-            raise ValueError(
-                f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'"
-            )
+            raise ValueError(f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'")
         return method
 
     @property
-    def masks(self) -> str | None:
-        """The folder of masks that others made; None to find tissue here."""
+    def mask_folder(self) -> str | None:
+        """The folder of tissue masks; None where tissue is detected."""
         return self.method if self.method not in get_args(_TissueMethod) else None
 
 
-class _Store(Section):
-    """How a patch store keeps pixels."""
+class _StoreSettings(Section):
+    """How a patch store holds pixels."""
 
     without_effect = ("",)
     pixels: str = Field("native", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
-    """How pixels are stored. `native` keeps the slide's own JPEG streams where all patches of a slide are whole tiles
-    of it, and raw pixels elsewhere; `raw` keeps them as read everywhere; `jpeg:90` encodes them anew and loses detail;
-    `none` keeps positions alone and reads pixels from the slide whenever they are needed."""
+    """Encoding of pixels. `native` copies the slide's JPEG streams where all patches of a slide are whole tiles, and
+    stores raw pixels elsewhere; `raw` stores raw pixels; `jpeg:90` re-encodes them and loses detail; `none` stores
+    positions only and reads pixels from the slide when they are needed."""
 
 
-class Mosaic(Section):
-    """How `mosaic` turns a slide into a bag of features of a few representative patches (Yottixel, 2020)."""
+class MosaicSettings(Section):
+    """How `mosaic` represents a slide by the features of a few patches (Yottixel, 2020)."""
 
     without_effect = ("",)
     size_px: int = Field(1000, ge=8, le=16_384)
@@ -135,21 +132,22 @@ class Mosaic(Section):
     min_tissue: float = Field(0.7, ge=0, le=1)
     """Smallest share of a patch that must be tissue."""
     clusters: int = Field(9, ge=1, le=10_000)
-    """Number of groups into which the patches of a slide are sorted by colour."""
+    """Number of clusters of a slide's patches by colour."""
     fraction: float = Field(0.05, gt=0, le=1)
-    """Share of each colour group that is kept, spread over the slide."""
+    """Share of each colour cluster that is kept, spread over the slide."""
     encoder: EncoderName = "densenet121"
-    """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model, whose pooled output is the feature."""
+    """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model, whose pooled output is the feature
+    vector."""
     weights: str | None = None
-    """Path of a file with the encoder's weights: safetensors, or a .bin, .pt or .pth that holds tensors alone. By
-    default the published weights, fetched by name."""
+    """Path of a file with the encoder's weights: safetensors, or a .bin, .pt or .pth that holds tensors only. By
+    default the published weights, downloaded by name."""
     input_px: int | None = Field(None, ge=32, le=4096)
-    """Size to which patches are resized for the encoder, in pixels. By default they stay as read, unless the encoder
-    takes one size alone."""
+    """Size to which patches are resized for the encoder, in pixels. By default they are not resized, unless the encoder
+    has a fixed input size."""
 
 
-class _Features(Section):
-    """How `features` encodes every patch of a patch store. A key that is not set is taken from [mosaic]."""
+class _FeatureSettings(Section):
+    """How `features` encodes every patch of a patch store. The default of each key is that of [mosaic]."""
 
     without_effect = ("",)
     encoder: EncoderName | None = None
@@ -161,66 +159,62 @@ class _Features(Section):
     the same."""
 
 
-class Train(Section):
+class TrainSettings(Section):
     """How models are trained."""
 
     without_effect = ("seed", "eval_every", "fold", "left_out", "min_sites", "deadline")
     rounds: int = Field(30, ge=1, le=1_000_000)
-    """Number of rounds. In each the sites train alone, then exchange what travels."""
+    """Number of rounds. In each round the sites train locally, then exchange models."""
     eval_every: int = Field(1, ge=1, le=1_000_000)
     """Number of rounds from one evaluation to the next."""
     epochs_per_round: int = Field(1, ge=1, le=10_000)
-    """Number of passes over a site's training rows in each round."""
+    """Number of passes over a site's training examples in each round."""
     batch_size: int = Field(32, ge=1, le=1_000_000)
-    """Number of rows in a training step, on average; of patients where `privacy.unit` is "patient"."""
+    """Expected number of examples in a training step; of patients with `privacy.unit = "patient"`."""
     lr: float = Field(1e-3, gt=0, le=1)
-    """Learning rate of Adam. A step moves each weight by about so much, and no weight of a model is far above 1."""
+    """Learning rate of Adam: about the step of a weight in each batch; weights are rarely far above 1."""
     private_lr: float | None = Field(None, gt=0, le=1)
-    """Learning rate of models that stay at their site and have no noise: a private one, and the one that the site would
-    have alone. By default `train.lr`. Noise needs larger rates than they do."""
+    """Learning rate of models that stay at their site and are trained without noise: the private and the local model.
+    By default `train.lr`. Training with noise needs larger rates."""
     weight_decay: float = Field(0.0, ge=0, le=10_000)
     """Weight decay of Adam."""
     balance: bool = False
-    """Whether rows are weighed in training so that all classes count alike. Models under differential privacy are left
-    alone, since weights that follow private counts would void ε; `predict.model = "ensemble"` centres what they
-    answer."""
+    """Whether the loss weights examples so that all classes count equally. Models with differential privacy are not
+    weighted, since class counts are private; `predict.model = "ensemble"` centres their predictions instead."""
     tune: bool = False
-    """Whether models without differential privacy choose their own settings by cross-validation over the site's own
-    patients. Linear heads are fitted at once; others choose `balance`, `weight_decay` and `lr`. `compare` always
-    tunes the hospital alone."""
+    """Whether models without differential privacy choose hyperparameters by cross-validation over the site's patients.
+    Linear heads are fitted in closed form; others choose `balance`, `weight_decay` and `lr`. `compare` always tunes the
+    local baseline."""
     local_baseline: bool = True
-    """Whether each site also learns the model that it would have alone, which never leaves, so that joining
-    need not cost anything: see `predict.model`. A linear head is fitted at once; other models take one more step for
-    every batch."""
+    """Whether each site also trains a local model, which never leaves the site and which `predict.model` can choose. A
+    linear head is fitted in closed form; other models take one more step for every batch."""
     alpha: float = Field(0.3, ge=0, le=1)
-    """How far the private model learns from its proxy (α) instead of from the labels: 0 not at all, 1 from the proxy
-    alone."""
+    """Weight α of distillation from the proxy in the loss of the private model: 0 is labels only, 1 the proxy only."""
     beta: float = Field(0.3, ge=0, le=1)
-    """How far the proxy learns from the private model (β) instead of from the labels. With `privacy.mode = "strict"`
-    it counts as 0."""
+    """Weight β of distillation from the private model in the loss of the proxy. With `privacy.mode = "strict"` it is
+    0."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Probability with which each training patient is held out for validation where the store has no validation split.
-    They say what answers best; only methods by which sites send each other something hold patients out."""
+    These patients select the prediction model; methods without communication hold none out."""
     augment: str = "flips"
-    """How training patches are varied: not at all (`none`), by the eight symmetries of the square (`flips`), or by
-    these and random colour changes (`stain`)."""
+    """Augmentation of training patches: `none`, the eight symmetries of the square (`flips`), or these and random
+    colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
-    """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
-    data: Literal["patches", "features", "mosaics"] = key(
+    """Size to which patches are reduced for training, in pixels. By default they are not reduced."""
+    data: Literal["patches", "features", "mosaics"] = settings_key(
         "patches", excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}
     )
-    """What is learned from: patches, the features of all patches, or the features of mosaics."""
+    """Training data: patches, the features of all patches, or the features of mosaics."""
     example: Literal["patch", "slide", "patient"] | None = None
-    """What an example is: a patch, all features of a slide as a bag, or a patient as the mean of all features of the
-    patient's slides. A patient is then one row, and ε per row is ε per patient. By default slides of mosaics, and
-    patches otherwise."""
+    """Level of an example: a patch, a slide as the bag of its features, or a patient as the mean feature of all slides;
+    in the last case ε per row is ε per patient. By default `slide` with mosaics, else `patch`."""
     max_patches: int | None = Field(None, ge=1, le=10_000_000)
-    """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
-    default all are seen. A slide is predicted from all of its patches."""
+    """Largest number of patches of a bag in one training step, drawn in each step. By default all are used. Predictions
+    always use all patches of a slide."""
     any_patch_size: bool = False
-    """Whether sites may bring features of patches of different sizes or resolutions. An encoder makes other features
-    where it sees more tissue, or sees it finer, so by default sites that differ are refused."""
-    folds: int | None = key(
+    """Whether sites may have features of patches of different sizes or resolutions. Features depend on both, so by
+    default sites that differ are refused."""
+    folds: int | None = settings_key(
         None,
         ge=2,
         le=1000,
@@ -230,326 +224,323 @@ class Train(Section):
             "it rests on the training part of the stores' own split, of which a fold tests some patients",
         ),
     )
-    """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
-    `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""
-    stratify: bool = key(
+    """Number of folds of a cross-validation. The patients of every site are divided into folds by `train.seed`, in
+    place of the store's split. `wsi-fl train --folds N` trains a run for each fold."""
+    stratify: bool = settings_key(
         False, excludes={"privacy.enabled": "who is in a fold would depend on all other patients"}
     )
-    """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
-    there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
-    from the name, and at a real site from a secret of the hospital too."""
-    fold: int | None = key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
-    """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
+    """Whether folds are stratified by class and equal in size. A patient's fold then depends on the other patients,
+    which ε does not cover, so it is refused with differential privacy. By default a patient's fold is a hash of the
+    name, and at a real site of a secret of the hospital too."""
+    fold: int | None = settings_key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
+    """Index of the test fold among `train.folds`, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
-    """Name of a site that takes no part in training, and whose slides are the test set of all models.
-    `wsi-fl train --leave-site-out` trains a run for each site."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
-    """Seed of everything in training that is not secret. Noise and private batches never follow it."""
+    """Name of a site without part in training, whose slides are the test set of all models. `wsi-fl train
+    --leave-site-out` trains a run for each site."""
+    seed: int = Field(0, ge=0, le=MAX_SEED)
+    """Seed of all randomness in training except the privacy noise and the sampling of private batches."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
-    """What becomes of Adam's moments when the parameters they belong to are exchanged."""
+    """Whether Adam's moments are kept or reset when the parameters are exchanged."""
     from_released: bool = False
-    """Whether `oneshot` makes its heads of the sums that lie in `statistics/` already, as `wsi-fl statistics` writes
-    them, instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone;
-    between hospitals each sends its own to those who lack it."""
-    min_sites: int | None = key(
+    """Whether `oneshot` computes its heads from the class statistics that `wsi-fl statistics` wrote into `statistics/`,
+    instead of releasing and exchanging statistics itself. Sites without a store here take part by their file only;
+    between hospitals each site sends its file to sites that lack it."""
+    min_sites: int | None = settings_key(
         None,
         ge=1,
         le=10_000,
-        excludes={
-            "privacy.noise = shared": "a sum survives as many as privacy.dropouts says; set that instead"
-        },
+        excludes={"privacy.noise = shared": "secure aggregation tolerates privacy.dropouts sites; set that instead"},
     )
-    """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
-    part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are
-    needed. With `train.from_released`: how many letters must lie in `statistics/` before heads are made of those that
-    are there, by default those of all sites that write one, and any after `train.deadline`. Whenever another has come,
-    `train` makes the heads again."""
+    """Smallest number of participating sites. The others continue without a site that timed out (`comm.timeout_s`), and
+    it takes part again when it comes back; with fewer sites, and over a folder with half of them or fewer, all wait. By
+    default all are needed. With `train.from_released`: smallest number of class statistics in `statistics/` from which
+    heads are computed, by default those of all members, and any number after `train.deadline`. `train` computes the
+    heads again whenever more have arrived."""
     deadline: str | None = None
-    """Last day on which sites, or letters that are missing, are waited for, as "2027-01-31"."""
+    """Last day of waiting for sites or class statistics, such as "2027-01-31"."""
     init_from: Literal["fresh", "oneshot"] = "fresh"
-    """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
-    in `statistics/` make, which must be there for every site. It must be a linear head on features."""
+    """Initial weights of the exchanged model: random (`fresh`), or the one-shot global head (`oneshot`) of the class
+    statistics in `statistics/`, which must be there for every site. The model must be a linear head on features."""
 
     @field_validator("deadline", mode="before")
     @classmethod
-    def _day(cls, until: object) -> object:
+    def _parse_day(cls, value: object) -> object:
         try:
-            return None if until is None else date.fromisoformat(str(until)).isoformat()
+            return None if value is None else date.fromisoformat(str(value)).isoformat()
         except ValueError:
             raise ValueError("write a day as YYYY-MM-DD") from None
 
     @model_validator(mode="after")
-    def _one_of_the_folds(self) -> Self:
+    def _check_fold(self) -> Self:
         if self.fold and self.folds and self.fold > self.folds:
             raise ValueError(f"train.fold = {self.fold}: there are train.folds = {self.folds} folds")
         return self
 
 
-class Target(Section):
-    """What models of slides learn to answer: a column of a table as classes or as a number, or the time of an event.
+class TargetSettings(Section):
+    """The prediction target of slides or patients: a column of a table, as classes or a number, or the time of an
+    event.
 
-    Without it they answer what the stores are labelled with. It is for examples that are slides or patients. The table
-    is the site's own, `clinical` in its site file.
+    By default the target is the stores' labels. The table is `clinical` in the site file.
     """
 
     column: TableText | None = None
-    """Name of the column that holds the answer, with `classes` or `range`."""
+    """Name of the target column, with `classes` or `range`."""
     classes: list[TableText] | None = Field(None, min_length=2, max_length=10_000)
-    """The values of the column, in order, that models tell apart. All sites agree on them, so that no site's table
-    decides."""
+    """Values of the column that are the classes, in order; the same at all sites."""
     ignore: list[TableText] = Field([])
-    """Values of the column whose slides are left out, like those without a value."""
-    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = key(
-        None, min_length=2, max_length=2, excludes=_OF_CLASSES
+    """Values of the column whose slides are excluded, as are slides without a value."""
+    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = settings_key(
+        None, min_length=2, max_length=2, excludes=_NEEDS_CLASSES
     )
-    """Smallest and largest number of the column. With it models answer a number within this range."""
+    """Smallest and largest number of the column. With it models predict a number within this range."""
     time: TableText | None = None
     """Name of the column that holds the time until the event, or until the patient was last seen without it."""
     event: TableText | None = None
-    """Name of the column that says whether the event was seen: 1 or 0, yes or no, dead or alive."""
-    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = key(
-        None, min_length=1, max_length=1000, excludes=_OF_CLASSES
+    """Name of the column of observed events: 1 or 0, yes or no, dead or alive."""
+    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = settings_key(
+        None, min_length=1, max_length=1000, excludes=_NEEDS_CLASSES
     )
-    """Ends of the intervals in which the event may happen, rising, in the unit of `time`. Times after the last end are
-    not told apart. Ten or fewer are usual."""
+    """Ends of the time intervals of the hazard model, ascending, in the unit of `time`. Later times are censored at the
+    last end. Ten or fewer are usual."""
     per: Literal["slide", "patient"] = "slide"
-    """What one example is: a slide, or all slides of a patient as one bag. Survival is always asked per patient."""
+    """Level of an example: a slide, or all slides of a patient as one bag. Survival is always per patient."""
 
     @property
-    def of(self) -> str:
-        """Return what one example is: survival is asked of patients whatever `per` says."""
+    def example_level(self) -> str:
+        """Return the level of an example; with survival always "patient"."""
         return "patient" if self.intervals else self.per
 
     @property
-    def kind(self) -> Literal["classes", "number", "survival"]:
-        """Return the kind of question."""
+    def target_kind(self) -> Literal["classes", "number", "survival"]:
+        """Return the kind of task."""
         return "survival" if self.intervals else "number" if self.range else "classes"
 
     @property
-    def asked(self) -> bool:
-        """Return whether anything is asked beside what stores are labelled with."""
+    def is_set(self) -> bool:
+        """Return whether the target differs from the stores' labels."""
         return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))
 
 
-class _Model(Section):
+class _ModelSettings(Section):
     """Which architectures are trained."""
 
     private: ModelName = "resnet18"
-    """Architecture of the private models, which stay at home. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
+    """Architecture of the private models, which stay at their site. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
     `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
     `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
     `mean_head`."""
     proxy: ModelName = "resnet18"
-    """Architecture of the proxies, which travel. The names are those of `model.private`."""
-    weights: str = key("", needs={"train.data = patches": "heads on features and bags start at random"})
-    """What networks of patches start from, `timm:NAME` and `resnet18`: a file of weights, a folder with a file
-    `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier is fresh. By
-    default all starts at random. All sites need the same weights, which must be public: ε is not about what made
-    them."""
-    train: Literal["all", "head", "last", "norm", "lora"] = key(
+    """Architecture of the proxies, which are exchanged. The names are those of `model.private`."""
+    weights: str = settings_key("", needs={"train.data = patches": "heads on features and bags start at random"})
+    """Pretrained weights of networks of patches, `timm:NAME` and `resnet18`: a file, a folder with a file
+    `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier starts at random.
+    By default all weights do. All sites need the same weights, which must be public: ε does not cover their training
+    data."""
+    train: Literal["all", "head", "last", "norm", "lora"] = settings_key(
         "all", needs={"model.weights": "the rest of a network stays as its weights are"}
     )
-    """Which part of a network with `model.weights` is trained: everything, the classifier (`head`), the last block and
-    the classifier, gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and the
-    classifier (`lora`). Only that part travels, and is given noise."""
+    """Trained part of a network with `model.weights`: everything, the classifier (`head`), the last block and the
+    classifier (`last`), gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and
+    the classifier (`lora`). Only this part is exchanged, with noise."""
     projection: Annotated[int, Field(ge=2, le=65_536)] | str = 128
-    """Directions along which `oneshot` sums features: the file that `wsi-fl projection` made of public tissue, by its
-    path in the study, or a number of random ones, which lose more. All sites need the same ones."""
+    """Projection of features for `oneshot`: the path in the study of the file that `wsi-fl projection` computed from
+    public reference slides, or a number of random dimensions, which lose more. All sites need the same projection."""
 
 
-class _Topology(Section):
+class _TopologySettings(Section):
     """Who sends to whom."""
 
-    graph: str | None = key(None, excludes=_OWN_GRAPH)
+    graph: str | None = settings_key(None, excludes=_METHOD_GRAPH)
     """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random`, or the path of a JSON file
     of edges. By default it is the method's own."""
-    self_weight: float = key(0.0, ge=0, lt=1, excludes=_OWN_GRAPH)
-    """Share of its own model that a site keeps when it passes the rest on. With 0 models are passed on whole; with 0.5
-    they are averaged."""
+    self_weight: float = settings_key(0.0, ge=0, lt=1, excludes=_METHOD_GRAPH)
+    """Weight of a site's local model in its mixing step. With 0 a model is replaced by the received one; with 0.5 the
+    two are averaged."""
 
 
-class Gpu(Section):
+class GpuSettings(Section):
     """How GPUs compute."""
 
     without_effect = ("",)
     encode: Literal["half", "float32"] = "half"
-    """Precision of an encoder's matrix products on GPUs: `half` is bfloat16, or float16 where a GPU knows no other."""
+    """Precision of an encoder's matrix products on GPUs: `half` is bfloat16, or float16 where a GPU lacks bfloat16."""
     train: Literal["bfloat16", "float32"] = "float32"
-    """Precision of matrix products in training, on any device, of models without differential privacy. Those under it
-    stay in float32, where bfloat16 is no faster."""
+    """Precision of matrix products in training, on any device, of models without differential privacy. Models with it
+    stay in float32, since bfloat16 is no faster for them."""
     compile: bool = False
-    """Whether encoders are compiled for the GPU. Vision transformers then encode a third more patches a second, after
-    a minute; it takes a C compiler."""
+    """Whether encoders are compiled for the GPU: about a minute for a third more patches a second with vision
+    transformers. It needs a C compiler."""
 
 
-class _Communication(Section):
+class _CommunicationSettings(Section):
     """How sites wait for each other."""
 
     without_effect = ("",)
     timeout_s: float = Field(1800.0, gt=0, le=10_000_000)
-    """Longest time, in seconds, that others wait for a site that gives no sign of life before it counts as lost."""
+    """Time, in seconds, without a sign of life after which a site has timed out."""
 
 
-class Privacy(Section):
+class PrivacySettings(Section):
     """Differential privacy of what leaves a site."""
 
     without_effect = ("enabled", "insecure_seed")
     enabled: bool = True
-    """Whether what leaves a site is trained with differential privacy."""
+    """Whether models and statistics leave a site with differential privacy only."""
     mode: Literal["paper", "strict"] = "strict"
-    """What the ε is worth. With `strict` the proxy learns from labels alone and its ε is guaranteed; with `paper` it
+    """Guarantee level of ε. With `strict` the proxy learns from labels only and its ε is guaranteed; with `paper` it
     also learns from the private model, as in ProxyFL's Algorithm 1, and its ε is nominal."""
     sigma: float = Field(1.4, ge=0, le=1_000_000)
     """Noise multiplier σ: the standard deviation of the noise is σ times `clip`."""
     clip: float = Field(0.7, ge=1e-3, le=1e3)
-    """Norm C to which the gradient of each row (or patient) is clipped. The noise grows with it. Below 0.001 it would
-    come near the 10⁻⁸ that Adam adds to every gradient's size; above 1000 hardly any gradient is clipped."""
+    """Clipping norm C of the gradient of each row (or patient). The noise is proportional to C. Below 0.001 gradients
+    would come near Adam's 10⁻⁸; above 1000 hardly any gradient is clipped."""
     delta: float = Field(1e-5, gt=0, lt=1)
-    """The δ of simulated sites that do not set their own. A real site's δ is in its site file."""
+    """Default δ of simulated sites. A real site's δ is in its site file."""
     target_epsilon: float | None = Field(None, gt=0, le=1_000_000)
-    """The ε that all rounds together may cost a site, or its `max_epsilon` where that is less. It replaces `sigma` and
-    `train.batch_size`: each site gets the values that suit its number of rows."""
+    """Target ε of all rounds together, at most the site's `max_epsilon`. It replaces `sigma` and `train.batch_size`:
+    each site gets the values for its number of rows."""
     unit: Literal["row", "patient"] = "row"
-    """What ε protects: one row of the store, or all rows of one patient. With "patient" whole patients are sampled,
-    clipped and counted. It is the default where slides or patients are asked about; else "row" is, as in the papers."""
+    """Privacy unit: one row of the store, or all rows of one patient. With "patient" whole patients are sampled,
+    clipped and counted. The default is "patient" for examples that are slides or patients, else "row", as in the
+    papers."""
     max_rows: int = Field(32, ge=1, le=1_000_000)
-    """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
-    patient."""
-    noise: Literal["own", "shared"] = key(
+    """Largest number of rows of one patient in a step, drawn in each step; for `privacy.unit = "patient"`."""
+    noise: Literal["own", "shared"] = settings_key(
         "own", needs={"a method of sums": "only what is released once is added up; use oneshot"}
     )
-    """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
-    `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
-    its ε rests on the other sites. A real site must allow it by name (`allow = ["shared"]`)."""
+    """Noise of the class statistics of `oneshot`. With `own` each site adds all of it, and trusts nobody. `shared` is
+    distributed noise with secure aggregation, which reveals only the sum over sites: less noise, but ε depends on the
+    other sites. A real site must allow it by name (`allow = ["shared"]`)."""
     colluding: int = Field(1, ge=1, le=10_000)
-    """With `noise = "shared"`: how many sites may put together what they know without learning more than ε says. It is
-    at least 1, since every site knows its own share of the noise."""
+    """With `noise = "shared"`: number of colluding sites against which ε holds; at least 1, since every site knows its
+    own share of the noise."""
     dropouts: int = Field(0, ge=0, le=10_000)
-    """With `noise = "shared"`: how many sites may go away while the sum is made; it is that of the others then, at no
-    second charge. There must be `colluding` + 2 `dropouts` + 1 sites or more, and noise grows as if so many sites were
-    fewer. With 0 a site that goes away makes the sum unreadable, and the next attempt is charged again."""
-    insecure_seed: int | None = Field(None, ge=0, le=MOST_SEED)
-    """Seed of fixed noise, for tests alone. The ledger notes it, and no guarantee is given."""
+    """With `noise = "shared"`: number of sites that may drop out during secure aggregation; the result is then the sum
+    of the others, at no second charge. It needs `colluding` + 2 `dropouts` + 1 sites, and each site adds the noise for
+    `dropouts` fewer sites. With 0 a dropout makes the sum unreadable, and the next attempt is charged again."""
+    insecure_seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    """Seed of fixed noise, for tests only. The ledger records it, and no guarantee is given."""
 
     @field_validator("sigma")
     @classmethod
-    def _none_or_some(cls, sigma: float) -> float:
-        if 0 < sigma < LEAST_SIGMA:
-            raise ValueError(f"use 0 for no noise, or at least {LEAST_SIGMA:g}")
+    def _check_sigma(cls, sigma: float) -> float:
+        if 0 < sigma < MIN_SIGMA:
+            raise ValueError(f"use 0 for no noise, or at least {MIN_SIGMA:g}")
         return sigma
 
     @property
-    def noisy(self) -> bool:
-        """Whether anything is given noise at all."""
+    def has_noise(self) -> bool:
+        """Return whether any noise is added."""
         return self.enabled and (self.sigma > 0 or self.target_epsilon is not None)
 
 
-class Audit(Section):
-    """What is planted in training so that `audit` can attack the run."""
+class AuditSettings(Section):
+    """Canaries in training, which `audit` attacks."""
 
-    canaries: int = key(
+    canaries: int = settings_key(
         0,
         ge=0,
         le=1_000_000,
         excludes={
-            "a method without differential privacy": "they test what differential privacy promises",
-            "train.from_released": "they need new releases; set train.from_released = false",
+            "a method without differential privacy": "they test the guarantee of differential privacy",
+            "train.from_released": "they need new statistics; set train.from_released = false",
         },
     )
-    """Number of meaningless examples (canaries) planted among each site's training rows. A coin decides for each
-    whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""
+    """Number of random examples (canaries) among each site's training rows, each included with probability one half.
+    `audit` guesses which were included; its accuracy gives a lower bound on ε."""
 
 
-class _Evaluate(Section):
+class _EvaluateSettings(Section):
     """How `evaluate` measures models."""
 
     without_effect = ("",)
     bootstrap: int = Field(1000, ge=0, le=1_000_000)
-    """Number of times patients are drawn anew for a confidence interval; 0 leaves the intervals out."""
+    """Number of bootstrap samples of patients for confidence intervals; 0 for no intervals."""
     external: list[SiteName] = Field([])
-    """Names of sites that take no part in training; every model is also measured on all of their patches."""
+    """Names of sites without part in training; every model is also evaluated on all of their patches."""
 
-    _external_once = field_validator("external")(refuse_twice)
+    _external_once = field_validator("external")(refuse_duplicates)
 
 
-class _Predict(Section):
-    """Which model answers."""
+class _PredictSettings(Section):
+    """Which model predicts."""
 
     model: Literal["auto", "private", "proxy", "shared", "mean", "local", "ensemble"] = "auto"
-    """Which model answers: the private one, the proxy (of `oneshot` the `shared` head), the mean of both, or the site's
-    own `local` one. `ensemble` mixes that one with what the site has by joining: by so much as rows show that no model
-    knows by heart, and not at all where they do not. `auto` is `ensemble` with `train.local_baseline`; else what does
-    best on the validation split, or the private model without one. Numbers and survival that rounds learned are not
-    mixed: of them `auto` takes the best on validation rows."""
+    """Prediction model: the private model, the proxy (of `oneshot` the `shared` head), the mean of both, or the `local`
+    model. `ensemble` is the ensemble of the local and the federated models, weighted by their gain on held-out rows, 0
+    where there is none. `auto` is `ensemble` with `train.local_baseline`; else the best model on the validation split,
+    or the private model without one. Numbers and survival of methods in rounds have no ensemble: `auto` takes the best
+    model on validation rows."""
 
 
 class Pipeline(Section):
-    """One study: what is done, with which settings."""
+    """The settings of a study."""
 
     sites: list[SiteName] | None = Field(None, min_length=1, max_length=10_000)
     """Names of the sites that take part, in order. By default every site of the study."""
-    slides: _Slides = _Slides()
-    tile: _Tile = _Tile()
-    tissue: _Tissue = _Tissue()
-    store: _Store = _Store()
+    slides: _SlideSettings = _SlideSettings()
+    tile: _TileSettings = _TileSettings()
+    tissue: _TissueSettings = _TissueSettings()
+    store: _StoreSettings = _StoreSettings()
     subtypes: dict[TableText, list[TableText]] = Field({})
-    """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,
-    without it healthy and tumour."""
-    mosaic: Mosaic = Mosaic()
-    features: _Features = _Features()
-    train: Train = Train()
-    target: Target = Target()
-    model: _Model = _Model()
-    gpu: Gpu = Gpu()
-    topology: _Topology = _Topology()
-    comm: _Communication = _Communication()
-    privacy: Privacy = Privacy()
-    audit: Audit = Audit()
-    evaluate: _Evaluate = _Evaluate()
-    predict: _Predict = _Predict()
+    """Possible diagnoses of each tumour type, for studies of whole slides. With it the classes are diagnoses, without
+    it healthy and tumour."""
+    mosaic: MosaicSettings = MosaicSettings()
+    features: _FeatureSettings = _FeatureSettings()
+    train: TrainSettings = TrainSettings()
+    target: TargetSettings = TargetSettings()
+    model: _ModelSettings = _ModelSettings()
+    gpu: GpuSettings = GpuSettings()
+    topology: _TopologySettings = _TopologySettings()
+    comm: _CommunicationSettings = _CommunicationSettings()
+    privacy: PrivacySettings = PrivacySettings()
+    audit: AuditSettings = AuditSettings()
+    evaluate: _EvaluateSettings = _EvaluateSettings()
+    predict: _PredictSettings = _PredictSettings()
 
-    _sites_once = field_validator("sites")(refuse_twice)
+    _sites_once = field_validator("sites")(refuse_duplicates)
 
     @model_validator(mode="before")
     @classmethod
-    def _patients_are_units(cls, said: Any) -> Any:
-        """Privacy counts patients where slides or patients are asked about, unless told otherwise."""
-        if not isinstance(said, dict):
-            return said
-        train, target, privacy = (said.get(name) or {} for name in ("train", "target", "privacy"))
+    def _default_unit(cls, values: Any) -> Any:
+        """Set the privacy unit to patients where examples are slides or patients and the pipeline sets none."""
+        if not isinstance(values, dict):
+            return values
+        train, target, privacy = (values.get(name) or {} for name in ("train", "target", "privacy"))
         if not all(isinstance(section, dict) for section in (train, target, privacy)):
-            return said
+            return values
         of_patients = target or train.get("example") in ("slide", "patient") or train.get("data") == "mosaics"
-        return said | {"privacy": {"unit": "patient"} | privacy} if of_patients else said
+        return values | {"privacy": {"unit": "patient"} | privacy} if of_patients else values
 
     @property
-    def example(self) -> Literal["patch", "slide", "patient"]:
-        """What a row is: as `train.example` says, else slides of mosaics and patches of everything else."""
+    def example_level(self) -> Literal["patch", "slide", "patient"]:
+        """The level of an example: `train.example`, else slides of mosaics and patches of all other data."""
         return self.train.example or ("slide" if self.train.data == "mosaics" else "patch")
 
     @property
-    def encoding(self) -> Mosaic:
-        """The encoder of patches: [features] over [mosaic], whose weights and size belong to its own encoder."""
-        own = self.features.model_dump(exclude_none=True)
-        if "encoder" in own and own["encoder"] != self.mosaic.encoder:
-            own = {"weights": None, "input_px": None} | own
-        return self.mosaic.model_copy(update=own)
+    def encoder_settings(self) -> MosaicSettings:
+        """The encoder of patches: [features] over [mosaic], whose weights and size apply to the same encoder only."""
+        overrides = self.features.model_dump(exclude_none=True)
+        if "encoder" in overrides and overrides["encoder"] != self.mosaic.encoder:
+            overrides = {"weights": None, "input_px": None} | overrides
+        return self.mosaic.model_copy(update=overrides)
 
-    def changed(self, **sections: dict[str, Any]) -> Self:
-        """Return the pipeline with other values of keys of some sections, which nobody validates again."""
-        found = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
-        return self.model_copy(update=found)
+    def replace_keys(self, **sections: dict[str, Any]) -> Self:
+        """Return the pipeline with other values of some keys, without validation."""
+        changed_sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=changed_sections)
 
-    def section(self, kind: type[_S]) -> _S:
-        """Return the section of a kind that has joined; its defaults where this pipeline was made without it."""
+    def find_section(self, kind: type[_S]) -> _S:
+        """Return the section of a plug-in; its defaults where this pipeline was made without it."""
         return next((value for _, value in self if isinstance(value, kind)), kind())
 
 
 @cache
 def pipeline_model() -> type[Pipeline]:
-    """Return the model of a whole pipeline: the core's sections, then those that have joined, by name."""
-    joined = sorted(entries("wsi_fl.settings").items())
-    if twice := [name for name, _ in joined if name in Pipeline.model_fields]:
-        raise ValueError(f"[{twice[0]}] is a section of every pipeline")
-    fields: Any = {name: (section, section()) for name, section in joined}
+    """Return the model of a pipeline with the core's sections, then those of plug-ins by name."""
+    added_sections = sorted(load_entries("wsi_fl.settings").items())
+    if duplicates := [name for name, _ in added_sections if name in Pipeline.model_fields]:
+        raise ValueError(f"[{duplicates[0]}] is a section of every pipeline")
+    fields: Any = {name: (section, section()) for name, section in added_sections}
     return create_model("Pipeline", __base__=Pipeline, __doc__=Pipeline.__doc__, **fields)

@@ -1,4 +1,4 @@
-"""sites/*.toml: what belongs to one hospital, and what of it a run keeps."""
+"""The settings of a site, sites/*.toml, and their snapshot in a run."""
 
 from __future__ import annotations
 
@@ -12,100 +12,100 @@ from wsi_fl.types import MPP_BOUNDS
 _Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
 _Allowed = Literal["model", "buffer", "generator", "patches", "shared", "scores", "private_model"]
-"""What a site may let go without differential privacy; "patches" lets other sites' evaluation and joint training
-read its store, "shared" lets go sums whose noise rests on the other sites, "scores" counts of its test part, and
-"private_model" the model that was to stay at home, by `export`."""
+"""Permissions of a site to release without differential privacy; SiteFile.allow explains each."""
 
 
 class SiteFile(Section):
-    """One hospital: where its slides are, and what it allows."""
+    """The settings of one hospital: its slides, its privacy budget and its permissions."""
 
     name: SiteName
-    """Name of the site, the same as that of its file."""
+    """Name of the site, equal to the name of its file."""
     real: bool = True
-    """Whether the site is a real hospital. Nobody else opens the store of a real site, and nothing leaves it without
-    differential privacy unless `allow` names it."""
+    """Whether the site is a real hospital. Other sites never open the store of a real site, and nothing leaves it
+    without differential privacy unless `allow` names it."""
     slides: str | list[str] | None = None
-    """Path or pattern of the site's slides, or a list of them. It is left out where `partition` made the store."""
+    """Path or pattern of the site's slides, or a list of them. It is omitted where `partition` made the store."""
     annotations: str | None = None
     """Folder with the outlines of tumours, as ASAP XML or QuPath GeoJSON."""
     annotations_origin: Literal["bounds", "slide"] | None = None
-    """Corner from which outlines and masks count, on slides whose scanned area begins elsewhere than the slide (MRXS,
-    SCN). `bounds` is the corner of the scanned area, which QuPath shows alone; `slide` is that of the whole slide, as
-    OpenSlide and ASAP count. By default QuPath's files count from `bounds` and all others from `slide`, unless the
-    other puts far more of what they outline on tissue; `tile` says so. The outlines that `predict` writes for QuPath
-    count from `bounds`, or from here."""
+    """Origin of the coordinates of outlines and masks, on slides whose scanned area begins elsewhere than the slide
+    (MRXS, SCN). `bounds` is the corner of the scanned area, as in QuPath; `slide` is the corner of the whole slide, as
+    in OpenSlide and ASAP. By default `bounds` for QuPath's files and `slide` for all others, unless the other origin
+    puts far more of the outlined area on tissue; `tile` prints that. `predict` writes outlines for QuPath with this
+    origin, by default `bounds`."""
     layout: _Layout = "generic"
-    """How the archive is laid out, which decides how slides, labels and annotations are matched."""
+    """Layout of the archive, by which slides, labels and annotations are matched."""
     labels: str | None = None
-    """Path of the table that says what is on each slide: `stages.csv`, `slides.csv` or a clinical table."""
+    """Path of the table of slide labels: `stages.csv`, `slides.csv` or a clinical table."""
     clinical: str | None = None
-    """Path of the site's table that `[target]` asks for a column of, with a line per slide or per patient. By default
-    it is `labels`."""
+    """Path of the table with the columns of `[target]`, with a line per slide or per patient. By default `labels`."""
     split: str | None = None
     """Path of a table that assigns patients or slides to train, val and test. By default `tile` and `mosaic` draw the
     test patients."""
     columns: dict[Literal["patient", "diagnosis", "tumor_type", "project"], TableText] = Field({})
-    """Names of the columns of a clinical table (layout tcga) where they are not the GDC's names."""
+    """Names of the columns of a clinical table (layout tcga) that differ from the GDC's names."""
     manifest: str | list[str] | None = None
-    """Path of the GDC's manifest, or a list of them (layout tcga); it says which files the archive should hold."""
+    """Path of the GDC's manifest, or a list of them (layout tcga): the files that the archive should hold."""
     slide_types: list[Literal["DX", "TS", "BS", "MS"]] | None = Field(None, min_length=1)
-    """Kinds of slides that are taken (layout tcga). By default diagnostic slides, ["DX"]; TS and BS are frozen
-    sections."""
+    """Kinds of slides to use (layout tcga). By default diagnostic slides, ["DX"]; TS and BS are frozen sections."""
     mpp_override: float | None = Field(None, ge=MPP_BOUNDS[0], le=MPP_BOUNDS[1])
-    """Resolution of the slides at their finest level, in µm per pixel, in place of what they say or leave out."""
+    """Resolution of the slides at level 0, in µm per pixel, in place of their metadata."""
     role: Literal["member", "receiver"] = "member"
-    """What the site does in `oneshot`. A `receiver` has no labels, or does not lend them: it writes no letter and pays
-    nothing, and takes the head that the members' letters make. Other methods go on without it."""
+    """Role of the site in `oneshot`. A `receiver` is an inference-only site: it releases no class statistics, spends no
+    privacy budget, and receives the one-shot global head. Other methods run without it."""
     private_model: ModelName | None = None
     """Architecture of this site's private model. By default `model.private` of the pipeline."""
     max_epsilon: float | None = Field(None, gt=0, le=1_000_000)
-    """The site's privacy budget: the largest ε of everything it ever releases, over all runs and seeds. A real site
-    must set it."""
+    """Privacy budget of the site: the largest ε of all its releases, over all runs and seeds. Required for a real
+    site."""
     delta: float | None = Field(None, gt=0, lt=1)
-    """The δ of the site's budget. A real site must set it; a simulated one takes `privacy.delta` by default."""
+    """The δ of the budget. Required for a real site; by default `privacy.delta` for a simulated one."""
     ledger: str | None = None
-    """Path of the site's privacy account. By default `ledgers/<site>.jsonl`; a hospital with several studies
-    on the same patients names one file in all of them, so that they share one budget."""
+    """Path of the site's privacy account. By default `ledgers/<site>.jsonl`; a hospital with several studies on the
+    same patients sets the same file in all of them, so that they share one budget."""
     allow: list[_Allowed] = Field([])
-    """What may leave without differential privacy: models, buffers of synthetic samples, generators. "patches" lets
-    the other sites' evaluation and joint training read the store. "shared" is for `privacy.noise = "shared"`, where the
-    site's ε rests on noise that other sites add. "scores" lets go how many test examples each model that was released
-    gets right and wrong, and in which bin of its score; of no training patient. "private_model" lets `wsi-fl export
-    --private` write the site's private model for other programs, which may have memorised patients."""
+    """What may leave without differential privacy: models, buffers of synthetic samples, generators. "patches": the
+    evaluation of other sites and pooled training may read the store. "shared": `privacy.noise = "shared"`, where the
+    site's ε depends on noise that other sites add. "scores": counts of right and wrong test examples of each released
+    model, by bin of its score; none of training patients. "private_model": `wsi-fl export --private` may write the
+    site's private model, which may have memorised patients."""
 
     @property
-    def receives(self) -> bool:
-        """Return whether the site lends no label to anything; none of its labels is ever read."""
+    def is_receiver(self) -> bool:
+        """Return whether the site is inference-only; its labels are never read."""
         return self.role == "receiver"
 
-    def allows(self, what: _Allowed) -> bool:
-        """Return whether `what` may leave without differential privacy; a simulated site allows everything."""
-        return not self.real or what in self.allow
+    def allows(self, permission: _Allowed) -> bool:
+        """Return whether something may leave without differential privacy; a simulated site allows everything."""
+        return not self.real or permission in self.allow
 
     @property
-    def allowed(self) -> tuple[str, ...]:
-        """All that may leave without differential privacy."""
+    def permissions(self) -> tuple[str, ...]:
+        """The permissions to release without differential privacy; all of a simulated site."""
         return tuple(self.allow) if self.real else get_args(_Allowed)
 
 
-def as_agreed(began: SiteFile, today: SiteFile) -> SiteFile:
-    """Return today's site file with the promises that a run began with; nothing is allowed that either file forbids.
+def merge_site_snapshot(snapshot: SiteFile, current: SiteFile) -> SiteFile:
+    """Return the current site file with the settings snapshot of a run; allowed is only what both files allow.
 
-    Where things lie (slides, tables, the ledger) is today's; what the site is and promised is the run's.
+    Paths (slides, tables, the ledger) are the current ones; role, budget and architecture are the run's.
     """
-    limits = [limit for limit in (began.max_epsilon, today.max_epsilon) if limit is not None]
-    return today.model_copy(
+    limits = [limit for limit in (snapshot.max_epsilon, current.max_epsilon) if limit is not None]
+    return current.model_copy(
         update={
-            "real": began.real or today.real,
-            "allow": [what for what in get_args(_Allowed) if began.allows(what) and today.allows(what)],
+            "real": snapshot.real or current.real,
+            "allow": [
+                permission
+                for permission in get_args(_Allowed)
+                if snapshot.allows(permission) and current.allows(permission)
+            ],
             "max_epsilon": min(limits, default=None),
-            "delta": began.delta,
-            "private_model": began.private_model,
-            "role": began.role,
+            "delta": snapshot.delta,
+            "private_model": snapshot.private_model,
+            "role": snapshot.role,
         }
     )
 
 
-PROMISES = ("real", "role", "allow", "max_epsilon", "delta", "private_model")
-"""The keys of a site file that a run keeps as they were when it began."""
+SNAPSHOT_KEYS = ("real", "role", "allow", "max_epsilon", "delta", "private_model")
+"""The keys of a site file in the settings snapshot of a run."""

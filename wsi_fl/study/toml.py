@@ -1,4 +1,4 @@
-"""TOML as people read and write it: documents of settings, and what is wrong with one."""
+"""Settings in TOML: reading, writing, validation, and error messages."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from wsi_fl.study.renamed import new_name
 from wsi_fl.system.names import compose_text
-from wsi_fl.types import NOT_PLAIN, UsageError, is_plain, strange_character
+from wsi_fl.types import PLAIN_NAME_MESSAGE, UsageError, find_control_character, is_plain_name
 
 _S = TypeVar("_S", bound=BaseModel)
 
 
-MOST_SEED = 2**63 - 1
-"""The largest seed that every library takes."""
+MAX_SEED = 2**63 - 1
+"""The largest seed of all libraries."""
 
-LEAST_SIGMA = 1e-3
-"""The least noise multiplier that accountants can price."""
+MIN_SIGMA = 1e-3
+"""The smallest noise multiplier that privacy accountants can handle."""
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-"""What a site is called: its file, its folders and its store bear the name."""
+"""Name of a site, of its file, its folders and its store."""
 
 
-def _plain(name: str) -> str:
-    if name.startswith("timm:") and not is_plain(name.removeprefix("timm:")):
-        raise ValueError(f"{name!r} {NOT_PLAIN}")
+def _check_plain_name(name: str) -> str:
+    if name.startswith("timm:") and not is_plain_name(name.removeprefix("timm:")):
+        raise ValueError(f"{name!r} {PLAIN_NAME_MESSAGE}")
     return name
 
 
-ModelName = Annotated[str, AfterValidator(_plain)]
-"""What an architecture is called; what follows `timm:` is in timm's own table."""
+ModelName = Annotated[str, AfterValidator(_check_plain_name)]
+"""Name of an architecture; `timm:` precedes a name of timm's registry."""
 
 
-def _of_no_hub(name: str) -> str:
-    if ":" in name:  # of a file's path `encoder` itself says that it goes into weights
-        raise ValueError(f"{name!r} {NOT_PLAIN}")
+def _check_encoder_name(name: str) -> str:
+    if ":" in name:  # the error for a path is raised where encoders are built
+        raise ValueError(f"{name!r} {PLAIN_NAME_MESSAGE}")
     return name
 
 
-EncoderName = Annotated[str, AfterValidator(_of_no_hub)]
-"""What an encoder is called: a preset, or an architecture in timm's own table."""
+EncoderName = Annotated[str, AfterValidator(_check_encoder_name)]
+"""Name of an encoder: a preset, or an architecture of timm's registry."""
 
 
 TableText = Annotated[str, AfterValidator(compose_text)]
-"""What stands in a table of a site too: a column or a value, in the form in which tables are read."""
+"""Name of a column or a value of a site's table, in the Unicode form of tables."""
 
 
-def refuse_twice(names: list[str] | None) -> list[str] | None:
+def refuse_duplicates(names: list[str] | None) -> list[str] | None:
     """Return the names, or raise ValueError where one is listed twice."""
-    if twice := [name for name in names or () if (names or []).count(name) > 1]:
-        raise ValueError(f"listed twice: {twice[0]}")
+    if duplicates := [name for name in names or () if (names or []).count(name) > 1]:
+        raise ValueError(f"listed twice: {duplicates[0]}")
     return names
 
 
 class Section(BaseModel):
-    """A table of settings; the docstring of each key is its meaning for people, and `key` says what it goes with."""
+    """A section of settings; the docstring of a key is its documentation, its field's `needs` and `excludes` its
+    rules."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -66,67 +67,67 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_strange_characters(cls, values: object) -> object:
+    def _refuse_characters(cls, values: object) -> object:
         _refuse_strange(values)
         return values
 
     without_effect: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of its keys that make no other method: they change nothing about what is learned from a given store or
-    answered, repeat it, or are told of anyway; "" for all."""
+    """Prefixes of keys that do not distinguish rows of a comparison: they change neither training on a given store nor
+    predictions, are repetitions (seed, fold), or are compared otherwise; "" for all keys."""
     compared: ClassVar[bool] = False
-    """Whether the sites of a run must share its settings, of a section that has joined; of the core's `train` knows."""
+    """Whether all sites of a run must have the same settings, for sections of plug-ins; `train` checks the core's."""
 
 
-def key(
+def settings_key(
     default: Any,
     *,
     needs: Mapping[str, str] | None = None,
     excludes: Mapping[str, str] | None = None,
-    **more: Any,
+    **field_options: Any,
 ) -> Any:
-    """Return the field of a key that is refused without what it needs, or beside what it excludes, once it is set to
-    anything but its default.
+    """Return a field whose value, unless it is the default, is refused by unmet needs or met exclusions.
 
     Args:
-        needs: condition → why. A condition is a key that is set ("train.folds"), a key with one value
-            ("predict.model = ensemble"), or what a method is ("a method of sums").
+        needs: condition → reason. A condition is a key that is set ("train.folds"), a key with a value
+            ("predict.model = ensemble"), or a trait of a method ("a method of sums").
         excludes: the same.
-        more: what pydantic's `Field` takes.
+        field_options: arguments of pydantic's `Field`.
     """
     others: Any = {"needs": dict(needs or {}), "excludes": dict(excludes or {})}
-    return Field(default, json_schema_extra=others, **more)
+    return Field(default, json_schema_extra=others, **field_options)
 
 
-def clash(settings: Section, traits: Collection[str]) -> str:
-    """Return in one line what the first key that is set lacks, or does not go with; "" where all go together.
+def find_clash(settings: Section, traits: Collection[str]) -> str:
+    """Return one line on the first key with an unmet need or a met exclusion; "" without any.
 
-    Among the conditions that keys name are `traits` of the method.
+    Args:
+        traits: conditions that the method meets.
     """
     for name, section in settings:
         for last, field in type(section).model_fields.items() if isinstance(section, Section) else ():
-            said, value = field.json_schema_extra, getattr(section, last)
-            if not isinstance(said, dict) or value == field.get_default(call_default_factory=True):
+            conditions_of_key, value = field.json_schema_extra, getattr(section, last)
+            if not isinstance(conditions_of_key, dict) or value == field.get_default(call_default_factory=True):
                 continue
-            here = f"{name}.{field.alias or last} = {toml_or_repr(value)}"
-            for does, wanted in (("needs", True), ("excludes", False)):
-                conditions = said.get(does, {})
+            setting_text = f"{name}.{field.alias or last} = {toml_or_repr(value)}"
+            for verb, is_required in (("needs", True), ("excludes", False)):
+                conditions = conditions_of_key.get(verb, {})
                 assert isinstance(conditions, dict)
                 for condition, why in conditions.items():
-                    if _holds(settings, traits, condition) is not wanted:
-                        return f"{here} {does} {condition}: {why}"
+                    if _is_met(settings, traits, condition) is not is_required:
+                        return f"{setting_text} {verb} {condition}: {why}"
     return ""
 
 
-def _holds(settings: Section, traits: Collection[str], condition: str) -> bool:
-    key, _, wanted = condition.partition(" = ")
+def _is_met(settings: Section, traits: Collection[str], condition: str) -> bool:
+    key, _, expected = condition.partition(" = ")
     if "." not in key:
         return condition in traits
-    value = value_of(settings, key)
-    return str(value) == wanted if wanted else bool(value)
+    value = read_setting(settings, key)
+    return str(value) == expected if expected else bool(value)
 
 
-def value_of(settings: Section, key: str) -> Any:
-    """Return the value of a key, "train.rounds"; None where its section has not joined, KeyError for an unknown key."""
+def read_setting(settings: Section, key: str) -> Any:
+    """Return the value of a key such as "train.rounds"; None without its section, KeyError for an unknown key."""
     name, _, last = key.partition(".")
     section = getattr(settings, name, None)
     return section.model_dump(by_alias=True)[last] if isinstance(section, Section) else None
@@ -134,26 +135,26 @@ def value_of(settings: Section, key: str) -> Any:
 
 def _refuse_strange(value: object, key: str = "") -> None:
     """Raise ValueError for a control character in a text, or in the texts of a list or table."""
-    if isinstance(value, str) and (found := strange_character(value)) is not None:
-        raise ValueError(f"{key or 'a name'} holds the character {found}; leave it out")
+    if isinstance(value, str) and (character := find_control_character(value)) is not None:
+        raise ValueError(f"{key or 'a name'} holds the character {character}; leave it out")
     if isinstance(value, Mapping):
-        for name, each in value.items():
+        for name, item in value.items():
             _refuse_strange(name)
-            _refuse_strange(each, f"{key}.{name}".removeprefix("."))
+            _refuse_strange(item, f"{key}.{name}".removeprefix("."))
     if isinstance(value, list | tuple):
-        for each in value:
-            _refuse_strange(each, key)
+        for item in value:
+            _refuse_strange(item, key)
 
 
 def dump_toml(model: BaseModel, first_line: str = "") -> str:
-    """Return the model as TOML that loads back to it; None and empty tables are left out."""
+    """Return the model as TOML without None and empty tables; loading it gives an equal model."""
     values = model.model_dump(exclude_none=True, by_alias=True)
     text = tomli_w.dumps({key: value for key, value in values.items() if value != {}})
     return f"{first_line}\n{text}" if first_line else text
 
 
 def toml_value(value: Any) -> str:
-    """Return one TOML value on one line; TypeError for what is none, such as a table or None.
+    """Return one TOML value on one line; TypeError for a table or None.
 
     Example:
         >>> toml_value([1, True, 1e-05, "a"])
@@ -166,30 +167,30 @@ def toml_value(value: Any) -> str:
     return tomli_w.dumps({"x": value})[len("x = ") : -1]
 
 
-def validated(model: type[_S], values: Mapping[str, Any], label: str) -> _S:
-    """Return the model of these values; UsageError in one line names `label`, the key and what is allowed."""
+def validate_model(model: type[_S], values: Mapping[str, Any], label: str) -> _S:
+    """Validate values; the UsageError is one line with the label, the key and the allowed values."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        # a misspelt key says more than the one that is missing because of it
-        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        raise UsageError(f"{label}: {_explain(model, first)}") from None
+        # a misspelt key explains more than the missing key that it causes
+        first = min(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
+        raise UsageError(f"{label}: {_explain_error(model, first)}") from None
 
 
 _NOT_KEYS = ("str", "list[str]", "[key]")
-"""What pydantic adds to a location to say which member of a union it tried, or that a key itself is wrong."""
+"""Parts of pydantic's error locations that are union members or mark a wrong key."""
 
 
-def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
+def _explain_error(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     location = [str(part) for part in error["loc"] if part not in _NOT_KEYS]
     key = ".".join(location)
     if why := new_name(key) or new_name(f"{key} = {error['input']!r}"):
         return why
     if error["type"] == "extra_forbidden":
-        known = _fields_at(model, location[:-1])
-        close = difflib.get_close_matches(location[-1], known, 1)
+        names = _fields_at(model, location[:-1])
+        close = difflib.get_close_matches(location[-1], names, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"unknown key {key!r}; {hint}allowed here: {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}allowed here: {', '.join(names)}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
     if error["type"] == "model_type":
@@ -207,7 +208,7 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
 
 
 def toml_or_repr(value: Any) -> str:
-    """Return the value as TOML where there is any, else as Python shows it, for messages."""
+    """Return the value as TOML, else as Python's `repr`, for messages."""
     try:
         return toml_value(value)
     except TypeError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show, show_work
+from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print_document, run_work
 
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
@@ -23,34 +23,30 @@ app = typer.Typer(
 _SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
 _Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."),
 ]
 _Generator = Annotated[
     str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
 ]
 
 
-def _chosen(
+def _resolve_options(
     name: str | None, overrides: list[str] | None, generator: str | None
 ) -> tuple[Study, PipelineFile, GeneratorType]:
     from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.kinds import kind_of
 
     study = find_study()
-    of_kind = [f"synthesis.generator={generator}"] if generator else []
-    pipeline = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
-    return study, pipeline, kind_of(pipeline.section(Synthesis).generator)
+    generator_override = [f"synthesis.generator={generator}"] if generator else []
+    pipeline = study.load_pipeline(study.pipeline_name(name), [*(overrides or []), *generator_override])
+    return study, pipeline, kind_of(pipeline.find_section(Synthesis).generator)
 
 
 @app.command()
-@partial(announced, name="synthesize train")
+@partial(announce_start, name="synthesize train")
 def train(
     site: _SiteName,
-    again: Annotated[
-        bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
-    ] = False,
+    restart: Annotated[bool, typer.Option("--again", help="Throw away the site's generator and train anew.")] = False,
     generator: _Generator = None,
     pipeline: Pipeline = None,
     overrides: _Set = None,
@@ -59,12 +55,12 @@ def train(
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
     from wsi_fl.synthesis.stages.train import train_generator, trained_lines
 
-    work = partial(train_generator, *_chosen(pipeline, overrides, generator), site, again=again)
-    show_work("synthesize train", work, as_json, trained_lines)
+    work = partial(train_generator, *_resolve_options(pipeline, overrides, generator), site, again=restart)
+    run_work("synthesize train", work, as_json, trained_lines)
 
 
 @app.command()
-@partial(announced, name="synthesize sample")
+@partial(announce_start, name="synthesize sample")
 def sample(
     site: _SiteName,
     n_per_class: Annotated[int, typer.Option(min=1, max=10_000_000, help="Synthetic patches of each class.")],
@@ -72,16 +68,12 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the latents.")] = 0,
     generator: _Generator = None,
     as_site: Annotated[
-        bool,
-        typer.Option(
-            "--as-site", help="Write a site file too, so that every command takes the store by name."
-        ),
+        bool, typer.Option("--as-site", help="Write a site file too, so that every command takes the store by name.")
     ] = False,
     despite_failed_check: Annotated[
         bool,
         typer.Option(
-            "--despite-failed-check",
-            help="Write the set although the check failed or was not run; the store says so.",
+            "--despite-failed-check", help="Write the set although the check failed or was not run; the store says so."
         ),
     ] = False,
     as_json: Json = False,
@@ -99,11 +91,11 @@ def sample(
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
-    show(document, as_json, sampled_lines)
+    print_document(document, as_json, sampled_lines)
 
 
 @app.command()
-@partial(announced, name="synthesize check")
+@partial(announce_start, name="synthesize check")
 def check(
     site: _SiteName,
     generator: _Generator = None,
@@ -114,6 +106,6 @@ def check(
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
     from wsi_fl.synthesis.stages.check import check_generator, check_lines
 
-    work = partial(check_generator, *_chosen(pipeline, overrides, generator), site)
-    if not show_work("synthesize check", work, as_json, check_lines)["passed"]:
+    work = partial(check_generator, *_resolve_options(pipeline, overrides, generator), site)
+    if not run_work("synthesize check", work, as_json, check_lines)["passed"]:
         raise typer.Exit(1)

@@ -1,9 +1,9 @@
-"""A class-conditional denoising diffusion model, trained from scratch: the only module that knows diffusers.
+"""A class-conditional denoising diffusion model, trained from scratch: the only module that imports diffusers.
 
 Noise prediction (Ho et al., NeurIPS 2020, eq. 14) by a U-Net with a class embedding, an exponential moving average
 of its weights, optionally classifier-free guidance (Ho and Salimans, 2022). Sampling by the full chain (DDPM), by
-DDIM (Song et al., ICLR 2021) or by DPM-Solver++ (Lu et al., 2022). All that a step depends on is in `DdpmState`, so
-a checkpoint continues bit for bit.
+DDIM (Song et al., ICLR 2021) or by DPM-Solver++ (Lu et al., 2022). `DdpmState` has the whole state of a
+training, so a checkpoint continues bit for bit.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from torch import Tensor
 
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.lpips import half_precision
-from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pixels
+from wsi_fl.synthesis.state import TrainingState, move_average, normalize_pixels, quantize_images
 
 _Sampler = Literal["ddpm", "ddim", "dpm++"]
 
-_SHOWN_PER_CLASS = 320_000
-"""Images of each class that the rule for epochs shows, however few different ones there are."""
-_MOST_GROUPS = 16
+_IMAGES_PER_CLASS = 320_000
+"""Images of each class shown by the rule for epochs, repeats included."""
+_MAX_GROUPS = 16
 _HEAD_DIM = 8
 _CLIP_NORM = 1.0
-_MOST_BETA = 0.999
+_MAX_BETA = 0.999
 _EMA_RAMP = 10
-"""Early on the moving average forgets faster: after t steps at most (1 + t) / (10 + t) is kept."""
+"""Decay of the moving average after t steps is at most (1 + t) / (10 + t)."""
 
 
 @dataclass(frozen=True)
 class DdpmShape:
-    """What all sites agree on, and what a denoiser is rebuilt from.
+    """The shape of a denoiser, the same at all sites.
 
     Attributes:
         resolution: of the images, in pixels; divisible by 2^(len(widths) − 1).
@@ -64,14 +64,14 @@ class DdpmShape:
 
     @property
     def diffusion(self) -> dict[str, object]:
-        """The chain in diffusers' words. A short one takes larger steps, so that it too ends in noise."""
+        """The chain as arguments of diffusers. A short chain takes larger steps, so that it ends in noise too."""
         scale = 1000 / self.chain
-        ends = {"beta_start": min(1e-4 * scale, _MOST_BETA), "beta_end": min(0.02 * scale, _MOST_BETA)}
+        ends = {"beta_start": min(1e-4 * scale, _MAX_BETA), "beta_end": min(0.02 * scale, _MAX_BETA)}
         return {"num_train_timesteps": self.chain, "beta_schedule": self.schedule, **ends}
 
     @property
     def schema(self) -> str:
-        """A digest of all that must agree for a denoiser to be understood by another site."""
+        """A digest of the shape, equal for compatible denoisers."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @property
@@ -82,11 +82,11 @@ class DdpmShape:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How images are drawn, so many at a time.
+    """Parameters of drawing images in batches.
 
     Attributes:
         steps: evaluations of the denoiser for each image; "ddpm" with the whole chain is the paper's.
-        guidance: 1 is the conditional model as it is; more draws images more typical of their class.
+        guidance: 1 is the plain conditional model; more draws images more typical of their class.
     """
 
     sampler: _Sampler = "ddim"
@@ -95,21 +95,21 @@ class Sampling:
     batch_size: int = 64
 
 
-def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
+def count_training_steps(n_images: int, n_classes: int, batch_size: int) -> int:
     """Return the optimizer steps of a training: more epochs for more classes and for fewer images (appendix B.2).
 
-    The paper's formula did not survive in its text. This one has both properties: every class is shown the same
-    number of images in all, 320 000, whatever the number of different ones.
+    The paper's text lacks the formula. This rule has both properties: each class is shown 320 000 images in all, with
+    repeats.
 
     Example:
-        >>> steps_by_rule(1000, 2, 1000), steps_by_rule(1000, 6, 1000), steps_by_rule(500, 2, 1000)
+        >>> count_training_steps(1000, 2, 1000), count_training_steps(1000, 6, 1000), count_training_steps(500, 2, 1000)
         (640, 1920, 1280)
     """
-    return ceil(_SHOWN_PER_CLASS * n_classes / n_images) * ceil(n_images / batch_size)
+    return ceil(_IMAGES_PER_CLASS * n_classes / n_images) * ceil(n_images / batch_size)
 
 
 class UNet(UNet2DModel):  # type: ignore[misc]
-    """A U-Net, (noisy images, step, classes) → the noise, with one class more than there are, that of no class."""
+    """A U-Net, (noisy images, step, classes) → the noise, with an additional class for "no class"."""
 
     def __init__(self, shape: DdpmShape) -> None:
         depth = len(shape.widths)
@@ -119,7 +119,7 @@ class UNet(UNet2DModel):  # type: ignore[misc]
             out_channels=shape.channels,
             layers_per_block=shape.layers,
             block_out_channels=tuple(shape.widths),
-            norm_num_groups=gcd(_MOST_GROUPS, *shape.widths),
+            norm_num_groups=gcd(_MAX_GROUPS, *shape.widths),
             attention_head_dim=_HEAD_DIM,
             down_block_types=("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),
             up_block_types=("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1),
@@ -154,22 +154,22 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
     """Take one step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
 
     Args:
-        images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
+        images: uint8[n, c, h, h], all of them: batches are drawn by the state's random generator, with replacement.
         labels: int64[n].
     """
     shape, terms, random, device = state.shape, state.terms, state.random, state.device
     # 1. x from the data, t uniform over the chain, ε ~ N(0, I)
-    rows = state.rows(len(images), terms.batch_size)
-    x = to_images(images[rows])
+    rows = state.draw_rows(len(images), terms.batch_size)
+    x = normalize_pixels(images[rows])
     t = torch.randint(shape.chain, (terms.batch_size,), generator=random, device=device)
     noise = torch.randn(x.shape, generator=random, device=device)
     # 2. classifier-free guidance: some images are shown without their class
-    unnamed = torch.rand(terms.batch_size, generator=random, device=device) < terms.class_dropout
-    classes = labels[rows].masked_fill(unnamed, shape.null)
+    is_unnamed = torch.rand(terms.batch_size, generator=random, device=device) < terms.class_dropout
+    classes = labels[rows].masked_fill(is_unnamed, shape.null)
     # 3. predict ε from x_t = √ᾱ_t x + √(1 − ᾱ_t) ε (Ho et al., eq. 14)
     with half_precision(device):
-        said = state.denoiser(state.noising.add_noise(x, noise, t), t, classes).sample
-    loss = (said.float() - noise).square().mean()
+        predicted = state.denoiser(state.noising.add_noise(x, noise, t), t, classes).sample
+    loss = (predicted.float() - noise).square().mean()
     # 4. a step with clipped gradients, then the moving average
     state.optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
@@ -181,103 +181,101 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
 
 
 def _ema_decay(iteration: int, ema: float) -> float:
-    """Return what the moving average keeps of itself in the step after so many."""
+    """Return the decay of the moving average in the step after so many."""
     return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
 
 
 class _Ddim(DDIMScheduler):  # type: ignore[misc]
-    """DDIM in which each step ends where the next begins, and the last at the clean image (Song et al., eq. 12).
+    """DDIM with steps that end at the next listed time, and the last at the clean image (Song et al., eq. 12).
 
-    The library's own goes back by the whole number of chain steps per sampling step, whatever times it lists.
+    The library's class goes back by a whole number of chain steps per sampling step, regardless of its list of times.
     """
 
     def step(self, noise: Tensor, t: Tensor, x: Tensor) -> Any:
-        """Return the library's step from time t to the time that follows in `timesteps`."""
-        following = int(self.previous_timestep(t))
-        # the library divides the chain by this for the stride; as a fraction it gives any stride exactly
-        self.num_inference_steps = Fraction(self.config.num_train_timesteps, int(t) - following)
+        """Return the library's step from time t to the next time in `timesteps`."""
+        next_time = int(self.previous_timestep(t))
+        # the library divides the chain by this for the stride; a fraction gives any stride exactly
+        self.num_inference_steps = Fraction(self.config.num_train_timesteps, int(t) - next_time)
         return super().step(noise, t, x)
 
     def previous_timestep(self, t: Tensor) -> int:
-        """Return the time that follows t in `timesteps`, -1 after the last."""
+        """Return the next time after t in `timesteps`, -1 after the last."""
         (place,) = torch.nonzero(self.timesteps == t).flatten().tolist()
         return int(self.timesteps[place + 1]) if place + 1 < len(self.timesteps) else -1
 
 
-def _scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
+def _build_scheduler(shape: DdpmShape, sampling: Sampling) -> Any:
     """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
-    # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
-    clipped = {"thresholding": True, "sample_max_value": 1.0, "algorithm_type": "dpmsolver++"}
-    kinds = {"ddpm": DDPMScheduler, "ddim": _Ddim, "dpm++": partial(DPMSolverMultistepScheduler, **clipped)}
-    found: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
-    found.set_timesteps(sampling.steps)
-    if (found.timesteps < 0).any():  # rounding gave the library one time too many, before the chain begins
-        times = found.timesteps[found.timesteps >= 0]
+    # clipped like the others: from pure noise, small errors of a denoiser give clean images that are far off
+    clipping = {"thresholding": True, "sample_max_value": 1.0, "algorithm_type": "dpmsolver++"}
+    kinds = {"ddpm": DDPMScheduler, "ddim": _Ddim, "dpm++": partial(DPMSolverMultistepScheduler, **clipping)}
+    scheduler: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
+    scheduler.set_timesteps(sampling.steps)
+    if (scheduler.timesteps < 0).any():  # by rounding the library has one time too many, before the chain begins
+        times = scheduler.timesteps[scheduler.timesteps >= 0]
         if sampling.sampler == "dpm++":  # its noise levels follow from the times
-            found.set_timesteps(timesteps=times.tolist())
-        found.timesteps = times
-    return found
+            scheduler.set_timesteps(timesteps=times.tolist())
+        scheduler.timesteps = times
+    return scheduler
 
 
 @torch.no_grad()
-def drawn(
+def draw_images(
     denoiser: UNet,
     labels: NDArray[np.int64],
     sampling: Sampling,
     *,
     seed: int,
-    told: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Iterator[Tensor]:
     """Draw one image per label, uint8[b, c, h, h] on the CPU by batches; the same for the same arguments and device.
 
     Args:
-        told: called after every evaluation with the number of images done; a batch counts in parts.
+        progress: called after every evaluation with the number of finished images; a batch counts in parts.
     """
     device, shape = next(denoiser.parameters()).device, denoiser.shape
     for start in range(0, len(labels), sampling.batch_size):
         classes = torch.from_numpy(labels[start : start + sampling.batch_size]).to(device)
-        random = torch.Generator("cpu").manual_seed(_seed_of_batch(seed, start))
-        x = torch.randn(
-            (len(classes), shape.channels, shape.resolution, shape.resolution), generator=random
-        ).to(device)
-        scheduler = _scheduler_of(shape, sampling)
-        noisy = {} if sampling.sampler == "ddim" else {"generator": random}
+        random = torch.Generator("cpu").manual_seed(_batch_seed(seed, start))
+        x = torch.randn((len(classes), shape.channels, shape.resolution, shape.resolution), generator=random).to(device)
+        scheduler = _build_scheduler(shape, sampling)
+        generator_kwargs = {} if sampling.sampler == "ddim" else {"generator": random}
         for number, t in enumerate(scheduler.timesteps, 1):
-            noise = _predicted_noise(denoiser, x, t, classes, sampling.guidance)
-            x = scheduler.step(noise, t, x, **noisy).prev_sample
-            if told is not None:
-                told(start + len(classes) * number // len(scheduler.timesteps))
-        yield to_pixels(x).cpu()
+            noise = _predict_noise(denoiser, x, t, classes, sampling.guidance)
+            x = scheduler.step(noise, t, x, **generator_kwargs).prev_sample
+            if progress is not None:
+                progress(start + len(classes) * number // len(scheduler.timesteps))
+        yield quantize_images(x).cpu()
 
 
-def _seed_of_batch(seed: int, start: int) -> int:
+def _batch_seed(seed: int, start: int) -> int:
     return int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _predicted_noise(denoiser: UNet, x: Tensor, t: Tensor, classes: Tensor, guidance: float) -> Tensor:
+def _predict_noise(denoiser: UNet, x: Tensor, t: Tensor, classes: Tensor, guidance: float) -> Tensor:
     """Return ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
     with half_precision(x.device):
         if guidance == 1.0:
-            said: Tensor = denoiser(x, t, classes).sample.float()
-            return said
-        nobody = torch.full_like(classes, denoiser.shape.null)
-        both = denoiser(torch.cat([x, x]), t, torch.cat([classes, nobody])).sample.float()
-    named, unnamed = both.chunk(2)
-    guided: Tensor = unnamed + guidance * (named - unnamed)
+            predicted: Tensor = denoiser(x, t, classes).sample.float()
+            return predicted
+        null_classes = torch.full_like(classes, denoiser.shape.null)
+        outputs = denoiser(torch.cat([x, x]), t, torch.cat([classes, null_classes])).sample.float()
+    conditional, unconditional = outputs.chunk(2)
+    guided: Tensor = unconditional + guidance * (conditional - unconditional)
     return guided
 
 
-def vector_of(denoiser: UNet) -> NDArray[np.float32]:
-    """Return all parameters as one float32[d]: what travels."""
+def flatten_parameters(denoiser: UNet) -> NDArray[np.float32]:
+    """Return all parameters as one float32[d] for sending."""
     flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
     return flat.numpy().astype(np.float32, copy=False)
 
 
-def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> UNet:
+def build_denoiser(vector: NDArray[np.float32], shape: DdpmShape) -> UNet:
     """Return the denoiser of these parameters, ready to draw.
 
     Raises:
-        ValueError: when they are not as many as the shape has.
+        ValueError: for another number of parameters than the shape has.
     """
     denoiser = UNet(shape)
     if denoiser.n_values != vector.size:

@@ -1,14 +1,14 @@
-"""Evidence on a generator: how far its images are from the real ones, and whether it copies its training images.
+"""Evidence on a generator: the distance of its images from real ones, and whether it copies its training images.
 
-The verdict on copying rests on comparisons that need no threshold of their own: a generator that has learned the
-*distribution* is as near to images of it that were held out as to those it was trained on; one that has memorised is
-nearer to the latter. A fixed threshold means nothing across resolutions and tissues, and some images are far from all.
-So distances to the generator are taken over those to the nearest training image of another patient, and the distance of
-a generated image over what is usual around it: section 5.1 of Carlini et al., "Extracting training data from diffusion
-models", 2023, divides by the mean distance to the nearest 50 training images, which a copy alone makes small.
+The verdict on copying rests on comparisons without a fixed threshold: a generator of the *distribution* is as near to
+held-out images as to training images; one that has memorised is nearer to the latter. A fixed threshold does not hold
+across resolutions and tissues, and some images are far from all others. So distances to the generator are taken over
+those to the nearest training image of another patient, and the distance of a generated image over the usual one around
+it: section 5.1 of Carlini et al., "Extracting training data from diffusion models", 2023, divides by
+the mean distance to the nearest 50 training images; only copies have a small quotient.
 
 Nearest neighbours are exact, of plain arrays. Their distance is the Euclidean one divided by √d, of pixels in [0, 1]
-(Carlini et al., section 4.2; Table 4 of the MPCPA paper). _Distances between sets are FID (Heusel et al., NeurIPS 2017)
+(Carlini et al., section 4.2; Table 4 of the MPCPA paper). Distances between sets are FID (Heusel et al., NeurIPS 2017)
 and KID (Bińkowski et al., ICLR 2018), on the features of any encoder.
 """
 
@@ -27,25 +27,25 @@ _Images = NDArray[np.uint8]
 _Features = NDArray[np.float32]
 
 CRITERIA = 1
-"""Version of the verdict's rules; one that was reached by others does not count."""
-LEAST_HELD_OUT = 20
-"""With fewer held-out images nothing can be told."""
+"""Version of the verdict's rules; verdicts of other versions do not count."""
+MIN_HELD_OUT = 20
+"""Fewest held-out images for a verdict."""
 _ALPHA = 0.01
 """Of each one-sided test of the verdict."""
-_NEARER = 0.6
-"""A shift fails where a training image is nearer than a held-out one in so many pairs (half without copying)."""
-_TAIL = 0.05
-"""The tail are distances below this quantile of the held-out images'."""
+_MIN_NEARER_SHARE = 0.6
+"""Share of pairs with the training image nearer from which a shift fails (half without copying)."""
+_TAIL_QUANTILE = 0.05
+"""Quantile of the held-out images' distances that bounds the tail."""
 _TAIL_EXCESS = 2.0
-"""A tail fails where training images are in it so many times as often."""
-COPY = 0.1
-"""A copy is nearer to its original than this share of what the nearest training image of another patient is."""
+"""Excess of training images in the tail from which it fails."""
+COPY_THRESHOLD = 0.1
+"""Distance of a copy to its original over that to the nearest training image of another patient, at most."""
 _PAPER_THRESHOLD = 0.1
-"""Below it the MPCPA paper calls a generated image memorised; reported, never the verdict."""
-_NEIGHBOURS, _USUAL = 50, 0.5
+"""Distance of memorised images in the MPCPA paper; reported, never the verdict."""
+_NEIGHBOURS, _USUAL_FACTOR = 50, 0.5
 """n and α of Carlini et al., section 5.1."""
-_STANDS_OUT = 0.5
-"""The relative distance of a generated copy is below this share of the median one of held-out images."""
+_COPY_FACTOR = 0.5
+"""Relative distance of a generated copy over the median one of held-out images, at most."""
 _MEMORY_BYTES = 256 << 20
 
 
@@ -54,7 +54,7 @@ _MEMORY_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Nearest:
-    """Of each image, among some references.
+    """The nearest reference of each image.
 
     Attributes:
         row: int64[n] of its nearest reference.
@@ -67,74 +67,72 @@ class Nearest:
     relative: _Distances
 
 
-def duplicates(images: _Images) -> NDArray[np.int64]:
-    """Return int64[m], the rows that are exactly the same as an earlier one."""
+def find_duplicates(images: _Images) -> NDArray[np.int64]:
+    """Return the rows int64[m] that equal an earlier one."""
     if not len(images):
         return np.zeros(0, np.int64)
-    _, first, which = np.unique(_flat(images), axis=0, return_index=True, return_inverse=True)
-    return np.flatnonzero(first[which.reshape(-1)] != np.arange(len(images)))
+    _, first, inverse = np.unique(_flatten_images(images), axis=0, return_index=True, return_inverse=True)
+    return np.flatnonzero(first[inverse.reshape(-1)] != np.arange(len(images)))
 
 
-def nearest(images: _Images, references: _Images, *, memory_bytes: int = _MEMORY_BYTES) -> Nearest:
+def find_nearest(images: _Images, references: _Images, *, memory_bytes: int = _MEMORY_BYTES) -> Nearest:
     """Return the nearest reference of every image, exactly.
 
     Args:
         references: at least one.
-        memory_bytes: for blocks of both sets and their distances; what is kept of each image comes on top.
+        memory_bytes: for blocks of both sets and their distances; results come on top.
     """
-    a, b = _flat(images), _flat(references)
+    a, b = _flatten_images(images), _flatten_images(references)
     k = min(_NEIGHBOURS, len(b))
-    rows, kept = np.zeros(len(a), np.int64), np.full((len(a), k), np.inf)
-    for mine, first, squares in _squares(a, b, k, memory_bytes):
-        at = squares.argmin(axis=1)
-        nearer = squares[np.arange(len(at)), at] < kept[mine, 0]
-        rows[mine] = np.where(nearer, first + at, rows[mine])
-        kept[mine] = np.sort(np.concatenate([kept[mine], squares], axis=1), axis=1)[:, :k]
-    distance = np.sqrt(kept / a.shape[1]) / 255
-    usual = _USUAL * distance.mean(axis=1)
-    relative = np.divide(distance[:, 0], usual, out=np.zeros(len(a)), where=usual > 0)
+    rows, smallest = np.zeros(len(a), np.int64), np.full((len(a), k), np.inf)
+    for rows_slice, first, squares in _iterate_squares(a, b, k, memory_bytes):
+        columns = squares.argmin(axis=1)
+        is_nearer = squares[np.arange(len(columns)), columns] < smallest[rows_slice, 0]
+        rows[rows_slice] = np.where(is_nearer, first + columns, rows[rows_slice])
+        smallest[rows_slice] = np.sort(np.concatenate([smallest[rows_slice], squares], axis=1), axis=1)[:, :k]
+    distance = np.sqrt(smallest / a.shape[1]) / 255
+    usual_distance = _USUAL_FACTOR * distance.mean(axis=1)
+    relative = np.divide(distance[:, 0], usual_distance, out=np.zeros(len(a)), where=usual_distance > 0)
     return Nearest(rows, distance[:, 0].copy(), relative)
 
 
-def nearest_other(
-    images: _Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES
-) -> _Distances:
-    """Return float64[n], how near every image is to the nearest different one of another patient, infinite without one.
+def find_nearest_other(images: _Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES) -> _Distances:
+    """Return the distance float64[n] of every image to the nearest different one of another patient, or infinity.
 
     Args:
-        patient: str[n], whose each is.
+        patient: str[n], of each image.
     """
-    a, whose = _flat(images), np.unique(patient, return_inverse=True)[1]
+    a, patient_index = _flatten_images(images), np.unique(patient, return_inverse=True)[1]
     out = np.full(len(a), np.inf)
-    for mine, first, squares in _squares(a, a, 1, memory_bytes):
-        theirs = whose[first : first + squares.shape[1]]
-        squares[(whose[mine, None] == theirs) | (squares == 0)] = np.inf
-        out[mine] = np.minimum(out[mine], squares.min(axis=1))
+    for rows_slice, first, squares in _iterate_squares(a, a, 1, memory_bytes):
+        other_patients = patient_index[first : first + squares.shape[1]]
+        squares[(patient_index[rows_slice, None] == other_patients) | (squares == 0)] = np.inf
+        out[rows_slice] = np.minimum(out[rows_slice], squares.min(axis=1))
     distances: _Distances = np.sqrt(out / a.shape[1]) / 255
     return distances
 
 
-def _flat(images: _Images) -> _Images:
+def _flatten_images(images: _Images) -> _Images:
     return np.ascontiguousarray(images).reshape(len(images), int(np.prod(images.shape[1:])))
 
 
-def _squares(
+def _iterate_squares(
     a: _Images, b: _Images, k: int, memory_bytes: int
 ) -> Iterator[tuple[slice, int, NDArray[np.float64]]]:
-    """Yield blocks of the squared distances of flat images: which rows of a, the first of b, float64[·, ·].
+    """Yield blocks of the squared distances of flat images: (rows of a, first row of b, float64[·, ·]).
 
-    Pixels are whole numbers, so are squared distances, and double precision holds them without rounding. Both blocks
-    are held as float64[·, d], with their distances and the k best.
+    Squared distances of whole-number pixels are exact in double precision. Memory holds both blocks as float64[·, d],
+    their distances and the k best.
     """
     d, values = a.shape[1], max(memory_bytes // 8, 4 * (a.shape[1] + k) + 16)
     side = max(1, int(values // (2 * d + 4 * k)))
     while side > 1 and 2 * side * d + 3 * side * side + 2 * side * k > values:
         side = side * 3 // 4
     for start in range(0, len(a), side):
-        mine = a[start : start + side].astype(np.float64)
+        block = a[start : start + side].astype(np.float64)
         for first in range(0, len(b), side):
-            theirs = b[first : first + side].astype(np.float64)
-            squares = (mine**2).sum(axis=1)[:, None] + (theirs**2).sum(axis=1) - 2 * mine @ theirs.T
+            other_block = b[first : first + side].astype(np.float64)
+            squares = (block**2).sum(axis=1)[:, None] + (other_block**2).sum(axis=1) - 2 * block @ other_block.T
             yield slice(start, start + side), first, squares
 
 
@@ -143,16 +141,16 @@ def _squares(
 
 @dataclass(frozen=True)
 class Memorization:
-    """What is known of the copying of one generator.
+    """The evidence of copying by one generator.
 
     Attributes:
         least, median: of the distances of generated images to their nearest training images.
-        held_out_least, held_out_median: the same of held-out real images.
-        below_paper, held_out_below_paper: numbers nearer than 0.1.
-        copy_below: a copy's relative distance is below this; None where it could not be calibrated.
-        copies, held_out_copies: numbers of them.
-        duplicates: training images that are the same, pixel by pixel, as an earlier one.
-        reasons: why this is no generator to release; empty where it is.
+        held_out_least, held_out_median: the same for held-out real images.
+        below_paper, held_out_below_paper: numbers of images nearer than 0.1.
+        copy_below: upper bound of a copy's relative distance; None without calibration.
+        copies, held_out_copies: numbers of copies.
+        duplicates: number of training images that equal an earlier one.
+        reasons: reasons against release; empty if there are none.
     """
 
     n_generated: int
@@ -170,26 +168,27 @@ class Memorization:
     reasons: list[str]
 
 
-def judged(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Memorization:
+def judge_copies(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Memorization:
     """Return the verdict on generated images.
 
-    One counts as a copy where its nearest training image stands out among its 50 nearest more than twice as much as is
-    usual for held-out images. Real images may have twins too, of the same patient say, so what counts is whether
-    generated images are copies more often than held-out ones.
+    A copy has a nearest training image that stands out among its 50 nearest more than twice as much as is usual for
+    held-out images. Real images may have twins too, for example of the same patient, so generated images fail if they
+    are copies more often than held-out ones.
 
     Args:
-        generated: of generated images among the training images.
-        held_out: of real images that were not trained on, among the same.
+        generated: generated images among the training images.
+        held_out: held-out real images among the same.
     """
     n, m = len(generated.distance), len(held_out.distance)
-    below, copies, theirs = None, 0, 0
-    reasons = _too_few(m)
+    threshold, n_copies, n_held_out_copies = None, 0, 0
+    reasons = _explain_too_few(m)
     if not reasons:
-        below = _STANDS_OUT * float(np.median(held_out.relative))
-        copies, theirs = (int((one.relative < below).sum()) for one in (generated, held_out))
-        if copies * m > theirs * n:
+        threshold = _COPY_FACTOR * float(np.median(held_out.relative))
+        n_copies, n_held_out_copies = (int((result.relative < threshold).sum()) for result in (generated, held_out))
+        if n_copies * m > n_held_out_copies * n:
             reasons = [
-                f"{copies} of {n} generated images are copies of training images (held-out images: {theirs} of {m})"
+                f"{n_copies} of {n} generated images are copies of training images "
+                f"(held-out images: {n_held_out_copies} of {m})"
             ]
     return Memorization(
         n_generated=n,
@@ -200,20 +199,20 @@ def judged(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Memoriza
         held_out_median=float(np.median(held_out.distance)) if m else None,
         below_paper=int((generated.distance < _PAPER_THRESHOLD).sum()),
         held_out_below_paper=int((held_out.distance < _PAPER_THRESHOLD).sum()),
-        copy_below=below,
-        copies=copies,
-        held_out_copies=theirs,
+        copy_below=threshold,
+        copies=n_copies,
+        held_out_copies=n_held_out_copies,
         duplicates=n_duplicates,
         reasons=reasons,
     )
 
 
-def _too_few(n_held_out: int) -> list[str]:
-    if n_held_out >= LEAST_HELD_OUT:
+def _explain_too_few(n_held_out: int) -> list[str]:
+    if n_held_out >= MIN_HELD_OUT:
         return []
     return [
-        f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} copying cannot be "
-        "told from likeness"
+        f"only {n_held_out} held-out images (split val or test): with fewer than {MIN_HELD_OUT} copying cannot "
+        "be distinguished from likeness"
     ]
 
 
@@ -222,7 +221,7 @@ def _too_few(n_held_out: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Spread:
-    """A set of distances in four numbers."""
+    """Summary of a set of distances."""
 
     n: int
     median: float
@@ -232,7 +231,7 @@ class _Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """_Distances of training images to a generator's nearest images, against those of held-out images.
+    """Distances of training images to a generator's nearest images, against those of held-out images.
 
     Attributes:
         nearer: probability that a training image is nearer than a held-out one (ties count half).
@@ -252,93 +251,93 @@ class Comparison:
     copies_training: int
     copies_held_out: int
 
-    def reasons(self, what: str) -> list[str]:
-        """Return why this looks like copying; empty where it does not."""
-        found, n, m = [], self.training.n, self.held_out.n
+    def list_reasons(self, subject: str) -> list[str]:
+        """Return the signs of copying; [] if there are none."""
+        lines, n, m = [], self.training.n, self.held_out.n
         if self.copies_training and self.copies_training * m > self.copies_held_out * n:
-            found.append(
-                f"{what}: {self.copies_training} of {n} training images are met almost exactly "
+            lines.append(
+                f"{subject}: {self.copies_training} of {n} training images are reproduced almost exactly "
                 f"(held-out images: {self.copies_held_out} of {m})"
             )
-        if self.p_nearer < _ALPHA and self.nearer >= _NEARER:
-            found.append(
-                f"{what}: training images are nearer than held-out ones in {self.nearer:.0%} of pairs "
+        if self.p_nearer < _ALPHA and self.nearer >= _MIN_NEARER_SHARE:
+            lines.append(
+                f"{subject}: training images are nearer than held-out ones in {self.nearer:.0%} of pairs "
                 f"(p = {self.p_nearer:.1g})"
             )
-        if self.p_tail < _ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL):
-            found.append(
-                f"{what}: {self.tail_training:.0%} of the training images are nearer than {_TAIL:.0%} of the "
-                f"held-out ones are (p = {self.p_tail:.1g})"
+        if self.p_tail < _ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL_QUANTILE):
+            lines.append(
+                f"{subject}: {self.tail_training:.0%} of the training images are nearer than "
+                f"{_TAIL_QUANTILE:.0%} of the held-out ones are (p = {self.p_tail:.1g})"
             )
-        return found
+        return lines
 
 
-def spread(distances: _Distances) -> _Spread:
-    """Return a set of distances in four numbers."""
+def summarize_distances(distances: _Distances) -> _Spread:
+    """Return the summary of a set of distances."""
     q05 = float(np.quantile(distances, 0.05))
     return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def _compared(training: _Distances, held_out: _Distances, *, copy_below: float = COPY) -> Comparison:
+def _compare_distances(training: _Distances, held_out: _Distances, *, copy_below: float = COPY_THRESHOLD) -> Comparison:
     """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
-    edge = float(np.quantile(b, _TAIL))
-    inside = [int((a < edge).sum()), int((b < edge).sum())]
-    table = [inside, [len(a) - inside[0], len(b) - inside[1]]]
+    edge = float(np.quantile(b, _TAIL_QUANTILE))
+    n_inside = [int((a < edge).sum()), int((b < edge).sum())]
+    table = [n_inside, [len(a) - n_inside[0], len(b) - n_inside[1]]]
     return Comparison(
-        training=spread(a),
-        held_out=spread(b),
+        training=summarize_distances(a),
+        held_out=summarize_distances(b),
         nearer=1 - float(test.statistic) / (len(a) * len(b)),
         p_nearer=float(test.pvalue),
-        tail_training=inside[0] / len(a),
-        tail_held_out=inside[1] / len(b),
+        tail_training=n_inside[0] / len(a),
+        tail_held_out=n_inside[1] / len(b),
         p_tail=float(fisher_exact(table, alternative="greater").pvalue),
         copies_training=int((a < copy_below).sum()),
         copies_held_out=int((b < copy_below).sum()),
     )
 
 
-def _over_usual(distance: _Distances, usual: _Distances) -> _Distances:
+def _relative_distances(distance: _Distances, usual: _Distances) -> _Distances:
     """Return each image's distance over its usual one, that to the nearest different training image of another patient.
 
-    By chance more images that are far from everything may be held out; what a generator remembers shows in the
-    quotient. Other patients' images alone are compared with, for a held-out image has no others, and a twin of a
-    training image is no measure of what is usual (twins are copied first). Where there is no such image (infinite),
-    or a held-out image is in the training set too (0), the image is left out.
+    By chance more images that are far from all others may be held out; the quotient corrects for it. Only other
+    patients' images are compared, for a held-out image has no others, and twins of a training image are not typical
+    (they are copied first). Without such an image (infinite), or with the held-out image in the training set (0), the
+    image is left out.
 
     Example:
-        >>> _over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
+        >>> _relative_distances(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
         [0.5]
     """
-    known = (usual > 0) & np.isfinite(usual)
-    quotient: _Distances = distance[known] / usual[known]
+    is_known = (usual > 0) & np.isfinite(usual)
+    quotient: _Distances = distance[is_known] / usual[is_known]
     return quotient
 
 
-def told_apart(
-    reached: Sequence[_Distances], usual: Sequence[_Distances], least: int = LEAST_HELD_OUT
+def compare_relative(
+    distances: Sequence[_Distances], usual: Sequence[_Distances], min_held_out: int = MIN_HELD_OUT
 ) -> Comparison | None:
     """Return the comparison of distances of training and of held-out images, over the usual ones of both.
 
-    None where copying cannot be told from likeness: no training image or fewer held-out ones than `least` are left.
+    None if copying cannot be distinguished from likeness: no training image, or fewer held-out than `min_held_out`.
     """
-    training, held_out = map(_over_usual, reached, usual)
-    return _compared(training, held_out) if len(training) and len(held_out) >= least else None
+    training, held_out = map(_relative_distances, distances, usual)
+    return _compare_distances(training, held_out) if len(training) and len(held_out) >= min_held_out else None
 
 
-def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:
-    """Return why a generator does not pass: it looks like copying, or that cannot be told. Empty where it passes."""
-    if few := _too_few(n_held_out):
-        return few
+def list_doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:
+    """Return why a generator does not pass: signs of copying, or too few images; [] if it passes."""
+    if reasons := _explain_too_few(n_held_out):
+        return reasons
     if not comparisons:
-        return ["too few images differ from all others: copying cannot be told from likeness"]
-    return [reason for what, one in comparisons.items() for reason in one.reasons(what)]
+        return ["too few images differ from all others: copying cannot be distinguished from likeness"]
+    return [reason for subject, comparison in comparisons.items() for reason in comparison.list_reasons(subject)]
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """Paired distances with and without the privacy loss, and the one-sided signed-rank test that the first are larger.
+    """Paired distances with and without the privacy loss, and a one-sided signed-rank test of their increase.
 
     Attributes:
         raised: share of pairs in which the distance grew.
@@ -350,12 +349,12 @@ class _Moved:
     p: float | None
 
 
-def moved(after: _Distances, before: _Distances) -> _Moved:
-    """Return the paired comparison of Fig. 3; p is None where nothing differs.
+def compare_paired(with_loss: _Distances, without_loss: _Distances) -> _Moved:
+    """Return the paired comparison of Fig. 3; p is None without any difference.
 
     Reference: Wilcoxon, "Individual comparisons by ranking methods", Biometrics Bulletin 1, 1945.
     """
-    difference = after - before
+    difference = with_loss - without_loss
     p = float(wilcoxon(difference, alternative="greater").pvalue) if np.any(difference) else None
     return _Moved(len(difference), float(np.median(difference)), float((difference > 0).mean()), p)
 
@@ -366,7 +365,7 @@ def moved(after: _Distances, before: _Distances) -> _Moved:
 def frechet_distance(a: _Features, b: _Features) -> float | None:
     """Return FID: |μ_a − μ_b|² + tr(Σ_a + Σ_b − 2 (Σ_a Σ_b)^½) of features a [n, d] and b [m, d].
 
-    None for fewer than two images of either, which have no covariance; never below 0, whatever rounding leaves. With A
+    None for fewer than two images of either, which have no covariance; at least 0. With A
     and B the centred features over √(n − 1) and √(m − 1), the last trace is the sum of the singular values of A Bᵀ,
     which needs no root of a singular d × d matrix.
     """
@@ -376,25 +375,25 @@ def frechet_distance(a: _Features, b: _Features) -> float | None:
     shift = x.mean(axis=0) - y.mean(axis=0)
     x = (x - x.mean(axis=0)) / np.sqrt(len(x) - 1)
     y = (y - y.mean(axis=0)) / np.sqrt(len(y) - 1)
-    shared = np.linalg.svd(x @ y.T, compute_uv=False).sum()
-    return max(0.0, float(shift @ shift + (x**2).sum() + (y**2).sum() - 2 * shared))
+    trace = np.linalg.svd(x @ y.T, compute_uv=False).sum()
+    return max(0.0, float(shift @ shift + (x**2).sum() + (y**2).sum() - 2 * trace))
 
 
 def kernel_distance(a: _Features, b: _Features) -> float | None:
     """Return KID, the unbiased squared maximum mean discrepancy under the kernel (x·y/d + 1)³; it may be negative.
 
-    None for fewer than two images of either, which make no pair.
+    None for fewer than two images of either.
     """
     if min(len(a), len(b)) < 2:
         return None
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
 
     def kernel(u: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = (u @ v.T / x.shape[1] + 1) ** 3
-        return found
+        values: NDArray[np.float64] = (u @ v.T / x.shape[1] + 1) ** 3
+        return values
 
-    def within(u: NDArray[np.float64]) -> float:
+    def mean_kernel(u: NDArray[np.float64]) -> float:
         k = kernel(u, u)
         return float((k.sum() - np.trace(k)) / (len(u) * (len(u) - 1)))
 
-    return float(within(x) + within(y) - 2 * kernel(x, y).mean())
+    return float(mean_kernel(x) + mean_kernel(y) - 2 * kernel(x, y).mean())

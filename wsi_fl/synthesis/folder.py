@@ -1,11 +1,11 @@
-"""What a site keeps of its generator, atomically and without pickle: `generators/<site>/` or `denoisers/<site>/`.
+"""The files of a site's generator, written atomically and without pickle: `generators/<site>/` or `denoisers/<site>/`.
 
 gan.json, ddpm.json         settings, classes, digests of the generators, whether training has finished
 before.safetensors          the moving average of a GAN's generator at the end of the first phase
 after.safetensors           the same at the end of the second, with the privacy loss
 denoiser.safetensors        the moving average of a diffusion model's denoiser at the end
 state/                      the last two checkpoints of the training, and known.json with the SHA-256 of each
-metrics.jsonl  samples/     losses and pictures on the way
+metrics.jsonl  samples/     losses and pictures during the training
 check.json  check/          the verdict and its pictures
 """
 
@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from wsi_fl.system.files import append_line, ordinary, read_lines, read_sealed, write_sealed, write_text
+from wsi_fl.system.files import append_line, read_lines, read_sealed, require_regular_file, write_sealed, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.types import WsiFlError, single_line
 
-if TYPE_CHECKING:  # `check` comes by without PyTorch
+if TYPE_CHECKING:  # `check` does not need PyTorch
     import torch
     from torch import Tensor, nn
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:  # `check` comes by without PyTorch
     from wsi_fl.synthesis.state import TrainingState
 
 Phase = Literal["before", "after", "denoiser"]
-"""Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
+"""The network of a training: a GAN's without, or with, the privacy loss, or that of a diffusion model."""
 _Network = TypeVar("_Network", bound="nn.Module")
 
 KINDS = ("gan", "ddpm")
 """The kinds of generators."""
-_KEPT = 2
-_VERDICT = ("passed", "reasons", "generator", "criteria")
-_KEYS = ("site", "settings", "store", "phases", "finished")
+_N_CHECKPOINTS = 2
+_VERDICT_KEYS = ("passed", "reasons", "generator", "criteria")
+_DOCUMENT_KEYS = ("site", "settings", "store", "phases", "finished")
 
 
 class GeneratorFolder:
-    """The folder of one site's generator of a kind, "gan" or "ddpm", after which its document is called."""
+    """The folder of one site's generator of a kind, "gan" or "ddpm"; its document has that name."""
 
     def __init__(self, path: Path, kind: str = "gan") -> None:
         self.path, self.kind = path, kind
 
     @staticmethod
-    def of(study: Study, site: str, kind: str) -> GeneratorFolder:
-        """Return the folder of a site's generator of a kind, whether or not there is one."""
-        return GeneratorFolder({"gan": study.generator, "ddpm": study.denoiser}[kind](site), kind)
+    def find_folder(study: Study, site: str, kind: str) -> GeneratorFolder:
+        """Return the folder of a site's generator of a kind, even before it exists."""
+        return GeneratorFolder({"gan": study.generator_path, "ddpm": study.denoiser_path}[kind](site), kind)
 
     @property
     def _document_path(self) -> Path:
@@ -59,49 +59,49 @@ class GeneratorFolder:
     def check_path(self) -> Path:
         return self.path / "check.json"
 
-    def document(self) -> dict[str, Any] | None:
-        """Return what is known of the training; None before it has begun.
+    def read_document(self) -> dict[str, Any] | None:
+        """Return the document of the training; None before it has begun.
 
         Raises:
             WsiFlError: when it is damaged.
         """
         path = self._document_path
-        return read_sealed(path, _KEYS, self._advice) if path.exists() else None
+        return read_sealed(path, _DOCUMENT_KEYS, self._repair_advice) if path.exists() else None
 
     def write_document(self, document: Mapping[str, Any]) -> None:
-        """Write what is known of the training, and a digest of it."""
+        """Write the document of the training, and a digest of it."""
         write_sealed(self._document_path, document)
 
     @property
-    def _advice(self) -> str:
-        return f"put its backup back, or make it anew with {self._command('train')} --again`"
+    def _repair_advice(self) -> str:
+        return f"put its backup back, or make it anew with {self._command_text('train')} --again`"
 
-    def _command(self, what: str) -> str:
-        return f"`wsi-fl synthesize {what} --site {self.path.name} --generator {self.kind}"
+    def _command_text(self, verb: str) -> str:
+        return f"`wsi-fl synthesize {verb} --site {self.path.name} --generator {self.kind}"
 
-    def check(self) -> dict[str, Any] | None:
-        """Return the verdict; None where `check` was not run.
+    def read_check(self) -> dict[str, Any] | None:
+        """Return the verdict; None before the first check.
 
         Raises:
             WsiFlError: when it is damaged.
         """
         if not self.check_path.exists():
             return None
-        advice = f"put its backup back, or run {self._command('check')}` again"
-        return read_sealed(self.check_path, _VERDICT, advice)
+        advice = f"put its backup back, or run {self._command_text('check')}` again"
+        return read_sealed(self.check_path, _VERDICT_KEYS, advice)
 
-    def everything(self) -> list[tuple[str, Callable[[], object]]]:
-        """Return the name of each file, and what reads it whole."""
+    def list_files(self) -> list[tuple[str, Callable[[], object]]]:
+        """Return the name of each file, and a function that reads all of it."""
         documents = {
-            self._known_path: self._whole_state,
-            self._document_path: self.document,
-            self.check_path: self.check,
+            self._digests_path: self._check_state,
+            self._document_path: self.read_document,
+            self.check_path: self.read_check,
         }
-        tensors = [(path, "generator", self._advice) for path in sorted(self.path.glob("*.safetensors"))]
-        tensors += [(self._state_path(k), "checkpoint", self._advice_of(k)) for k in self.iterations()]
+        tensors = [(path, "generator", self._repair_advice) for path in sorted(self.path.glob("*.safetensors"))]
+        tensors += [(self._state_path(k), "checkpoint", self._checkpoint_advice(k)) for k in self.list_iterations()]
         return [
             *((path.name, read) for path, read in documents.items() if path.exists()),
-            *((path.name, partial(load_tensors, path, what, advice)) for path, what, advice in tensors),
+            *((path.name, partial(load_tensors, path, subject, advice)) for path, subject, advice in tensors),
         ]
 
     def sample_path(self, iteration: int) -> Path:
@@ -114,11 +114,11 @@ class GeneratorFolder:
     def save_generator(self, phase: Phase, generator: nn.Module) -> str:
         """Write a generator; return the digest of its file."""
         save_tensors(self.generator_path(phase), generator.state_dict(), {})
-        return self.digest(phase)
+        return self.compute_digest(phase)
 
-    def digest(self, phase: Phase) -> str:
-        """Return the SHA-256 of a generator's file: what a verdict is about."""
-        return _sha256(self.generator_path(phase))
+    def compute_digest(self, phase: Phase) -> str:
+        """Return the SHA-256 of a generator's file, to which a verdict refers."""
+        return _digest_file(self.generator_path(phase))
 
     def load_generator(
         self, phase: Phase, build: Callable[[Mapping[str, Any]], _Network], device: torch.device
@@ -126,129 +126,127 @@ class GeneratorFolder:
         """Return a generator, ready to make images.
 
         Args:
-            build: makes the network of a shape that the document keeps.
+            build: makes a network from the shape in the document.
 
         Raises:
-            WsiFlError: when it is missing, damaged, or of another shape than the document says.
+            WsiFlError: when it is missing, damaged, or of another shape than in the document.
         """
-        path, document = self.generator_path(phase), self.document()
+        path, document = self.generator_path(phase), self.read_document()
         if document is None or not path.exists():
             raise WsiFlError(f"{path}: no such generator; train it with `wsi-fl synthesize train`")
         try:
             generator = build(document["settings"]["shape"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = one_line(error)
-            raise WsiFlError(f"{self._document_path}: damaged shape ({reason}); {self._advice}") from None
-        what = f"generator, or not of the shape that {self._document_path.name} says"
-        _restore(path, what, self._advice, lambda tensors, _: generator.load_state_dict(tensors))
+            reason = single_line(error)
+            raise WsiFlError(f"{self._document_path}: damaged shape ({reason}); {self._repair_advice}") from None
+        subject = f"generator, or not of the shape in {self._document_path.name}"
+        _restore_tensors(path, subject, self._repair_advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
-        """Write a checkpoint and what it is known by, then forget all but the last two."""
-        save_tensors(self._state_path(state.iteration), state.tensors(), state.document())
-        kept = self.iterations()[-_KEPT:]
-        known = self._known() | {state.iteration: _sha256(self._state_path(state.iteration))}
-        write_sealed(self._known_path, {"sha256": {str(k): known[k] for k in kept if k in known}})
-        for old in self.iterations()[:-_KEPT]:
-            self._state_path(old).unlink()
+        """Write a checkpoint and its digest, then delete all but the last two."""
+        save_tensors(self._state_path(state.iteration), state.copy_tensors(), state.build_document())
+        iterations = self.list_iterations()[-_N_CHECKPOINTS:]
+        digests = self._read_digests() | {state.iteration: _digest_file(self._state_path(state.iteration))}
+        write_sealed(self._digests_path, {"sha256": {str(k): digests[k] for k in iterations if k in digests}})
+        for iteration in self.list_iterations()[:-_N_CHECKPOINTS]:
+            self._state_path(iteration).unlink()
 
     def load_state(self, state: TrainingState) -> bool:
         """Restore the newest checkpoint; return whether there is one.
 
         Raises:
-            WsiFlError: when it is damaged, of another training, or not the one that was written.
+            WsiFlError: when it is damaged, of another training, or replaced.
         """
-        if not (found := self.iterations()):
+        if not (iterations := self.list_iterations()):
             return False
-        self._check_known(newest := found[-1])
-        _restore(self._state_path(newest), "checkpoint", self._advice_of(newest), state.load)
+        self._check_known(newest := iterations[-1])
+        _restore_tensors(self._state_path(newest), "checkpoint", self._checkpoint_advice(newest), state.load)
         return True
 
-    def lost(self) -> str:
-        """Say that the newest checkpoint is gone, in one line; "" where it is there.
+    def find_lost_checkpoint(self) -> str:
+        """Return a line about a missing newest checkpoint; "" if it exists.
 
         Raises:
-            WsiFlError: when what checkpoints are known by is damaged.
+            WsiFlError: when the digests of the checkpoints are damaged.
         """
-        newest, last = max(self._known(), default=0), max(self.iterations(), default=0)
+        newest, last = max(self._read_digests(), default=0), max(self.list_iterations(), default=0)
         if last >= newest:
             return ""
-        then = f"iteration {last}, the newest that is left" if last else "the beginning, as no other is left"
-        return f"{self._state_path(newest)}: this checkpoint is gone; training goes on from {then}"
+        resume_point = f"iteration {last}, the newest that is left" if last else "the beginning, as no other is left"
+        return f"{self._state_path(newest)}: this checkpoint is gone; training goes on from {resume_point}"
 
     def _check_known(self, iteration: int) -> None:
-        """Refuse a checkpoint in another's place; one later than all that are known was written just before a kill."""
-        known, path = self._known(), self._state_path(iteration)
-        if known and iteration <= max(known) and known.get(iteration) != _sha256(path):
-            raise WsiFlError(f"{path}: not the checkpoint that was written; {self._advice_of(iteration)}")
+        """Refuse a replaced checkpoint; one later than all digests was written just before a kill."""
+        digests, path = self._read_digests(), self._state_path(iteration)
+        if digests and iteration <= max(digests) and digests.get(iteration) != _digest_file(path):
+            raise WsiFlError(f"{path}: not the checkpoint that was written; {self._checkpoint_advice(iteration)}")
 
-    def _whole_state(self) -> bool:
-        """Refuse checkpoints that are not those that were written, or gone though wanted; return that all is known."""
-        for iteration in self.iterations():
+    def _check_state(self) -> bool:
+        """Refuse replaced checkpoints, and a missing one of an unfinished training; return True."""
+        for iteration in self.list_iterations():
             self._check_known(iteration)
-        document = self.document()
-        if (lost := self.lost()) and not (document and document["finished"]):
-            raise WsiFlError(lost)
+        document = self.read_document()
+        if (problem := self.find_lost_checkpoint()) and not (document and document["finished"]):
+            raise WsiFlError(problem)
         return True
 
     @property
-    def _known_path(self) -> Path:
+    def _digests_path(self) -> Path:
         return self.path / "state" / "known.json"
 
-    def _known(self) -> dict[int, str]:
+    def _read_digests(self) -> dict[int, str]:
         """Return iteration → SHA-256 of the checkpoints' files."""
-        if not self._known_path.exists():
+        if not self._digests_path.exists():
             return {}
-        found = read_sealed(self._known_path, ["sha256"], "put its backup back, or delete it")["sha256"]
-        return {int(iteration): str(digest) for iteration, digest in found.items()}
+        digests = read_sealed(self._digests_path, ["sha256"], "put its backup back, or delete it")["sha256"]
+        return {int(iteration): str(digest) for iteration, digest in digests.items()}
 
-    def _advice_of(self, iteration: int) -> str:
-        """Return how to go on where a checkpoint is damaged."""
-        if [one for one in self.iterations() if one != iteration]:
+    def _checkpoint_advice(self, iteration: int) -> str:
+        """Return the advice for a damaged checkpoint."""
+        if [other for other in self.list_iterations() if other != iteration]:
             return "delete it, and training goes on from the other one"
-        return self._advice
+        return self._repair_advice
 
-    def iterations(self) -> list[int]:
+    def list_iterations(self) -> list[int]:
         """Return the iterations of all checkpoints, oldest first."""
-        return sorted(
-            int(path.stem.split("_")[1]) for path in (self.path / "state").glob("iteration_*.safetensors")
-        )
+        return sorted(int(path.stem.split("_")[1]) for path in (self.path / "state").glob("iteration_*.safetensors"))
 
     def _state_path(self, iteration: int) -> Path:
         return self.path / "state" / f"iteration_{iteration:07d}.safetensors"
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log_metrics(self, line: Mapping[str, Any]) -> None:
         append_line(self.path / "metrics.jsonl", line)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.path / "metrics.jsonl", {"iteration": int})
 
     def forget_after(self, iteration: int) -> None:
-        """Drop the lines of steps that will be made again."""
-        kept = [line for line in self.metrics() if line["iteration"] <= iteration]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+        """Drop the lines of steps that will be repeated."""
+        lines = [line for line in self.read_metrics() if line["iteration"] <= iteration]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(self.path / "metrics.jsonl", text)
 
 
 def everything_of(study: Study, site: str) -> Iterator[list[tuple[str, Callable[[], object]]]]:
-    """Yield what `check` reads of each generator that a site has, as its entry point `wsi_fl.checks`."""
+    """Yield the files of each generator of a site for `check`, as its entry point `wsi_fl.checks`."""
     for kind in KINDS:
-        folder = GeneratorFolder.of(study, site, kind)
+        folder = GeneratorFolder.find_folder(study, site, kind)
         if folder.path.exists():
-            yield folder.everything()
+            yield folder.list_files()
 
 
-def _sha256(path: Path) -> str:
-    with ordinary(path).open("rb") as file:
+def _digest_file(path: Path) -> str:
+    with require_regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _restore(
-    path: Path, what: str, advice: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]
+def _restore_tensors(
+    path: Path, subject: str, advice: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]
 ) -> None:
-    tensors, document = load_tensors(path, what, advice)
+    tensors, document = load_tensors(path, subject, advice)
     try:
         load(tensors, document)
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise WsiFlError(f"{path}: damaged {what} ({reason}); {advice}") from None
+        raise WsiFlError(f"{path}: damaged {subject} ({reason}); {advice}") from None

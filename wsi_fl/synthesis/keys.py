@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from wsi_fl.study.toml import MOST_SEED, Section
+from wsi_fl.study.toml import MAX_SEED, Section
 
 
 class Synthesis(Section):
@@ -75,7 +75,7 @@ class Gan(Section):
     """Largest number of training images, and of held-out images, that `check` searches for in the latent space."""
     projection_steps: int = Field(200, ge=0, le=1_000_000)
     """Number of steps of each search of the latent space."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of training and checking the GAN."""
 
 
@@ -116,7 +116,7 @@ class Ddpm(Section):
     """Number of images of each class that `check` looks at, and that a site draws from another site's model."""
     checkpoint_every: int = Field(500, ge=1, le=1_000_000_000)
     """Number of training steps between two checkpoints."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of training and of drawing images."""
 
 

@@ -1,11 +1,11 @@
-"""LPIPS (Zhang et al., CVPR 2018): perceptual distance of images from the layers of a VGG-16, here as a squared length.
+"""LPIPS (Zhang et al., CVPR 2018): perceptual distance of images by the layers of a VGG-16, here as a squared length.
 
 The distance of the paper's eq. 1 sums, over five layers, the mean over positions of w_c (f_c − g_c)², where f and
 g are feature maps scaled to unit length per position. The weights w are not negative, so with sqrt(w_c /
 positions) on every feature an image becomes one vector, its *embedding*, and LPIPS the squared Euclidean distance
 of two embeddings. Each image goes through the network once; all pairs of two sets then cost one matrix product.
 
-The same embeddings carry the loss that keeps a generator away from real images, at the end of this module.
+The privacy loss, at the end of this module, uses the same embeddings.
 
 The linear weights are those of the `lpips` package (version 0.1, VGG), five vectors of 1472 numbers in all, kept
 beside this file with the package's licence.
@@ -25,35 +25,35 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.vgg import cfgs, make_layers
 
-from wsi_fl.models.weights import NoWeightsError, digest_of, published_weights, read_weights
-from wsi_fl.synthesis.state import to_images
+from wsi_fl.models.weights import NoWeightsError, download_weights, read_weights, weights_digest
+from wsi_fl.synthesis.state import normalize_pixels
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAIRWISE_BYTES = 512 << 20
-"""Embeddings held at a time unless told otherwise."""
+"""Default memory for embeddings."""
 
 RANDOM = "random:"
-"""`lpips.weights = "random:SEED"`: a substitute for tests, a trunk that never saw an image."""
+"""`lpips.weights = "random:SEED"`: a substitute for tests, an untrained trunk."""
 
 _CHANNELS = (64, 128, 256, 512, 512)
-"""Of the features before each pooling."""
+"""Numbers of features before each pooling."""
 _SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-"""Of images in [−1, 1], as the trunk expects them."""
-_HUB = "timm/vgg16.tv_in1k"
-_HEADS = Path(__file__).with_name("lpips_vgg16.safetensors")
+"""Normalisation of images in [−1, 1] for the trunk."""
+_HUB_NAME = "timm/vgg16.tv_in1k"
+_HEADS_FILE = Path(__file__).with_name("lpips_vgg16.safetensors")
 _EPSILON = 1e-10
-_EQUAL = 1e-5
+_ROUNDING_DISTANCE = 1e-5
 """Distances below are rounding."""
-_SMALLEST_PX = 16
-"""Below that nothing is left for the last block."""
-_DIGITS = 16
+_MIN_PX = 16
+"""Smallest image with pixels in the last block."""
+_DIGEST_CHARS = 16
 
 
 class Lpips(nn.Module):
-    """Embeds images so that squared Euclidean distance is LPIPS.
+    """An embedding of images whose squared Euclidean distance is LPIPS.
 
     Attributes:
-        label: which weights, by digest; or in plain words that the trunk is random, and so not `trained`.
+        label: digest of the weights, or a note that the trunk is random, and so not `trained`.
     """
 
     shift: Tensor
@@ -62,7 +62,7 @@ class Lpips(nn.Module):
     def __init__(self, trunk: nn.ModuleList, label: str, *, trained: bool) -> None:
         super().__init__()
         self.trunk, self.label, self.trained = trunk, label, trained
-        heads = load_file(_HEADS)
+        heads = load_file(_HEADS_FILE)
         for k in range(len(_CHANNELS)):
             self.register_buffer(f"head{k}", heads[f"lin{k}"].clamp_min(0).sqrt().view(1, -1, 1, 1))
         self.register_buffer("shift", torch.tensor(_SHIFT).view(1, 3, 1, 1))
@@ -71,20 +71,20 @@ class Lpips(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeddings float32[b, d] of images float[b, c, h, w] in [−1, 1], c = 3 or 1; d grows with h · w."""
-        if images.shape[-1] < _SMALLEST_PX:
-            raise UsageError(f"LPIPS needs images of at least {_SMALLEST_PX} px, not {images.shape[-1]}")
+        """Return embeddings float32[b, d] of images float[b, c, h, w] in [−1, 1], c = 3 or 1; d grows with h · w."""
+        if images.shape[-1] < _MIN_PX:
+            raise UsageError(f"LPIPS needs images of at least {_MIN_PX} px, not {images.shape[-1]}")
         x = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
         x = (x.float() - self.shift) / self.scale
         parts = []
         with half_precision(images.device):
             for k, block in enumerate(self.trunk):
                 x = block(functional.max_pool2d(x, 2) if k else x)
-                parts.append(self._embedded(x.float(), k))
+                parts.append(self._embed_layer(x.float(), k))
         return torch.cat(parts, dim=1)
 
-    def _embedded(self, features: Tensor, layer: int) -> Tensor:
-        """One layer's share: unit length per position, weighted, averaged over positions."""
+    def _embed_layer(self, features: Tensor, layer: int) -> Tensor:
+        """Return a layer's part of the embedding: unit length per position, weighted, averaged over positions."""
         length = features.square().sum(dim=1, keepdim=True).add(_EPSILON).sqrt()
         positions = features.shape[2] * features.shape[3]
         weight: Tensor = getattr(self, f"head{layer}")
@@ -93,12 +93,12 @@ class Lpips(nn.Module):
 
 
 def half_precision(device: torch.device) -> torch.autocast:
-    """Return a context that computes in bfloat16 on GPUs that have it.
+    """Return a context for bfloat16 on GPUs that support it.
 
-    On processors it changes nothing, so there distances are reproducible. Second derivatives are taken outside it.
+    On CPUs it has no effect, so distances are reproducible there. Second derivatives are taken outside it.
     """
-    able = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.autocast(device.type, torch.bfloat16, enabled=able)
+    is_supported = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_supported)
 
 
 def load_lpips(weights: str | None) -> Lpips:
@@ -109,44 +109,44 @@ def load_lpips(weights: str | None) -> Lpips:
             "random:SEED" for the substitute.
 
     Raises:
-        WsiFlError: when the weights cannot be had or do not fit.
+        WsiFlError: when the weights are not available or do not fit.
     """
     if weights is not None and weights.startswith(RANDOM):
-        return _random_lpips(weights)
+        return _build_random_lpips(weights)
     try:
-        path = published_weights("vgg16", _HUB) if weights is None else Path(weights)
+        path = download_weights("vgg16", _HUB_NAME) if weights is None else Path(weights)
     except NoWeightsError as error:
         raise NoWeightsError(f"{error}: lpips.weights = 'FILE.safetensors'") from None
-    trunk = _trunk(read_weights(path), path)
-    label = f"vgg16 sha256:{digest_of(trunk)[:_DIGITS]}"
+    trunk = _build_trunk(read_weights(path), path)
+    label = f"vgg16 sha256:{weights_digest(trunk)[:_DIGEST_CHARS]}"
     return Lpips(trunk, label, trained=True)
 
 
-def _random_lpips(weights: str) -> Lpips:
+def _build_random_lpips(weights: str) -> Lpips:
     seed = weights.removeprefix(RANDOM)
     if not seed.isdecimal():
         raise UsageError(f"lpips.weights = {weights!r}: write {RANDOM}SEED with a whole number")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(seed))
-        trunk = _trunk()
-        for one in trunk.modules():
-            if isinstance(one, nn.Conv2d):
-                nn.init.kaiming_normal_(one.weight, nonlinearity="relu")
+        trunk = _build_trunk()
+        for module in trunk.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     label = f"UNTRAINED vgg16, random from seed {seed}: a substitute for tests, no perceptual distance"
     return Lpips(trunk, label, trained=False)
 
 
-def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
-    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names."""
+def _build_trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
+    """Return the five blocks of VGG-16 without poolings, with weights by torchvision's names."""
     layers = make_layers(cfgs["D"])
-    for name, wanted in layers.state_dict().items() if state is not None else ():
-        found = (state or {}).get(f"features.{name}")
-        if found is None or found.shape != wanted.shape:
+    for name, parameter in layers.state_dict().items() if state is not None else ():
+        value = (state or {}).get(f"features.{name}")
+        if value is None or value.shape != parameter.shape:
             raise WsiFlError(
                 f"{source}: features.{name} of a VGG-16 is missing or of another shape; "
                 "lpips.weights wants torchvision's names"
             )
-        wanted.copy_(found)
+        parameter.copy_(value)
     blocks, block = nn.ModuleList(), nn.Sequential()
     for layer in layers:
         if isinstance(layer, nn.MaxPool2d):
@@ -157,8 +157,8 @@ def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None
     return blocks
 
 
-def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """float[n, m] of embeddings a [n, d] and b [m, d]; rounding never makes one negative.
+def compute_squared_distances(a: Tensor, b: Tensor) -> Tensor:
+    """Return float[n, m] ≥ 0 between embeddings a [n, d] and b [m, d].
 
     In single precision it is exact to about 1e-6 of the embeddings' squared lengths, which are of order 1.
     """
@@ -168,23 +168,27 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES) -> Tensor:
-    """LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
+    """Return LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
 
-    Embeddings of at most `memory_bytes` exist at a time: a goes through in blocks as large as that allows, and b,
-    in small pieces, again for each block.
+    Embeddings take at most `memory_bytes`: a is embedded in blocks as large as possible, and b in small pieces, again
+    for each block.
     """
-    piece, block = _pieces(lpips, a, memory_bytes)
+    piece, block = _batch_sizes(lpips, a, memory_bytes)
 
-    def row(some: Tensor) -> Tensor:
-        left = embeddings(lpips, some, piece)
+    def compare_block(images: Tensor) -> Tensor:
+        block_embeddings = embed_images(lpips, images, piece)
         return torch.cat(
-            [squared_distances(left, embeddings(lpips, few, piece)).cpu() for few in torch.split(b, piece)], 1
+            [
+                compute_squared_distances(block_embeddings, embed_images(lpips, others, piece)).cpu()
+                for others in torch.split(b, piece)
+            ],
+            1,
         )
 
-    return torch.cat([row(some) for some in torch.split(a, block)])
+    return torch.cat([compare_block(images) for images in torch.split(a, block)])
 
 
-def nearest_lpips(
+def find_nearest_lpips(
     lpips: Lpips,
     images: Tensor,
     others: Tensor,
@@ -194,38 +198,38 @@ def nearest_lpips(
 ) -> NDArray[np.float64]:
     """Return LPIPS float64[n] of each image uint8[n, c, h, w] to the nearest of the others uint8[m, c, h, w].
 
-    It is exactly 0 where rounding alone lies between them.
+    It is exactly 0 for differences by rounding.
 
     Args:
-        patients: whose images and others are, str[n] and str[m]; then different images of other patients alone count,
-            and where there are none the distance is infinite.
+        patients: of images and others, str[n] and str[m]; then only different images of other patients count, and
+            without any the distance is infinite.
     """
-    found: NDArray[np.float64] = (
-        _pairwise_lpips(lpips, to_images(images), to_images(others), memory_bytes=memory_bytes)
+    distances: NDArray[np.float64] = (
+        _pairwise_lpips(lpips, normalize_pixels(images), normalize_pixels(others), memory_bytes=memory_bytes)
         .double()
         .numpy()
     )
-    found[found < _EQUAL] = 0.0
+    distances[distances < _ROUNDING_DISTANCE] = 0.0
     if patients is not None:
-        found[(patients[0][:, None] == patients[1]) | (found == 0)] = np.inf
-    nearest: NDArray[np.float64] = found.min(axis=1, initial=np.inf)
+        distances[(patients[0][:, None] == patients[1]) | (distances == 0)] = np.inf
+    nearest: NDArray[np.float64] = distances.min(axis=1, initial=np.inf)
     return nearest
 
 
-def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
-    """(images per pass of the network, images whose embeddings are kept) within so many bytes."""
+def _batch_sizes(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
+    """Return (images per pass of the network, images per block of embeddings) within so many bytes."""
     h, w = images.shape[-2:]
     per_image = 4 * sum(channels * (h >> k) * (w >> k) for k, channels in enumerate(_CHANNELS))
-    most = max(2, memory_bytes // per_image)
-    piece = max(1, min(32, most // 8))
-    return piece, max(1, most - 2 * piece)
+    max_images = max(2, memory_bytes // per_image)
+    piece = max(1, min(32, max_images // 8))
+    return piece, max(1, max_images - 2 * piece)
 
 
 @torch.no_grad()
-def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
-    """Embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
+def embed_images(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
+    """Return embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
     device = lpips.shift.device
-    return torch.cat([lpips(some.to(device)) for some in torch.split(images, piece)])
+    return torch.cat([lpips(batch.to(device)) for batch in torch.split(images, piece)])
 
 
 # ---- the privacy loss
@@ -233,55 +237,55 @@ def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
 
 @dataclass(frozen=True)
 class Keepaway:
-    """The privacy loss: synthetic images are pushed away from every real one, as far as real ones are from each other.
+    """The privacy loss: a repulsion of synthetic from real images, up to the distance between real ones.
 
     Pennisi et al., "Decentralized distributed learning with privacy-preserving data synthesis", eq. 3, is
 
         L_PP = 1/b Σ_r Σ_s d(x_r, x_s),
 
-    with d the LPIPS distance, over all pairs of a real and a synthetic image of a batch, whatever their classes.
-    **Sign.** Minimising it as it stands would pull the generator *onto* the real images: what is minimised must fall
-    as d grows. **Bound.** The slope of −L_PP never ends, so a generator lowers it for ever by leaving the images'
-    manifold, and wins more from pairs that are far apart already. So each pair is charged a squared hinge instead,
+    with d the LPIPS distance, over all pairs of a real and a synthetic image of a batch, of any classes. **Sign.**
+    Minimising L_PP would pull the generator *onto* the real images: the loss must fall as d grows. **Bound.** −L_PP is
+    unbounded, so a generator lowers it for ever by leaving the images' manifold, most with pairs that are far apart
+    already. So each pair has a squared hinge instead,
 
         L = 1/b Σ_r Σ_s max(0, 1 − d(x_r, x_s) / m)²,
 
     in [0, 1] per pair, steepest for a copy, and without value or slope from the margin m on. For d well below m it
-    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`margin_of`).
+    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`compute_margin`).
 
     Attributes:
         margin: m.
-        kept: embeddings [n, d] of real images that every batch is compared with; None for those of its own batch
-            alone, as in eq. 3. Of a small batch hardly any image is near, so the margin has to be wide; of many
-            images the nearest few are, and a narrow margin pushes away from them alone.
+        references: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly
+            any image of a small batch is near, so the margin has to be wide; of many images the nearest few are, and a
+            narrow margin pushes away only from them.
     """
 
     lpips: Lpips
     margin: float
-    kept: Tensor | None = None
+    references: Tensor | None = None
 
     def __call__(self, real: Tensor, synthetic: Tensor) -> Tensor:
         """Return the loss of synthetic [b, c, h, w] beside real images [n, c, h, w] of the same batch, in [−1, 1].
 
-        Images leave [−1, 1] at no gain: they are clamped as a store would clamp them.
+        Images are clamped to [−1, 1], as in a store.
         """
         with torch.no_grad():
-            fixed = self.lpips(real) if self.kept is None else self.kept
-        distances = squared_distances(fixed, self.lpips(clamped(synthetic)))
-        return _hinged(distances, self.margin).sum() / len(synthetic)
+            real_embeddings = self.lpips(real) if self.references is None else self.references
+        distances = compute_squared_distances(real_embeddings, self.lpips(clamp_images(synthetic)))
+        return _hinge_loss(distances, self.margin).sum() / len(synthetic)
 
 
-def _hinged(distances: Tensor, margin: float) -> Tensor:
+def _hinge_loss(distances: Tensor, margin: float) -> Tensor:
     return (1 - distances / margin).clamp_min(0).square()
 
 
-def clamped(images: Tensor) -> Tensor:
-    """Return images clamped to [−1, 1], letting gradients through as if nothing had been clamped."""
+def clamp_images(images: Tensor) -> Tensor:
+    """Return images clamped to [−1, 1], with the gradient of unclamped ones."""
     return images + (images.clamp(-1, 1) - images).detach()
 
 
-def margin_of(lpips: Lpips, images: Tensor, quantile: float) -> float:
+def compute_margin(lpips: Lpips, images: Tensor, quantile: float) -> float:
     """Return a quantile of LPIPS over all pairs of different images [n, c, h, w], n ≥ 2."""
     distances = _pairwise_lpips(lpips, images, images)
-    above = torch.triu_indices(len(images), len(images), offset=1)
-    return max(float(torch.quantile(distances[above[0], above[1]], quantile)), 1e-6)
+    pairs = torch.triu_indices(len(images), len(images), offset=1)
+    return max(float(torch.quantile(distances[pairs[0], pairs[1]], quantile)), 1e-6)

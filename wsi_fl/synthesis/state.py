@@ -1,4 +1,4 @@
-"""What the trainings of all generators share: a state to go on from, bit for bit, and images as stores keep them."""
+"""Common parts of training generators: a state to resume from, bit for bit, and conversion of stored pixels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.models.checkpoint import load_slots, slots_of, under
+from wsi_fl.models.checkpoint import copy_slots, load_slots, strip_prefix
 
 
 class TrainingState:
     """Networks, optimizers and the random generator of one training.
 
     Attributes:
-        networks, optimizers: by the names that checkpoints give them; "average" is the network that is used.
-        random: what everything random in a step is drawn from.
-        iteration: steps done.
+        networks, optimizers: by their names in checkpoints; "average" is the network for drawing.
+        random: the random generator of all steps.
+        iteration: number of finished steps.
     """
 
     networks: dict[str, nn.Module]
@@ -30,52 +30,52 @@ class TrainingState:
         self.random = torch.Generator(device).manual_seed(seed)
         self.iteration = 0
 
-    def rows(self, n: int, size: int) -> Tensor:
-        """Draw so many of n rows, with replacement: int64[size]."""
+    def draw_rows(self, n: int, size: int) -> Tensor:
+        """Draw row numbers int64[size] below n, with replacement."""
         return torch.randint(n, (size,), generator=self.random, device=self.device)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return copies of everything that is a tensor, by name, for a checkpoint."""
-        found = {"random": self.random.get_state()}
+    def copy_tensors(self) -> dict[str, Tensor]:
+        """Return copies of all tensors by name, for a checkpoint."""
+        tensors = {"random": self.random.get_state()}
         for name, network in self.networks.items():
-            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
+            tensors |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
         for name, optimizer in self.optimizers.items():
-            found |= slots_of(optimizer, name)
-        return {key: value.cpu().clone() for key, value in found.items()}
+            tensors |= copy_slots(optimizer, name)
+        return {key: value.cpu().clone() for key, value in tensors.items()}
 
-    def document(self) -> dict[str, object]:
-        """Return everything else, as JSON."""
+    def build_document(self) -> dict[str, object]:
+        """Return the other state, as JSON."""
         return {"iteration": self.iteration}
 
     def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Restore what `tensors` and `document` returned."""
+        """Restore the state from its tensors and its JSON."""
         self.random.set_state(tensors["random"])
         for name, network in self.networks.items():
-            network.load_state_dict(under(tensors, f"{name}/"))
+            network.load_state_dict(strip_prefix(tensors, f"{name}/"))
         for name, optimizer in self.optimizers.items():
             load_slots(optimizer, tensors, name)
         self.iteration = int(document["iteration"])
 
 
 @torch.no_grad()
-def move_average(network: nn.Module, other: nn.Module, decay: float) -> None:
-    """Move an average: `network` becomes decay · network + (1 − decay) · other; buffers are copied."""
-    for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
-        mine.lerp_(theirs, 1 - decay)
-    for kept, current in zip(network.buffers(), other.buffers(), strict=True):
-        kept.copy_(current)
+def move_average(network: nn.Module, source: nn.Module, decay: float) -> None:
+    """Update an average: `network` becomes decay · network + (1 − decay) · other; buffers are copied."""
+    for average, parameter in zip(network.parameters(), source.parameters(), strict=True):
+        average.lerp_(parameter, 1 - decay)
+    for average_buffer, buffer in zip(network.buffers(), source.buffers(), strict=True):
+        average_buffer.copy_(buffer)
 
 
-def to_images(pixels: Tensor) -> Tensor:
+def normalize_pixels(pixels: Tensor) -> Tensor:
     """Return uint8 pixels as float32 in [−1, 1]."""
     return pixels.float() / 127.5 - 1
 
 
-def to_pixels(images: Tensor) -> Tensor:
-    """Return images in [−1, 1] as uint8, rounded; what lies outside is cut off."""
+def quantize_images(images: Tensor) -> Tensor:
+    """Return images in [−1, 1] as uint8, rounded; values outside are clipped."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
-def balanced_labels(n_classes: int, n_per_class: int) -> NDArray[np.int64]:
+def balance_labels(n_classes: int, n_per_class: int) -> NDArray[np.int64]:
     """Return labels int64[n_classes · n_per_class], n_per_class of each class, in turn."""
     return np.tile(np.arange(n_classes, dtype=np.int64), n_per_class)

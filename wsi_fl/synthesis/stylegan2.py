@@ -23,44 +23,44 @@ _SLOPE = 0.2
 _DEMODULATION_EPSILON = 1e-8
 
 
-def _activated(x: Tensor) -> Tensor:
-    """Leaky ReLU of slope 0.2 with gain √2, which keeps the variance."""
+def _apply_activation(x: Tensor) -> Tensor:
+    """Apply a leaky ReLU of slope 0.2 with gain √2, which keeps the variance."""
     return functional.leaky_relu(x, _SLOPE) * sqrt(2)
 
 
 def single_precision(device: torch.device) -> torch.autocast:
-    """Inside, autocast lowers nothing: styles and coordinates need more digits than features do."""
+    """Return a context without autocast: styles and coordinates need more digits than features."""
     return torch.autocast(device.type, enabled=False)
 
 
 def _full_precision(x: Tensor) -> Tensor:
-    """Half precision made single; what is finer stays."""
+    """Return half precision as single, and other precisions unchanged."""
     return x.float() if x.dtype in {torch.bfloat16, torch.float16} else x
 
 
-def _fir_filtered(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Tensor:
-    """x [b, c, h, w] padded by (before, after) on both axes, under the binomial filter, whose taps sum to `gain`."""
+def _filter_fir(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Tensor:
+    """Pad x [b, c, h, w] by (before, after) on both axes and apply the binomial filter, with a sum of `gain`."""
     taps = torch.tensor(_FIR_TAPS, dtype=x.dtype, device=x.device)
     taps = taps / taps.sum()
     kernel = (taps[:, None] * taps[None, :] * gain).expand(x.shape[1], 1, -1, -1)
-    before, after = padding
-    return functional.conv2d(functional.pad(x, (before, after) * 2), kernel, groups=x.shape[1])
+    pad_before, pad_after = padding
+    return functional.conv2d(functional.pad(x, (pad_before, pad_after) * 2), kernel, groups=x.shape[1])
 
 
-def upsampled(x: Tensor) -> Tensor:
-    """[b, c, h, w] → [b, c, 2h, 2w]: zeros between the samples, then the filter with gain 4."""
+def upsample_maps(x: Tensor) -> Tensor:
+    """Double the resolution of [b, c, h, w]: zeros between the samples, then the filter with gain 4."""
     b, c, h, w = x.shape
     spread = functional.pad(x.reshape(b, c, h, 1, w, 1), (0, 1, 0, 0, 0, 1)).reshape(b, c, 2 * h, 2 * w)
-    return _fir_filtered(spread, (2, 1), 4.0)
+    return _filter_fir(spread, (2, 1), 4.0)
 
 
-def downsampled(x: Tensor) -> Tensor:
-    """[b, c, 2h, 2w] → [b, c, h, w]: the filter, then every other sample."""
-    return _fir_filtered(x, (1, 1))[:, :, ::2, ::2]
+def downsample_maps(x: Tensor) -> Tensor:
+    """Halve the resolution of [b, c, 2h, 2w]: the filter, then every other sample."""
+    return _filter_fir(x, (1, 1))[:, :, ::2, ::2]
 
 
 class _EqualLinear(nn.Module):
-    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in when they are used.
+    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in at use.
 
     Args:
         multiplier: of the learning rate of weights and bias (0.01 in the mapping network).
@@ -77,11 +77,11 @@ class _EqualLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with single_precision(x.device):
             y = functional.linear(_full_precision(x), self.weight * self.gain, self.bias * self.multiplier)
-        return _activated(y) if self.active else y
+        return _apply_activation(y) if self.active else y
 
 
 class _EqualConv(nn.Module):
-    """A convolution with equalised learning rate; `down` to half the resolution, `gain` scales what comes out."""
+    """A convolution with equalised learning rate; `down` halves the resolution, `gain` scales the output."""
 
     def __init__(
         self,
@@ -102,26 +102,26 @@ class _EqualConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, size = self.weight * self.scale, self.weight.shape[-1]
         if self.down and size == 1:
-            y = functional.conv2d(downsampled(x), weight, self.bias)
+            y = functional.conv2d(downsample_maps(x), weight, self.bias)
         elif self.down:
-            y = functional.conv2d(_fir_filtered(x, (2, 2)), weight, self.bias, stride=2)
+            y = functional.conv2d(_filter_fir(x, (2, 2)), weight, self.bias, stride=2)
         else:
             y = functional.conv2d(x, weight, self.bias, padding=size // 2)
-        y = _activated(y) if self.active else y
+        y = _apply_activation(y) if self.active else y
         return y * self.gain if self.gain != 1.0 else y
 
 
-def _demodulation(weight: Tensor, style: Tensor) -> Tensor:
-    """float[b, o]: what brings each filter weight[o] · style[b] of shape [i, k, k] to unit norm (eq. 3)."""
+def _demodulation_factors(weight: Tensor, style: Tensor) -> Tensor:
+    """Return the factors float[b, o] that bring filters weight[o] · style[b] [i, k, k] to unit norm (eq. 3)."""
     with single_precision(style.device):
         squares = weight.square().sum(dim=(2, 3))
         return (style.square() @ squares.T + _DEMODULATION_EPSILON).rsqrt()
 
 
-def _modulated_conv(
+def _convolve_modulated(
     x: Tensor, weight: Tensor, style: Tensor, *, demodulate: bool = True, up: bool = False
 ) -> Tensor:
-    """Each image of x [b, i, h, w] under filters weight [o, i, k, k] scaled by its own style [b, i] (eqs. 1 to 3).
+    """Convolve each image of x [b, i, h, w] with filters weight [o, i, k, k] scaled by its style [b, i] (eqs. 1 to 3).
 
     Inputs are scaled by the style and outputs by the demodulation, which costs one convolution with a single set of
     filters. `up` doubles the resolution: a transposed convolution, then the binomial filter.
@@ -130,11 +130,11 @@ def _modulated_conv(
     kernel = weight.to(x.dtype)
     if up:
         spread = functional.conv_transpose2d(scaled, kernel.transpose(0, 1), stride=2)
-        y = _fir_filtered(spread, (1, 1), 4.0)
+        y = _filter_fir(spread, (1, 1), 4.0)
     else:
         y = functional.conv2d(scaled, kernel, padding=weight.shape[-1] // 2)
     if demodulate:
-        y = y * _demodulation(weight, style)[:, :, None, None].to(y.dtype)
+        y = y * _demodulation_factors(weight, style)[:, :, None, None].to(y.dtype)
     return y
 
 
@@ -153,13 +153,13 @@ class _StyledConv(nn.Module):
         self.scale, self.up = 1 / sqrt(inputs * 9), up
 
     def forward(self, x: Tensor, w: Tensor, generator: torch.Generator | None) -> Tensor:
-        """x [b, i, h, w] and styles w [b, w_dim]; noise from the generator, or the fixed one."""
-        y = _modulated_conv(x, self.weight * self.scale, self.style(w), up=self.up)
+        """Apply the layer to x [b, i, h, w] with styles w [b, w_dim] and noise from the generator, or the fixed one."""
+        y = _convolve_modulated(x, self.weight * self.scale, self.style(w), up=self.up)
         noise = self.noise
         if generator is not None:
             noise = torch.randn((len(y), 1, *y.shape[2:]), generator=generator, device=y.device)
         y = y + noise.to(y.dtype) * self.strength + self.bias[:, None, None]
-        return _activated(y)
+        return _apply_activation(y)
 
 
 class _ToImage(nn.Module):
@@ -173,12 +173,12 @@ class _ToImage(nn.Module):
         self.scale = 1 / sqrt(inputs)
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        y = _modulated_conv(x, self.weight, self.style(w) * self.scale, demodulate=False)
+        y = _convolve_modulated(x, self.weight, self.style(w) * self.scale, demodulate=False)
         return y + self.bias[:, None, None]
 
 
-def _with_minibatch_std(x: Tensor, group: int) -> Tensor:
-    """[b, c, h, w] → [b, c + 1, h, w]: the mean standard deviation within groups of images, as one more map.
+def _append_minibatch_std(x: Tensor, group: int) -> Tensor:
+    """Append a map to [b, c, h, w]: the mean standard deviation within groups of images.
 
     Groups have `group` images, or as many as divide b evenly.
     """
@@ -194,7 +194,7 @@ def _with_minibatch_std(x: Tensor, group: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GanShape:
-    """What decides the networks' shapes; feature maps at resolution r are channel_base / r, at most channel_max."""
+    """The shape of the networks; feature maps at resolution r are channel_base / r, at most channel_max."""
 
     resolution: int
     channels: int
@@ -212,20 +212,20 @@ class GanShape:
 
     @property
     def n_styles(self) -> int:
-        """One per convolution, and one for the last image layer, which the others share with the next convolution."""
+        """One per convolution, and one for the last image layer; others share that of the next convolution."""
         return 2 * len(self.blocks)
 
     def width(self, resolution: int) -> int:
         return max(1, min(self.channel_base // resolution, self.channel_max))
 
 
-def _normalised(x: Tensor) -> Tensor:
-    """Rows of root mean square 1."""
+def _normalize_rows(x: Tensor) -> Tensor:
+    """Return rows scaled to a root mean square of 1."""
     return x * (x.square().mean(dim=1, keepdim=True) + 1e-8).rsqrt()
 
 
-class _Mapping(nn.Module):
-    """(z, class) → w, whose moving mean is `w_mean`; without z it maps classes alone, for the discriminator."""
+class _MappingNetwork(nn.Module):
+    """The mapping (z, class) → w with a moving mean `w_mean`; without z, of classes, for the discriminator."""
 
     w_mean: Tensor
 
@@ -235,24 +235,21 @@ class _Mapping(nn.Module):
         self.embed = _EqualLinear(n_classes, w_dim)
         widths = [z_dim + w_dim] + [w_dim] * n_layers
         self.layers = nn.Sequential(
-            *(
-                _EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True)
-                for i, o in itertools.pairwise(widths)
-            )
+            *(_EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True) for i, o in itertools.pairwise(widths))
         )
         self.register_buffer("w_mean", torch.zeros(w_dim))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
-        """w [b, w_dim] of z [b, z_dim] (z_dim may be 0) and labels int64[b]."""
+        """Return w [b, w_dim] of z [b, z_dim] (z_dim may be 0) and labels int64[b]."""
         classes = functional.one_hot(labels, self.n_classes).to(self.embed.weight.dtype)
-        x = _normalised(self.embed(classes))
+        x = _normalize_rows(self.embed(classes))
         if self.z_dim:
-            x = torch.cat([_normalised(z), x], dim=1)
+            x = torch.cat([_normalize_rows(z), x], dim=1)
         out: Tensor = self.layers(x)
         return out
 
 
-class _Synthesis(nn.Module):
+class _SynthesisNetwork(nn.Module):
     """Styles [b, n_styles, w_dim] → images [b, channels, px, px]; every resolution adds to the image."""
 
     def __init__(self, shape: GanShape) -> None:
@@ -268,7 +265,7 @@ class _Synthesis(nn.Module):
             self.images.append(_ToImage(out, shape.channels, w_dim))
 
     def forward(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Images of roughly [−1, 1]; noise is drawn from the generator, or the fixed one without it."""
+        """Return images of roughly [−1, 1], with noise from the generator, or the fixed one without it."""
         x = self.constant.expand(len(w), -1, -1, -1)
         image: Tensor | None = None
         for k, (second, to_image) in enumerate(zip(self.second, self.images, strict=True)):
@@ -276,7 +273,7 @@ class _Synthesis(nn.Module):
                 x = self.first[k - 1](x, w[:, 2 * k - 1], generator)
             x = second(x, w[:, 2 * k], generator)
             added = _full_precision(to_image(x, w[:, 2 * k + 1]))
-            image = added if image is None else upsampled(image) + added
+            image = added if image is None else upsample_maps(image) + added
         assert image is not None
         return image
 
@@ -287,24 +284,24 @@ class Generator(nn.Module):
     def __init__(self, shape: GanShape) -> None:
         super().__init__()
         self.shape = shape
-        self.mapping = _Mapping(shape.z_dim, shape.n_classes, shape.w_dim, shape.mapping_layers)
-        self.synthesis = _Synthesis(shape)
+        self.mapping = _MappingNetwork(shape.z_dim, shape.n_classes, shape.w_dim, shape.mapping_layers)
+        self.synthesis = _SynthesisNetwork(shape)
 
-    def styles(self, z: Tensor, labels: Tensor, truncation: float = 1.0) -> Tensor:
-        """w [b, n_styles, w_dim], drawn towards the mean w by 1 − truncation."""
+    def map_styles(self, z: Tensor, labels: Tensor, truncation: float = 1.0) -> Tensor:
+        """Return w [b, n_styles, w_dim], drawn towards the mean w by 1 − truncation."""
         w = self.mapping(z, labels)
         if truncation != 1.0:
             w = self.mapping.w_mean.lerp(w, truncation)
-        return self.spread(w)
+        return self.repeat_styles(w)
 
-    def spread(self, w: Tensor) -> Tensor:
-        """[b, w_dim] → [b, n_styles, w_dim], the same everywhere."""
+    def repeat_styles(self, w: Tensor) -> Tensor:
+        """Repeat w [b, w_dim] for all styles [b, n_styles, w_dim]."""
         return w[:, None, :].expand(-1, self.shape.n_styles, -1)
 
     def forward(
         self, z: Tensor, labels: Tensor, *, truncation: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        out: Tensor = self.synthesis(self.styles(z, labels, truncation), generator)
+        out: Tensor = self.synthesis(self.map_styles(z, labels, truncation), generator)
         return out
 
 
@@ -334,13 +331,13 @@ class Discriminator(nn.Module):
         last = widths[-1]
         self.conv = _EqualConv(last + 1, last, 3)
         self.dense = _EqualLinear(last * 16, last, active=True)
-        self.classes = _Mapping(0, shape.n_classes, shape.w_dim, shape.mapping_layers)
+        self.classes = _MappingNetwork(0, shape.n_classes, shape.w_dim, shape.mapping_layers)
         self.out = _EqualLinear(last, shape.w_dim)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x = self.blocks(self.from_image(images))
-        x = self.conv(_with_minibatch_std(x, _GROUP))
+        x = self.conv(_append_minibatch_std(x, _GROUP))
         x = _full_precision(self.out(self.dense(x.flatten(1))))
-        classes = _normalised(_full_precision(self.classes(x[:, :0], labels)))
+        classes = _normalize_rows(_full_precision(self.classes(x[:, :0], labels)))
         out: Tensor = (x * classes).sum(dim=1) / sqrt(x.shape[1])
         return out

@@ -1,7 +1,7 @@
-"""What a container or a job of a cluster may take of its machine: Linux's control groups, versions 1 and 2.
+"""Resource limits of a container or a cluster's job: Linux's control groups, versions 1 and 2.
 
-Processors and memory that the machine has are seen from inside a container too, though its limits forbid them.
-A limit holds for all groups within a group, so the least of those above a process counts.
+All processors and memory of the machine are visible inside a container too, beyond its limits. A limit holds for all
+groups within a group, so the least limit above a process counts.
 """
 
 from __future__ import annotations
@@ -16,43 +16,46 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores_allowed() -> int | None:
-    """Return how many processor cores' time this process may take, rounded up; None where nothing limits it."""
+    """Return the number of processor cores available to this process, rounded up; None without a limit."""
     shares = []
-    for group in _groups("cpu"):
-        quota, period = (*_numbers(group / "cpu.max"), None, None)[:2]
+    for group in _list_groups("cpu"):
+        quota, period = (*_read_numbers(group / "cpu.max"), None, None)[:2]
         if quota is None and not (group / "cpu.max").exists():
-            quota = (*_numbers(group / "cpu.cfs_quota_us"), None)[0]
-            period = (*_numbers(group / "cpu.cfs_period_us"), None)[0]
+            quota = (*_read_numbers(group / "cpu.cfs_quota_us"), None)[0]
+            period = (*_read_numbers(group / "cpu.cfs_period_us"), None)[0]
         if quota is not None and period and quota > 0:
             shares.append(max(1, ceil(quota / period)))
     return min(shares, default=None)
 
 
 def bytes_allowed() -> int | None:
-    """Return how much more memory this process may take; None where nothing limits it.
+    """Return the bytes of memory still available to this process; None without a limit.
 
-    Files that are only kept in case somebody reads them again are given up first, and count as free.
+    The inactive part of the page cache is released first, and counts as free.
     """
-    room = []
-    for group in _groups("memory"):
-        for most, used, kept in (
+    free_bytes = []
+    for group in _list_groups("memory"):
+        for limit_name, usage_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, usage = (*_numbers(group / most), None)[0], (*_numbers(group / used), None)[0]
-            if limit is not None and usage is not None and limit < _UNLIMITED:
-                room.append(max(0, limit - usage + _statistic(group / "memory.stat", kept)))
-    return min(room, default=None)
+            limit, usage = (
+                (*_read_numbers(group / limit_name), None)[0],
+                (*_read_numbers(group / usage_name), None)[0],
+            )
+            if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
+                free_bytes.append(max(0, limit - usage + _read_statistic(group / "memory.stat", cache_name)))
+    return min(free_bytes, default=None)
 
 
-_UNLIMITED = 1 << 60
+_UNLIMITED_BYTES = 1 << 60
 """Bytes: version 1 writes the most that 63 bits hold, in whole pages, where there is no limit."""
 
 
-def _groups(controller: str) -> Iterator[Path]:
+def _list_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of the group of this process and of those above it.
 
-    A container may see its own group as the root, or be told a path that it cannot see: then the root is its own.
+    A container's own group may be the root, or have a path that is not visible: then the root is its group.
     """
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
@@ -63,9 +66,7 @@ def _groups(controller: str) -> Iterator[Path]:
         if number == "0" and not controllers:
             root = _ROOT
         elif controller in controllers.split(","):
-            root = next(
-                (r for r in (_ROOT / controllers, _ROOT / controller) if r.is_dir()), _ROOT / controller
-            )
+            root = next((r for r in (_ROOT / controllers, _ROOT / controller) if r.is_dir()), _ROOT / controller)
         else:
             continue
         group = root / path.strip("/")
@@ -73,7 +74,7 @@ def _groups(controller: str) -> Iterator[Path]:
         yield from (above for above in group.parents if above == root or root in above.parents)
 
 
-def _numbers(file: Path) -> list[int | None]:
+def _read_numbers(file: Path) -> list[int | None]:
     """Return the whole numbers in a file; None for a word such as "max"; [] where there is no such file."""
     try:
         words = file.read_text().split()
@@ -82,7 +83,7 @@ def _numbers(file: Path) -> list[int | None]:
     return [int(word) if word.lstrip("-").isdecimal() else None for word in words]
 
 
-def _statistic(file: Path, name: str) -> int:
+def _read_statistic(file: Path, name: str) -> int:
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and locks on them: everything the toolkit writes goes through here."""
+"""Atomic files and locks on them, used for every write of the toolkit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
 
-from wsi_fl.system.machine import allocate
+from wsi_fl.system.machine import allocate_file
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
-_OF_SAFETENSORS = ".tmp??????"
-"""What that library writes to before it renames."""
-_DIGEST = "digest"
+_SAFETENSORS_TEMPORARY = ".tmp??????"
+"""Temporary names of that library."""
+_DIGEST_KEY = "digest"
 _RETRY_S = 0.05
 _PIECE_BYTES, _PIECES = 1 << 14, 64
 _UNAVAILABLE = {
@@ -40,35 +40,35 @@ _UNAVAILABLE = {
     errno.ENFILE: "this machine has too many files open; close other programs",
     errno.EIO: "its disk fails to read it; look after the disk, not the file",
 }
-"""What the system says of a file that may be whole → why it cannot be read now, and what to do."""
+"""Error number of the system → reason why an intact file cannot be read now, and what to do."""
 _ERRNO = re.compile(r"errno = (\d+)")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileUnavailable(WsiFlError):
-    """A file that cannot be read now, for a reason that is none of its own: nothing needs to be made anew."""
+    """A file that cannot be read now for an external reason: nothing needs to be made again."""
 
 
-def why_unavailable(error: BaseException) -> str:
-    """Return why the system does not let a file be read now, and what to do; "" where the file itself is at fault."""
+def explain_unavailable(error: BaseException) -> str:
+    """Return the reason why a file cannot be read now, and what to do; "" where the file itself is at fault."""
     if not isinstance(error, OSError):
         return ""
-    found = _ERRNO.search(str(error))  # HDF5 says it in words
-    return _UNAVAILABLE.get(error.errno or (int(found[1]) if found else 0), "")
+    match = _ERRNO.search(str(error))  # HDF5 has it in its message
+    return _UNAVAILABLE.get(error.errno or (int(match[1]) if match else 0), "")
 
 
 def refuse_unavailable(error: BaseException, path: object) -> None:
-    """Refuse to take for damage what only keeps a file from being read now.
+    """Raise another error for a file that is unavailable instead of damaged.
 
     Raises:
-        FileUnavailable: when that is the error.
+        FileUnavailable: for such an error.
     """
-    if reason := why_unavailable(error):
+    if reason := explain_unavailable(error):
         raise FileUnavailable(f"{path}: {reason}") from None
 
 
-def ordinary(path: Path) -> Path:
-    """Return a path for whoever opens it to read; WsiFlError for a pipe or device: reading one may go on for ever."""
+def require_regular_file(path: Path) -> Path:
+    """Return a path to be read; WsiFlError for a pipe or device, which may never end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -79,37 +79,37 @@ def ordinary(path: Path) -> Path:
     return path
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, which need not fit into memory."""
-    with ordinary(path).open("rb") as file:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file of any size."""
+    with require_regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
-    """Return a digest of each ordinary file of a size that another one of these has too: equal files are equal in it.
+def duplicate_marks(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return a digest of each regular file with the size of another of these files, equal for equal files.
 
-    Of large files pieces all over them are read. Folders and files that cannot be read have none.
+    Of large files spread pieces are read. Folders and unreadable files have no digest.
     """
     sizes: dict[int, list[Path]] = {}
     for path in paths:
         with suppress(OSError):
             if path.is_file():
                 sizes.setdefault(path.stat().st_size, []).append(path)
-    found: dict[Path, str] = {}
-    for size, some in sizes.items():
-        for path in some if len(some) > 1 and size else ():
+    marks: dict[Path, str] = {}
+    for size, same_size in sizes.items():
+        for path in same_size if len(same_size) > 1 and size else ():
             with suppress(OSError), path.open("rb") as file:
                 digest = hashlib.sha256(str(size).encode())
                 for start in range(0, size, max(_PIECE_BYTES, size // _PIECES)):
                     file.seek(start)
                     digest.update(file.read(_PIECE_BYTES))
-                found[path] = f"file {digest.hexdigest()}"
-    return found
+                marks[path] = f"file {digest.hexdigest()}"
+    return marks
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, with its suffix, that becomes `path` when the block ends well, and else vanishes.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, renamed to `path` when the block succeeds, and deleted else.
 
     The content is on disk before the rename, so a reader sees the old file or the whole new one.
     """
@@ -128,7 +128,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk: a rename is there only then."""
+    """Write the names in a folder to disk, which completes a rename."""
     with suppress(PermissionError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -137,14 +137,14 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def reserve(path: Path, n_bytes: int) -> None:
-    """Fails now if the disk cannot hold `n_bytes`: HDF5 that runs out of it later may take the process down."""
+def reserve_space(path: Path, n_bytes: int) -> None:
+    """Fail now if the disk cannot hold `count_bytes`: a full disk in HDF5 may crash the process."""
     with path.open("wb+") as handle:
-        allocate(handle.fileno(), n_bytes)
+        allocate_file(handle.fileno(), n_bytes)
 
 
 def raise_if_full(error: BaseException, path: Path) -> None:
-    """Turns 'no space left' from any library, whatever it wraps it in, into one line."""
+    """Turn 'no space left' of any library, wrapped in any error, into one line."""
     if isinstance(error, DiskFull):
         raise error
     cause: BaseException | None = error
@@ -157,60 +157,60 @@ def raise_if_full(error: BaseException, path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed writer left in a folder and those in it. Only call it while holding the folder's lock."""
-    for pattern in (f".*{_TEMPORARY}*", _OF_SAFETENSORS):
+    """Delete leftovers of a killed writer in a folder and its subfolders. Requires the folder's lock."""
+    for pattern in (f".*{_TEMPORARY}*", _SAFETENSORS_TEMPORARY):
         for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
             path.unlink(missing_ok=True)
 
 
 def remove_abandoned(path: Path) -> None:
-    """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
-    for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
-        with suppress(OSError, WsiFlError), ordinary(left).open("rb") as handle:
+    """Delete leftovers of killed writers beside a file, except those still locked by HDF5."""
+    for leftover in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
+        with suppress(OSError, WsiFlError), require_regular_file(leftover).open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            left.unlink()
+            leftover.unlink()
 
 
-def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
-    """Delete shards, pictures and plans (`.h5`, `.png`, `.npz`) whose slide is not among those kept: they mislead."""
+def remove_strays(folders: Iterable[Path], slides: Collection[str]) -> None:
+    """Delete misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
     for folder in folders:
         for path in folder.glob("*"):
-            if path.suffix in {".h5", ".png", ".npz"} and path.stem not in kept:
+            if path.suffix in {".h5", ".png", ".npz"} and path.stem not in slides:
                 path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text atomically."""
-    with atomic(path) as temporary:
+    """Write text atomically."""
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes bytes atomically."""
-    with atomic(path) as temporary:
+    """Write bytes atomically."""
+    with atomic_path(path) as temporary:
         temporary.write_bytes(data)
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Writes a table atomically, row by row; the first one has its headings."""
-    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    """Write a table atomically, row by row; the first row has the headings."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Writes one JSON document atomically; NaN and infinities are refused, as JSON has none."""
+    """Write one JSON document atomically; NaN and infinities are refused, as JSON has none."""
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
     """Write one JSON object atomically, with a digest of the rest of it in `digest`."""
-    write_json(path, {**document, _DIGEST: _digest(document)})
+    write_json(path, {**document, _DIGEST_KEY: _document_digest(document)})
 
 
 def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
-    """Return what `write_sealed` wrote, without the digest; WsiFlError, with advice, where it is damaged."""
+    """Return a sealed JSON object without its digest; WsiFlError, with advice, where it is damaged."""
     document = read_object(path, advice, keys)
-    if document.pop(_DIGEST, None) != _digest(document):
+    if document.pop(_DIGEST_KEY, None) != _document_digest(document):
         raise WsiFlError(f"{path}: damaged; {advice}")
     return document
 
@@ -226,22 +226,22 @@ def read_object(path: Path, advice: str, keys: Iterable[str] = ()) -> dict[str, 
     return document
 
 
-def read_where_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
-    """Return what `write_sealed` wrote, or an object of an older version, which wrote no digest."""
+def read_maybe_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
+    """Return a sealed JSON object, or one of an older version without a digest."""
     document = read_object(path, advice, keys)
-    return read_sealed(path, keys, advice) if _DIGEST in document else document
+    return read_sealed(path, keys, advice) if _DIGEST_KEY in document else document
 
 
-def _digest(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a document as JSON, without what it says of its digest."""
-    rest = {key: value for key, value in document.items() if key != _DIGEST}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+def _document_digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a document as JSON without its digest."""
+    content = {key: value for key, value in document.items() if key != _DIGEST_KEY}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def read_json(path: Path) -> Any:
-    """The JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
+    """Return the JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
     try:
-        return json.loads(ordinary(path).read_text(encoding="utf-8"))
+        return json.loads(require_regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WsiFlError(f"{path}: no such file") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -251,11 +251,11 @@ def read_json(path: Path) -> Any:
 
 
 def append_line(path: Path, document: Any) -> None:
-    """Appends one JSON line and waits until it is on disk; a line that a crash cut short goes first."""
+    """Append one JSON line and wait until it is on disk; a line cut short by a crash is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        with ordinary(path).open("ab+") as handle:
+        with require_regular_file(path).open("ab+") as handle:
             _mend_tail(handle)
             handle.write(line.encode())
             handle.flush()
@@ -266,7 +266,7 @@ def append_line(path: Path, document: Any) -> None:
 
 
 def _mend_tail(handle: BinaryIO) -> None:
-    """Ends the last line where only its newline is missing, and cuts it off where it is unfinished."""
+    """End the last line where only its newline is missing, and cut it off where it is unfinished."""
     if not handle.seek(0, os.SEEK_END):
         return
     handle.seek(-1, os.SEEK_END)
@@ -283,13 +283,13 @@ def _mend_tail(handle: BinaryIO) -> None:
 
 
 def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON lines of `path`; a last line that a crash cut short is dropped.
+    """Return the JSON lines of `path`; a last line cut short by a crash is dropped.
 
-    WsiFlError where another line is damaged, or lacks what it `needs`, key → type.
+    WsiFlError where another line is damaged, or lacks a key of `needs`, key → type.
     """
     if not path.exists():
         return []
-    lines = ordinary(path).read_bytes().split(b"\n")  # a cut may lie within a character
+    lines = require_regular_file(path).read_bytes().split(b"\n")  # a cut may lie within a character
     documents: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line:
@@ -300,24 +300,24 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
             if number == len(lines):  # no newline after it: never finished
                 break
             document = None
-        wanted = (needs or {}).items()
-        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in wanted):
+        requirements = (needs or {}).items()
+        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in requirements):
             raise WsiFlError(f"{path}: line {number} is damaged")
         documents.append(document)
     return documents
 
 
 @contextmanager
-def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock on a file, which is made where there is none; what is in it stays.
+def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on a file, which is created if missing and not changed otherwise.
 
     Args:
-        busy: what to say (WsiFlError) when another process holds the lock; None to wait for it.
-        patience_s: how long to try before saying so: a process that was killed lets go a moment later.
+        busy: message of the WsiFlError when another process holds the lock; None to wait for it.
+        patience_s: seconds of retries before that error: the lock of a killed process is released a moment later.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with ordinary(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
+    with require_regular_file(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
@@ -335,12 +335,12 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
 
 
 @contextmanager
-def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold a site's folder for one command at a time, and remove what a killed one left in it.
+def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock on a site's folder, and remove leftovers of a killed command in it.
 
-    Another command that has it is waited for with `wait`, and else a WsiFlError.
+    With `wait` another command is waited for, else it is a WsiFlError.
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-    with alone(folder / ".lock", None if wait else busy):
+    with file_lock(folder / ".lock", None if wait else busy):
         remove_leftovers(folder)
         yield

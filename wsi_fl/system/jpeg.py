@@ -1,6 +1,6 @@
-"""JPEG streams as arrays, strictly: the decoder raises where others return wrong pixels without a word.
+"""JPEG streams as arrays, strictly: damaged streams raise, where other decoders silently return wrong pixels.
 
-The only module that knows simplejpeg (libjpeg-turbo). Its settings are libjpeg's own: exact integer DCT and smooth
+The only module that imports simplejpeg (libjpeg-turbo). Its settings are libjpeg's own: exact integer DCT and smooth
 ("fancy") upsampling of subsampled colour, as OpenSlide uses them. All of it releases the interpreter's lock.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.types import WsiFlError, single_line
 
 _SOI = b"\xff\xd8"
 _APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
@@ -21,70 +21,70 @@ Stream = bytes | memoryview
 
 
 def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """The picture uint8[h, w, 3] in RGB, in `out` where given; WsiFlError for a stream that is cut short or garbled."""
+    """Return the picture uint8[h, w, 3] in RGB, in `out` where given; WsiFlError for a truncated or damaged stream."""
     try:
         picture: NDArray[np.uint8] = simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True)
     except ValueError as error:
-        raise _unusable(error) from None
+        raise _stream_error(error) from None
     if out is not None and picture.shape != out.shape:
-        raise WsiFlError(f"JPEG of {_pixels(picture)} where {_pixels(out)} were expected")
+        raise WsiFlError(f"JPEG of {_format_size(picture)} where {_format_size(out)} were expected")
     return picture
 
 
-def check(stream: Stream) -> None:
-    """Read the stream to its end without making its pixels, for half the cost; fails where `decode` would."""
+def check_stream(stream: Stream) -> None:
+    """Read the stream to its end without computing its pixels, for half the cost; fails where `decode` would."""
     try:
         simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
-        raise _unusable(error) from None
+        raise _stream_error(error) from None
 
 
-def size(stream: Stream) -> tuple[int, int]:
-    """(height, width) in pixels, from the header alone; WsiFlError when there is no such header."""
+def read_size(stream: Stream) -> tuple[int, int]:
+    """Return (height, width) in pixels from the header; WsiFlError without one."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(stream, strict=True)
     except ValueError as error:
-        raise _unusable(error) from None
+        raise _stream_error(error) from None
     return int(height), int(width)
 
 
-def complete(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Stream:
-    """A self-contained stream from an abbreviated one and its tables, as TIFF keeps them (TIFF Technical Note 2).
+def complete_stream(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Stream:
+    """Return a self-contained stream from an abbreviated one and its tables, as in TIFF (TIFF Technical Note 2).
 
     Args:
         stream: from the start marker to the end marker.
         tables: TIFF's JPEGTables, a stream without a picture; empty where `stream` holds its own.
-        rgb: whether the components are red, green and blue, which in TIFF a tag says and in a stream a marker.
+        rgb: whether the components are red, green and blue, given by a tag in TIFF and by a marker in a stream.
     """
     if stream[:2] != _SOI:
         raise WsiFlError("not a JPEG stream: it does not begin with the start marker")
     head = tables[2:-2]
     if not rgb:
         return b"".join((_SOI, head, stream[2:])) if head else stream
-    return b"".join((_SOI, _ADOBE_RGB, _without_colour(head), _without_colour(stream[2:])))
+    return b"".join((_SOI, _ADOBE_RGB, _drop_color_markers(head), _drop_color_markers(stream[2:])))
 
 
-def _without_colour(segments: Stream) -> bytes:
-    """Without the markers (JFIF, Adobe) that say what the components are."""
-    kept, place = [], 0
+def _drop_color_markers(segments: Stream) -> bytes:
+    """Return segments without the markers (JFIF, Adobe) that define the components."""
+    parts, place = [], 0
     while place + 4 <= len(segments) and segments[place] == 0xFF and segments[place + 1] != _SOS:
         end = place + 2 + int.from_bytes(segments[place + 2 : place + 4])
         if segments[place + 1] not in {_APP0, _APP14}:
-            kept.append(segments[place:end])
+            parts.append(segments[place:end])
         place = end
-    return b"".join((*kept, segments[place:]))
+    return b"".join((*parts, segments[place:]))
 
 
-def _unusable(error: ValueError) -> WsiFlError:
-    return WsiFlError(f"unusable JPEG stream: {one_line(error)}")
+def _stream_error(error: ValueError) -> WsiFlError:
+    return WsiFlError(f"unusable JPEG stream: {single_line(error)}")
 
 
-def _pixels(picture: NDArray[np.uint8]) -> str:
+def _format_size(picture: NDArray[np.uint8]) -> str:
     return f"{picture.shape[1]} × {picture.shape[0]} pixels"
 
 
 def encode(pixels: NDArray[np.uint8], quality: int) -> bytes:
-    """The picture uint8[h, w, 3] as a stream with colour at half resolution (4:2:0), as scanners write it; lossy."""
+    """Return the picture uint8[h, w, 3] as a lossy stream with colour at half resolution (4:2:0), as of scanners."""
     stream: bytes = simplejpeg.encode_jpeg(
         np.ascontiguousarray(pixels), quality, colorspace="RGB", colorsubsampling="420"
     )

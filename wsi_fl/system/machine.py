@@ -1,6 +1,6 @@
-"""What Linux offers and macOS may not, with a substitute for each, and what mpiexec or srun says.
+"""Functions of Linux with substitutes for macOS, and the environment of mpiexec or srun.
 
-Nothing else asks which system it is on.
+No other module depends on the system.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from pathlib import Path
 from wsi_fl.system.cgroups import bytes_allowed, cores_allowed
 
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-"""What `posix_fallocate` says of a file system, or C library, without it."""
-_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""Variables in the environment of a rank: how many there are, which it is, how many are on its machine."""
+"""Errors of `posix_fallocate` on a file system, or C library, without it."""
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Environment variables of a rank: number of ranks, its number, number of ranks on its machine."""
 _MANAGERS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_", "FLUX_", "LOADL_", "PALS_")
-"""How variables begin by which resource managers name the machines of a job, and mpiexec believes them."""
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables by which people say how many threads a process takes."""
+"""Prefixes of variables of resource managers, from which mpiexec reads the machines of a job."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables for the number of threads of a process."""
 _BOX = re.compile(r"-{20,}")
-_LONGEST = 200
-"""Characters of a launcher's reason that are quoted."""
+_MAX_REASON = 200
+"""Most characters quoted of a launcher's reason."""
 
 
-def cores() -> list[int]:
-    """Return the processor cores that this process may use: no more than its container or job may keep busy."""
-    most = cores_allowed()
+def list_cores() -> list[int]:
+    """Return the processor cores available to this process, within the limit of its container or job."""
+    limit = cores_allowed()
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))[:most]
-    return list(range(os.cpu_count() or 1))[:most]
+        return sorted(os.sched_getaffinity(0))[:limit]
+    return list(range(os.cpu_count() or 1))[:limit]
 
 
 def n_cores() -> int:
-    """Return how many processor cores this process may use."""
-    return len(cores())
+    """Return the number of processor cores available to this process."""
+    return len(list_cores())
 
 
 def free_bytes() -> int:
-    """Return how much memory the system, and the container or job of this process, has left.
+    """Return the free bytes of memory of the system, within the limit of this process's container or job.
 
-    All there is where the system does not say; 2⁶³ − 1 where it says nothing.
+    The total memory where free memory is unknown; 2⁶³ − 1 where both are.
     """
     allowed = bytes_allowed()
-    return _free_of_system() if allowed is None else min(allowed, _free_of_system())
+    return _system_free_bytes() if allowed is None else min(allowed, _system_free_bytes())
 
 
-def _free_of_system() -> int:
+def _system_free_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -64,21 +64,21 @@ def _free_of_system() -> int:
 
 
 def peak_bytes() -> int:
-    """Return how much memory this process has held at most."""
+    """Return the peak memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
-def most_open_files() -> int:
-    """Return how many files this process may have open at once."""
+def max_open_files() -> int:
+    """Return the most files that this process may have open at once."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if allowed < 0 else allowed
 
 
-def allocate(descriptor: int, n_bytes: int) -> None:
-    """Make a file at least that long and give it its place on disk, where the file system can do that.
+def allocate_file(descriptor: int, n_bytes: int) -> None:
+    """Make a file at least `count_bytes` long and allocate it on disk, where the file system can do that.
 
-    It is open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
+    The descriptor is readable too: glibc reads the file where the file system (NFS) cannot allocate.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -89,48 +89,48 @@ def allocate(descriptor: int, n_bytes: int) -> None:
             raise
 
 
-def launched_ranks() -> int | None:
-    """Return how many ranks mpiexec or srun started with this one; None when nobody did.
+def count_ranks() -> int | None:
+    """Return the number of ranks started by mpiexec or srun; None without them.
 
-    A batch script of Slurm is no rank, though Slurm numbers it as one; nor is the terminal that `srun --pty` opens.
+    A batch script of Slurm is no rank, though Slurm numbers it as one; nor is a terminal of `srun --pty`.
     """
-    size = _said(_SIZE[:-1] if "SLURM_PTY_PORT" in os.environ else _SIZE)
+    size = _read_variable(_SIZE_VARIABLES[:-1] if "SLURM_PTY_PORT" in os.environ else _SIZE_VARIABLES)
     return size if size is not None and (size > 1 or "OMPI_COMM_WORLD_SIZE" in os.environ) else None
 
 
-def is_first() -> bool:
-    """Return whether this process tells people what all ranks do: the first rank, or a process alone."""
-    return launched_ranks() is None or not _said(_RANK)
+def is_first_rank() -> bool:
+    """Return whether this process prints for all ranks: the first rank, or a process without ranks."""
+    return count_ranks() is None or not _read_variable(_RANK_VARIABLES)
 
 
 def local_environment() -> dict[str, str]:
-    """Return this environment without a resource manager's job: mpiexec then starts ranks on this machine.
+    """Return this environment without a resource manager's job, so that mpiexec starts ranks on this machine.
 
-    A container or `salloc` hands on the variables of a job whose machines may go by other names, or be other ones.
+    A container or `salloc` inherits the variables of a job with other machines, or other names of them.
     """
     return {name: value for name, value in os.environ.items() if not name.startswith(_MANAGERS)}
 
 
-def launcher_reason(said: str) -> str:
-    """Return the line in which mpiexec says why it started nothing: the last before its first box, else the box's."""
-    before, *boxes = (part.strip() for part in _BOX.split(said))
-    reason = before.splitlines()[-1] if before else " ".join("".join(boxes[:1]).split())
-    return reason[:_LONGEST] or "it said nothing"
+def launcher_reason(output: str) -> str:
+    """Return mpiexec's reason for starting nothing: its last line before the first box, else the box's text."""
+    preamble, *boxes = (part.strip() for part in _BOX.split(output))
+    reason = preamble.splitlines()[-1] if preamble else " ".join("".join(boxes[:1]).split())
+    return reason[:_MAX_REASON] or "it printed nothing"
 
 
-def threads_wanted() -> int | None:
-    """Return how many threads people ask for by a variable such as OMP_NUM_THREADS; None where they ask for none."""
-    # what follows a comma is for nested teams
-    asked = (os.environ.get(name, "").partition(",")[0] for name in _THREADS)
-    return next((int(number) for number in asked if number.isdecimal() and int(number)), None)
+def read_thread_setting() -> int | None:
+    """Return the number of threads set by a variable such as OMP_NUM_THREADS; None where unset."""
+    # numbers after a comma are for nested teams
+    settings = (os.environ.get(name, "").partition(",")[0] for name in _THREAD_VARIABLES)
+    return next((int(number) for number in settings if number.isdecimal() and int(number)), None)
 
 
-def share_of_threads() -> int:
-    """Return how many threads this rank may take, so that all ranks on this machine take no more than its cores."""
-    everybody = min(os.cpu_count() or 1, cores_allowed() or sys.maxsize)
-    return max(1, min(n_cores(), everybody // (_said(_HERE) or 1)))
+def threads_per_rank() -> int:
+    """Return the number of threads for this rank, such that all ranks on this machine share its cores."""
+    machine_cores = min(os.cpu_count() or 1, cores_allowed() or sys.maxsize)
+    return max(1, min(n_cores(), machine_cores // (_read_variable(_LOCAL_SIZE_VARIABLES) or 1)))
 
 
-def _said(names: Iterable[str]) -> int | None:
-    """Return the number that the first of these variables holds which holds one."""
+def _read_variable(names: Iterable[str]) -> int | None:
+    """Return the first number in these variables; None without one."""
     return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)

@@ -1,7 +1,7 @@
-"""Names of files, slides and patients, compared as people read them, whichever system wrote them.
+"""Names of files, slides and patients, compared independently of the system that wrote them.
 
-macOS decomposes letters ("ü" as "u" and two dots), Windows writes paths with backslashes, and both leave companions
-beside files that look like files of data and are none.
+macOS decomposes letters ("ü" as "u" and two dots), Windows writes paths with backslashes, and both leave companion
+files that look like data.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ MISSING = frozenset(
         *("unknown", "[unknown]", "not available", "[not available]", "not reported", "not provided"),
     }
 )
-"""What tables write where nothing is known, in lower case: what pandas reads as missing, and the words of archives."""
-_COMPANIONS = {
-    *("thumbs.db", "desktop.ini", "ehthumbs.db"),
-    *("__macosx", "$recycle.bin", "system volume information"),
-}
+"""Missing values in tables, in lower case: those of pandas, and the words of archives."""
+_COMPANIONS = {*("thumbs.db", "desktop.ini", "ehthumbs.db"), *("__macosx", "$recycle.bin", "system volume information")}
 _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
@@ -31,11 +28,11 @@ _SUFFIXES = re.compile(
     r"(\.(ome|tiff?|svs|ndpi|mrxs|scn|bif|czi|dcm|zarr|isyntax|vms|vmu|svslide|png|jpe?g|h5|hdf5|h5ad|pt))+$",
     re.IGNORECASE,
 )
-_SHOWN = 3
+_MAX_NAMES_SHOWN = 3
 
 
 def compose_text(text: str) -> str:
-    """Return a text in Unicode's composed form (NFC), in which texts that look alike are equal.
+    """Return a text in Unicode's composed form (NFC), for comparison.
 
     Example:
         >>> compose_text("Dru" + chr(0x308) + "se") == "Drüse"
@@ -45,7 +42,7 @@ def compose_text(text: str) -> str:
 
 
 def is_missing(text: str) -> bool:
-    """Return whether a field of a table says that nothing is known.
+    """Return whether a field of a table is a missing value.
 
     Example:
         >>> is_missing(" NaN"), is_missing("N/A"), is_missing("0")
@@ -55,7 +52,7 @@ def is_missing(text: str) -> bool:
 
 
 def file_name_of(text: str) -> str:
-    """Return the last part of a path as any system writes it, composed.
+    """Return the composed last part of a path of any system.
 
     Example:
         >>> [file_name_of(name) for name in ("D:\\\\scans\\\\w.tif", "/mnt/u.tif", "a.svs")]
@@ -65,7 +62,7 @@ def file_name_of(text: str) -> str:
 
 
 def stem_of(text: str) -> str:
-    """Return `file_name_of` a path without its suffix.
+    """Return the composed last part of a path without its suffix.
 
     Example:
         >>> stem_of("D:\\\\scans\\\\w.tif")
@@ -75,12 +72,12 @@ def stem_of(text: str) -> str:
 
 
 def slide_of(path: Path) -> str:
-    """Return what a slide is called by its file: the name without its suffix, composed."""
+    """Return a slide's name: its file's name without the suffix, composed."""
     return compose_text(path.stem)
 
 
 def is_companion(path: Path) -> bool:
-    """Return whether a file or folder is hidden, a lock or a backup copy, or what macOS and Windows leave beside it.
+    """Return whether a file or folder is hidden, a lock, a backup copy, or a companion of macOS or Windows.
 
     Example:
         >>> [is_companion(Path(name)) for name in ("._S0.h5", "Thumbs.db", "~$a.csv", "a.svs~", "S0.h5")]
@@ -96,7 +93,7 @@ def drop_companions(paths: Iterable[Path]) -> list[Path]:
 
 
 def glob_paths(pattern: str) -> Iterator[Path]:
-    """Yield what a glob pattern matches, without companions; spelt as the file system may, where nothing fits as is."""
+    """Yield matches of a glob pattern without companions; without a match, of its other Unicode forms."""
     for spelling in dict.fromkeys((pattern, compose_text(pattern), normalize("NFD", pattern))):
         names = glob.glob(spelling, recursive=True)  # noqa: PTH207 patterns may be absolute
         yield from (path for path in map(Path, names) if not is_companion(path))
@@ -105,7 +102,7 @@ def glob_paths(pattern: str) -> Iterator[Path]:
 
 
 def find_file(path: Path) -> Path:
-    """Return the path of the file that a name means: itself, or in its folder the one that Unicode calls the same."""
+    """Return an existing path, or the only one in its folder with an equal name in Unicode."""
     if str(path).isascii() or path.exists():
         return path
     folder = find_file(path.parent) if path.parent != path else path
@@ -123,26 +120,27 @@ _LIKENESSES: Mapping[str, Callable[[str], str]] = {
     "the UUID": lambda name: _BARCODE.sub(r"\1", _UUID.sub("", name)),
     "spaces, dots, dashes and underscores": lambda name: re.sub(r"[\s._-]+", "", name),
 }
-"""In what names differ → a name without that."""
+"""Difference of two names → function that removes it."""
 
 
-def describe_mismatch(wanted: Collection[str], there: Collection[str]) -> str:
-    """Say why names of a table and names of files do not meet: some of each, and what they differ in where that is one
-    thing.
+def describe_mismatch(table_names: Collection[str], site_names: Collection[str]) -> str:
+    """Return the message on names of a table without files: some of each, and their difference where it is single.
 
     Example:
         >>> describe_mismatch(["s1", "s2"], ["S1", "S2", "S3"])
         'the table has s1, s2, the site S1, S2, S3; s1 and S1 differ in upper and lower case'
     """
-    text = f"the table has {_some(wanted)}, the site {_some(there)}"
-    for what, plain in _LIKENESSES.items():
-        by_form = {plain(name): name for name in sorted(there, reverse=True)}
-        for name in sorted(wanted):
+    text = f"the table has {_shorten_list(table_names)}, the site {_shorten_list(site_names)}"
+    for difference, plain in _LIKENESSES.items():
+        by_form = {plain(name): name for name in sorted(site_names, reverse=True)}
+        for name in sorted(table_names):
             if (other := by_form.get(plain(name))) is not None and other != name:
-                return f"{text}; {name} and {other} differ in {what}"
+                return f"{text}; {name} and {other} differ in {difference}"
     return text
 
 
-def _some(names: Collection[str]) -> str:
-    shown = sorted(names)[:_SHOWN]
-    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def _shorten_list(names: Collection[str]) -> str:
+    first_names = sorted(names)[:_MAX_NAMES_SHOWN]
+    return ", ".join(first_names) + (
+        f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    )

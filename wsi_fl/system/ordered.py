@@ -1,4 +1,4 @@
-"""Work in threads whose results are wanted in order: the one way to look ahead."""
+"""Work in threads with results in order, used for all prefetching."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def in_order(
+def map_in_order(
     task: Callable[[_T], _R], items: Iterable[_T], *, threads: int, ahead: int
 ) -> Generator[_R, None, None]:
-    """Call a task for each item in threads and yield what the calls return, in the order of the items.
+    """Call a task for each item in threads and yield the results in the order of the items.
 
-    Items are drawn by the consumer's thread, each when its call may begin. Queues instead of futures: what a future
-    costs, decoding threads wait for, as it holds the interpreter's lock. What a call, or drawing an item, raised is
+    Items are drawn by the consumer's thread, each when its call may begin. Queues are used instead of futures, whose
+    overhead holds the interpreter's lock and delays decoding threads. An error of a call, or of drawing an item, is
     raised here.
 
     Args:
-        items: any number of them, even without end.
-        threads: how many call it. They are gone when the iterator is closed or used up.
-        ahead: calls that may begin before the consumer is done with what was yielded last.
+        items: any number of them, even infinite.
+        threads: number of threads, which end when the iterator is closed or exhausted.
+        ahead: calls that may begin before the consumer is done with the last result.
     """
     to_do: SimpleQueue[tuple[int, _T] | None] = SimpleQueue()
     done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
     stopped = Event()
     numbered = enumerate(items)
     workers: list[Thread] = []
-    early: dict[int, _R] = {}
+    results: dict[int, _R] = {}
 
-    def call(job: tuple[int, _T] | None) -> bool:
+    def run_job(job: tuple[int, _T] | None) -> bool:
         if job is None or stopped.is_set():
             return False
         try:
@@ -43,36 +43,36 @@ def in_order(
             done.put((job[0], None, error))
         return True
 
-    def work() -> None:
-        while call(to_do.get()):  # no variable keeps the last item
+    def run_jobs() -> None:
+        while run_job(to_do.get()):  # no variable holds the last item
             pass
 
-    def begin(n: int) -> int:
+    def start_jobs(n: int) -> int:
         n_begun = 0
         for job in islice(numbered, n):
             to_do.put(job)
             n_begun += 1
             if len(workers) < threads:
-                worker = Thread(target=work, daemon=True)
+                worker = Thread(target=run_jobs, daemon=True)
                 worker.start()
                 workers.append(worker)
         return n_begun
 
     try:
-        n_begun, k = begin(ahead + 1), 0
+        n_begun, k = start_jobs(ahead + 1), 0
         while k < n_begun:
-            while k not in early:
+            while k not in results:
                 number, result, error = done.get()
                 if error is not None:
                     try:
                         raise error
                     finally:
                         del error  # its traceback holds this frame
-                early[number] = result
+                results[number] = result
                 del result
-            yield early.pop(k)
+            yield results.pop(k)
             k += 1
-            n_begun += begin(1)
+            n_begun += start_jobs(1)
     finally:
         stopped.set()
         for _ in workers:
@@ -84,13 +84,13 @@ def in_order(
             done.get()
 
 
-def made_ahead(items: Iterable[_T], n: int) -> Generator[_T, None, None]:
-    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end."""
+def prefetch_items(items: Iterable[_T], n: int) -> Generator[_T, None, None]:
+    """Yield the items, computed by a thread up to n ahead of the consumer, and close their generator at the end."""
     iterator, end = iter(items), object()
-    with closing(in_order(lambda _: next(iterator, end), count(), threads=1, ahead=n)) as made:
+    with closing(map_in_order(lambda _: next(iterator, end), count(), threads=1, ahead=n)) as prefetched:
         try:
-            yield from takewhile(lambda item: item is not end, made)
+            yield from takewhile(lambda item: item is not end, prefetched)
         finally:
-            made.close()
+            prefetched.close()
             if isinstance(iterator, Generator):
                 iterator.close()

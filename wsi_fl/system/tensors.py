@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from wsi_fl.system.files import atomic, ordinary, refuse_unavailable
+from wsi_fl.system.files import atomic_path, refuse_unavailable, require_regular_file
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_DIGEST = "tensors_sha256"
-"""A key of the document in the file that callers do not see. A second entry beside the document would not do: the order
-of entries is left to chance."""
+_DIGEST_KEY = "tensors_sha256"
+"""A key of the document in the file, hidden from callers. A second entry beside the document would have no fixed order,
+and the file no fixed bytes."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write a safetensors file with a JSON document in its header, whole or not at all, for its owner alone to read.
+    """Write a safetensors file with a JSON document in its header, atomically and readable by its owner alone.
 
-    Tensors that share memory, as those of a layer that a model has under two names, are written under each name.
+    Tensors with shared memory, such as a layer with two names in a model, are written under each name.
     """
     from safetensors.torch import save_file
 
@@ -36,53 +36,53 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[st
         place = plain.untyped_storage().data_ptr()
         contiguous[name] = plain.clone() if place in storages else plain
         storages.add(place)
-    with atomic(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.touch(mode=0o600)
         facts = json.loads(json.dumps(document))
-        said = facts | {_DIGEST: _digest(contiguous, facts)}
-        save_file(contiguous, temporary, metadata={"document": json.dumps(said)})
+        header = facts | {_DIGEST_KEY: _tensors_digest(contiguous, facts)}
+        save_file(contiguous, temporary, metadata={"document": json.dumps(header)})
 
 
-def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document that `save_tensors` wrote; WsiFlError, with advice, where it is damaged."""
-    return _read(path, f" {what}", advice)
+def load_tensors(path: Path, kind: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the document of such a file; WsiFlError, with advice, where it is damaged."""
+    return _read_tensors(path, f" {kind}", advice)
 
 
-def load_document(path: Path, what: str) -> dict[str, Any]:
-    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors."""
-    return _read(path, f" {what}", "", framework="np")[1]
+def load_document(path: Path, kind: str) -> dict[str, Any]:
+    """Return the document of such a file, without PyTorch and without the tensors."""
+    return _read_tensors(path, f" {kind}", "", framework="np")[1]
 
 
 def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, whoever wrote it; WsiFlError, with advice, where it is damaged."""
-    return _read(path, "", advice, ours=False)[0]
+    """Return the tensors of a file of any program; WsiFlError, with advice, where it is damaged."""
+    return _read_tensors(path, "", advice, ours=False)[0]
 
 
-def _read(
-    path: Path, what: str, advice: str, *, framework: str = "pt", ours: bool = True
+def _read_tensors(
+    path: Path, kind: str, advice: str, *, framework: str = "pt", ours: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, which numpy leaves out, and the document; whatever `save_tensors` wrote has a digest."""
-    then = f"; {advice}" if advice else ""
+    """Return the tensors (none with numpy) and the document; the toolkit's own files have a digest."""
+    advice_text = f"; {advice}" if advice else ""
     try:
-        with safe_open(ordinary(path), framework) as file:
-            about = file.metadata() or {}
-            document = dict(json.loads(about["document"] if ours else about.get("document", "{}")))
-            known = document.pop(_DIGEST, None)
+        with safe_open(require_regular_file(path), framework) as file:
+            metadata = file.metadata() or {}
+            document = dict(json.loads(metadata["document"] if ours else metadata.get("document", "{}")))
+            stored_digest = document.pop(_DIGEST_KEY, None)
             if framework == "np":
                 return {}, document
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            if (ours or known is not None) and known != _digest(tensors, document):
+            if (ours or stored_digest is not None) and stored_digest != _tensors_digest(tensors, document):
                 raise ValueError("not the bytes that were written")
             return tensors, document
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
         refuse_unavailable(error, path)
-        raise WsiFlError(f"{path}: damaged{what} ({error}){then}") from None
+        raise WsiFlError(f"{path}: damaged{kind} ({error}){advice_text}") from None
     except RecursionError:
-        raise WsiFlError(f"{path}: damaged{what} (its document is nested too deeply){then}") from None
+        raise WsiFlError(f"{path}: damaged{kind} (its document is nested too deeply){advice_text}") from None
 
 
-def _digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
-    """SHA-256 over a document and contiguous tensors: their names, types, shapes and bytes."""
+def _tensors_digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a document and contiguous tensors: their names, types, shapes and bytes."""
     import torch
 
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())

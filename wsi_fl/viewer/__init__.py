@@ -1,1 +1,1 @@
-"""Slides and what lies over them, as pages and tiles for a browser on this machine."""
+"""A viewer of slides with layers in a browser on this machine."""

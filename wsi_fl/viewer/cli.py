@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
+from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print_document
 from wsi_fl.types import UsageError
 
 
-@announced
+@announce_start
 def view(
     of_run: Annotated[str | None, typer.Argument(metavar="RUN", help="The same as --run.")] = None,
     site: Annotated[
@@ -25,19 +25,17 @@ def view(
     port: Annotated[
         int | None, typer.Option(min=1024, max=65535, help="Where to listen. Default: 8642, or a free one.")
     ] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open a browser on this machine.")
-    ] = False,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser on this machine.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Look at slides in a page on this machine: what was kept of them, and what models say. Read-only."""
+    """View slides in a browser on this machine, with kept patches and predictions. Read-only."""
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
-    from wsi_fl.viewer.server import ViewServer, address_lines, describe, serve
-    from wsi_fl.viewer.viewing import gallery
+    from wsi_fl.viewer.server import ViewServer, address_lines, describe_server, serve_gallery
+    from wsi_fl.viewer.viewing import build_gallery
 
-    shown = gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
-    with ViewServer(shown, port) as server:
-        show(describe(server), as_json, address_lines)
-        serve(server, open_browser=open_browser)
+    gallery = build_gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
+    with ViewServer(gallery, port) as server:
+        print_document(describe_server(server), as_json, address_lines)
+        serve_gallery(server, open_browser=open_browser)

@@ -1,7 +1,7 @@
 """Deep Zoom: a slide as square tiles of levels that halve, and their pixels, for several people at once.
 
 Levels are counted as in Microsoft's Deep Zoom: level 0 is one pixel, the last one the slide itself. As many tiles are
-read at a time as there are processors, and none that nobody awaits.
+read at a time as there are CPU cores, and only for clients still connected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from wsi_fl.system.machine import n_cores
 
 TILE_PX = 512
 _STRIP_PX = 1 << 24
-"""Most pixels of a slide that are held while a tile is averaged from them."""
+"""Maximum number of a slide's pixels in memory while a tile is averaged."""
 _LEVEL_TOLERANCE = 1.01
 _COARSE_PX = 4096
 _COARSE_BYTES = 256 << 20
-_MOST_REDUCTION = 4
-"""Pixels of a slide's level per pixel of a tile, in each direction, beyond which a tile is cut from a coarse level."""
+_MAX_REDUCTION = 4
+"""Maximum reduction in each direction from a slide's level to a tile; beyond it tiles are cut from a coarse level."""
 _Box = tuple[int, int, int, int]
 """Left, top, width, height in pixels of a level."""
 _Awaited = Callable[[], bool]
-"""Whether somebody still wants a tile; asked before each part of it is read."""
+"""Whether the client still waits for a tile; called before each part is read."""
 _T = TypeVar("_T", bytes, NDArray[np.uint8])
 
 
@@ -41,93 +41,92 @@ class Pyramid:
 
     Example:
         >>> pyramid = Pyramid((100_000, 40_000))
-        >>> pyramid.last, pyramid.size(pyramid.last), pyramid.size(pyramid.first)
+        >>> pyramid.last_level, pyramid.level_size(pyramid.last_level), pyramid.level_size(pyramid.first_level)
         (17, (100000, 40000), (391, 157))
-        >>> pyramid.box(pyramid.last, 195, 0), pyramid.box(pyramid.last, 196, 0)
+        >>> pyramid.box(pyramid.last_level, 195, 0), pyramid.box(pyramid.last_level, 196, 0)
         ((99840, 0, 160, 512), None)
     """
 
     size_l0: tuple[int, int]
 
     @property
-    def last(self) -> int:
-        """The level that is the slide itself."""
+    def last_level(self) -> int:
+        """The level of the slide's full resolution."""
         return (max(self.size_l0) - 1).bit_length()
 
     @property
-    def first(self) -> int:
-        """The finest level that is a single tile; a viewer needs none below it."""
-        return min(self.last, TILE_PX.bit_length() - 1)
+    def first_level(self) -> int:
+        """The finest level of a single tile, the lowest for a viewer."""
+        return min(self.last_level, TILE_PX.bit_length() - 1)
 
     @property
-    def coarse(self) -> int:
-        """The finest level of at most 4096 pixels a side; all of it fits in 50 MB."""
-        return min(self.last, _COARSE_PX.bit_length() - 1)
+    def coarse_level(self) -> int:
+        """The finest level of at most 4096 pixels a side, which fits in 50 MB."""
+        return min(self.last_level, _COARSE_PX.bit_length() - 1)
 
-    def scale(self, level: int) -> int:
+    def level_scale(self, level: int) -> int:
         """Return the level-0 pixels per pixel of a level."""
-        return 1 << (self.last - level)
+        return 1 << (self.last_level - level)
 
-    def size(self, level: int) -> tuple[int, int]:
+    def level_size(self, level: int) -> tuple[int, int]:
         """Return (width, height) of a level."""
-        width, height = (ceil(extent / self.scale(level)) for extent in self.size_l0)
+        width, height = (ceil(extent / self.level_scale(level)) for extent in self.size_l0)
         return width, height
 
     def box(self, level: int, column: int, row: int) -> _Box | None:
-        """Return where a tile lies in its level; None where there is no such tile."""
-        if not 0 <= level <= self.last:
+        """Return the box of a tile in its level; None where there is no such tile."""
+        if not 0 <= level <= self.last_level:
             return None
-        width, height = self.size(level)
-        left, top = column * TILE_PX, row * TILE_PX
-        if left >= width or top >= height:
+        width, height = self.level_size(level)
+        x, y = column * TILE_PX, row * TILE_PX
+        if x >= width or y >= height:
             return None
-        return left, top, min(TILE_PX, width - left), min(TILE_PX, height - top)
+        return x, y, min(TILE_PX, width - x), min(TILE_PX, height - y)
 
 
 class NotAwaited(Exception):
-    """A tile that nobody waits for any more."""
+    """The client no longer waits for a tile."""
 
 
 def _downsample_for(slide: Slide, scale: float) -> float:
-    """Return the level-0 pixels per pixel of the slide's own level from which a level of this scale is averaged."""
+    """Return the downsampling of the slide's level from which a level of this scale is averaged."""
     return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
 
 
-def _averaged(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda: True) -> NDArray[np.uint8]:
-    """The pixels uint8[h, w, 3] of a box of a level with so many level-0 pixels per pixel, averaged by area.
+def _average_area(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda: True) -> NDArray[np.uint8]:
+    """Return the pixels uint8[h, w, 3] of a box, averaged by area from `scale` level-0 pixels per pixel.
 
     Averages of neighbouring tiles share no pixel of the slide, so tiles need no overlap.
     """
-    left, top, width, height = box
+    x, y, width, height = box
     out = np.empty((height, width, 3), np.uint8)
     step = max(1, int(_STRIP_PX / (width * (scale / _downsample_for(slide, scale)) ** 2)))
-    for first in range(0, height, step):
+    for start in range(0, height, step):
         if not awaited():
             raise NotAwaited
-        corner = left * scale, (top + first) * scale
-        slide.area(corner, scale, out[first : first + step], overlapping=False)
+        corner = x * scale, (y + start) * scale
+        slide.read_area(corner, scale, out[start : start + step], overlapping=False)
     return out
 
 
-class Recent(Generic[_T]):
-    """The values that were asked for last, of so many bytes; the latest is kept whatever its size. All methods may be
-    called from several threads."""
+class RecentValues(Generic[_T]):
+    """A cache of recently used values with a limit in bytes, except that the latest is always kept; thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._values: OrderedDict[Hashable, _T] = OrderedDict()
-        self._making: dict[Hashable, Lock] = {}
+        self._locks: dict[Hashable, Lock] = {}
         self._lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return the value of a key; whoever asks while it is made waits for it, and nobody else does.
+    def get_or_make(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return the value of a key; concurrent calls for the same key wait, others do not.
 
         Args:
-            make: makes the value where it is not kept. What it raises is raised, and the next who asks tries again.
+            make: computes a missing value. Its errors are raised, and the next call tries again.
         """
         with self._lock:
-            making = self._making.setdefault(key, Lock())
-        with making:
+            key_lock = self._locks.setdefault(key, Lock())
+        with key_lock:
             with self._lock:
                 if key in self._values:
                     self._values.move_to_end(key)
@@ -135,8 +134,8 @@ class Recent(Generic[_T]):
             value = make()
             with self._lock:
                 self._values[key] = value
-                kept = self._values.values()
-                sizes = [len(one) if isinstance(one, bytes) else one.nbytes for one in kept]
+                values = self._values.values()
+                sizes = [len(stored) if isinstance(stored, bytes) else stored.nbytes for stored in values]
                 while len(self._values) > 1 and sum(sizes) > self._most_bytes:
                     self._values.popitem(last=False)
                     sizes.pop(0)
@@ -144,16 +143,16 @@ class Recent(Generic[_T]):
 
 
 class TileReader:
-    """Reads tiles of slides; may be called from several threads."""
+    """Reader of tiles of slides; thread-safe."""
 
     def __init__(self) -> None:
         self._slots = Semaphore(n_cores())
-        self._coarse: Recent[NDArray[np.uint8]] = Recent(_COARSE_BYTES)
+        self._coarse: RecentValues[NDArray[np.uint8]] = RecentValues(_COARSE_BYTES)
 
     def read(
         self, slide: Slide, level: int, column: int, row: int, awaited: _Awaited = lambda: True
     ) -> NDArray[np.uint8] | None:
-        """Return the pixels uint8[h, w, 3] of a tile; None where there is none. NotAwaited: nobody wants it.
+        """Return the pixels uint8[h, w, 3] of a tile; None where there is none. NotAwaited: the client hung up.
 
         If no pyramid level is coarse enough, build one in memory and cache it.
         """
@@ -161,26 +160,26 @@ class TileReader:
         box = pyramid.box(level, column, row)
         if box is None:
             return None
-        scale = pyramid.scale(level)
-        if level > pyramid.coarse or scale <= _MOST_REDUCTION * _downsample_for(slide, scale):
+        scale = pyramid.level_scale(level)
+        if level > pyramid.coarse_level or scale <= _MAX_REDUCTION * _downsample_for(slide, scale):
             with self._slots:
-                return _averaged(slide, scale, box, awaited)
-        whole = self._coarse.get(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
-        factor = scale // pyramid.scale(pyramid.coarse)
-        left, top, width, height = (extent * factor for extent in box)
-        part = np.ascontiguousarray(whole[top : top + height, left : left + width])
+                return _average_area(slide, scale, box, awaited)
+        coarse_pixels = self._coarse.get_or_make(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
+        factor = scale // pyramid.level_scale(pyramid.coarse_level)
+        x, y, width, height = (extent * factor for extent in box)
+        part = np.ascontiguousarray(coarse_pixels[y : y + height, x : x + width])
         return np.asarray(Image.fromarray(part).reduce(factor))
 
     def _coarse_level(self, slide: Slide, pyramid: Pyramid, awaited: _Awaited) -> NDArray[np.uint8]:
-        """A whole level, uint8[h, w, 3]."""
-        width, height = pyramid.size(pyramid.coarse)
+        """Return the coarse level, uint8[h, w, 3]."""
+        width, height = pyramid.level_size(pyramid.coarse_level)
         out = np.empty((height, width, 3), np.uint8)
         for row in range(-(-height // TILE_PX)):
             for column in range(-(-width // TILE_PX)):
-                box = pyramid.box(pyramid.coarse, column, row)
+                box = pyramid.box(pyramid.coarse_level, column, row)
                 assert box is not None
                 with self._slots:
-                    tile = _averaged(slide, pyramid.scale(pyramid.coarse), box, awaited)
-                left, top, across, down = box
-                out[top : top + down, left : left + across] = tile
+                    tile = _average_area(slide, pyramid.level_scale(pyramid.coarse_level), box, awaited)
+                x, y, across, down = box
+                out[y : y + down, x : x + across] = tile
         return out

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.system import jpeg
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic_path
 
 TILE_PX = 512
 _SHORT, _LONG, _RATIONAL, _LONG8 = (3, "H"), (4, "I"), (5, "I"), (16, "Q")
@@ -26,16 +26,16 @@ Level = tuple[int, int, Iterable[bytes]]
 """(height, width, tiles row by row)."""
 
 
-def jpeg_tiles(level: NDArray[np.uint8], quality: int, tile_px: int = TILE_PX) -> Iterator[bytes]:
-    """The tiles of a level [h, w, 3] row by row, each a complete YCbCr JPEG with colour subsampled 2×2.
+def encode_tiles(level: NDArray[np.uint8], quality: int, tile_px: int = TILE_PX) -> Iterator[bytes]:
+    """Yield the tiles of a level [h, w, 3] row by row, each a complete YCbCr JPEG with colour subsampled 2×2.
 
-    A tile that hangs over the edge is filled up with the edge's own pixels, which rings less than a fixed colour.
+    A tile over the edge is padded with the edge's pixels, with less ringing than a fixed colour.
     """
     for y in range(0, level.shape[0], tile_px):
         for x in range(0, level.shape[1], tile_px):
             tile = level[y : y + tile_px, x : x + tile_px]
-            lacking = [(0, tile_px - tile.shape[0]), (0, tile_px - tile.shape[1]), (0, 0)]
-            yield jpeg.encode(np.pad(tile, lacking, mode="edge"), quality)
+            padding = [(0, tile_px - tile.shape[0]), (0, tile_px - tile.shape[1]), (0, 0)]
+            yield jpeg.encode(np.pad(tile, padding, mode="edge"), quality)
 
 
 def write_pyramid(
@@ -46,14 +46,14 @@ def write_pyramid(
     OpenSlide opens it as `generic-tiff` and takes `mpp` from the resolution tags.
     """
 
-    def levels() -> Iterator[Level]:
+    def halve_levels() -> Iterator[Level]:
         level = image
-        yield (*level.shape[:2], jpeg_tiles(level, quality, tile_px))
+        yield (*level.shape[:2], encode_tiles(level, quality, tile_px))
         while max(level.shape) > tile_px:
             level = np.asarray(Image.fromarray(level).reduce(2))
-            yield (*level.shape[:2], jpeg_tiles(level, quality, tile_px))
+            yield (*level.shape[:2], encode_tiles(level, quality, tile_px))
 
-    write_levels(path, levels(), mpp, tile_px)
+    write_levels(path, halve_levels(), mpp, tile_px)
 
 
 def write_levels(path: Path, levels: Iterable[Level], mpp: float, tile_px: int, shared: bool = False) -> None:
@@ -62,28 +62,28 @@ def write_levels(path: Path, levels: Iterable[Level], mpp: float, tile_px: int, 
     Args:
         shared: let equal tiles of a level share their bytes.
     """
-    with atomic(path) as partial, partial.open("wb") as file:
+    with atomic_path(path) as partial, partial.open("wb") as file:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
         link = file.tell() - 8  # where the address of the next directory belongs
         for k, (height, width, tiles) in enumerate(levels):
             starts: list[int] = []
             lengths: list[int] = []
-            known: dict[bytes, int] = {}
+            tile_starts: dict[bytes, int] = {}
             for tile in tiles:
-                start = known.get(tile)
+                start = tile_starts.get(tile)
                 if start is None:
                     start = file.tell()
                     file.write(tile)
                 if shared:
-                    known[tile] = start
+                    tile_starts[tile] = start
                 starts.append(start)
                 lengths.append(len(tile))
-            tags = _tags(height, width, mpp * 2**k, tile_px, reduced=k > 0)
+            tags = _build_tags(height, width, mpp * 2**k, tile_px, reduced=k > 0)
             link = _write_directory(file, link, [*tags, (324, _LONG8, starts), (325, _LONG8, lengths)])
 
 
-def _tags(height: int, width: int, mpp: float, tile_px: int, *, reduced: bool) -> list[_Tag]:
-    """What a reader has to know of a level, besides where its tiles are."""
+def _build_tags(height: int, width: int, mpp: float, tile_px: int, *, reduced: bool) -> list[_Tag]:
+    """Return the tags of a level, without those of its tiles."""
     per_cm = [round(1e7 / mpp), 1000]
     return [
         (254, _LONG, [int(reduced)]),
@@ -105,7 +105,7 @@ def _tags(height: int, width: int, mpp: float, tile_px: int, *, reduced: bool) -
 
 
 def _write_directory(file: BinaryIO, link: int, tags: list[_Tag]) -> int:
-    """Append a directory of tags, point `link` at it, and return where its own link to the next one stands."""
+    """Append a directory of tags, point `link` at it, and return the place of its link to the next one."""
     entries = []
     for number, (kind, code), values in sorted(tags):
         data = struct.pack(f"<{len(values)}{code}", *values)

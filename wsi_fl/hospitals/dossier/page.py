@@ -1,7 +1,7 @@
-"""The dossier of a hospital: what its data protection officer and its network people ask, from the files that are here.
+"""The dossier of a hospital: answers for its data protection officer and its network administrators, from local files.
 
-It reads the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store. What it
-says beside them is in `dossier.toml`. A hospital that leaves keeps a part of it: what it let go, and what of it stays
+It is made from the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store;
+further texts are in `dossier.toml`. A hospital that leaves keeps a part of it: its releases, and what of them stays
 with others.
 """
 
@@ -15,60 +15,67 @@ from textwrap import wrap
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.plans.contents import filled
-from wsi_fl.hospitals.plans.making import PlanDocument, document_of, left_by
-from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, cost_path, plan_path
+from wsi_fl.hospitals.plans.contents import fill_plan_text
+from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, site_disclosures
+from wsi_fl.hospitals.plans.signed import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
-from wsi_fl.privacy.guarantee import applied, epsilon_of, guarantee_of, of_hospital, rounds_of, units_of
-from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
-from wsi_fl.report.fill import fill
+from wsi_fl.privacy.guarantee import (
+    collect_mechanisms,
+    collect_rounds,
+    collect_units,
+    entries_epsilon,
+    lifetime_entries,
+    weakest_guarantee,
+)
+from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile, run_id
+from wsi_fl.report.fill import fill_template
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, group_words, open_ledger, terms_of
-from wsi_fl.stages.site.sums import RUN
-from wsi_fl.stages.training.going_on import runs_of_plan
-from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.stages.site.account import Group, build_terms, describe_group, open_ledger
+from wsi_fl.stages.site.sums import STATISTICS_RUN
+from wsi_fl.stages.training.going_on import list_plan_runs
+from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
-_MOST_LINES = 12
-"""Releases of a run that are shown; the JSON beside the page has them all."""
-_WIDEST = 36
+_MAX_LINES = 12
+"""Releases of a run that are shown; the JSON beside the page has all."""
+_MAX_LINE_CHARS = 36
 """Characters of a line in the drawing."""
-_SAID = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
+_TEXTS = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
 
 
-def _render(dossier: Mapping[str, Any]) -> str:
-    """One HTML document that needs nothing beside it, of a dossier as `--json` prints it."""
+def _render_page(dossier: Mapping[str, Any]) -> str:
+    """Return a dossier's `--json` document as one self-contained HTML document."""
     context = {
         "d": dossier,
         "plan": dossier["plan"],
-        "flow": _flow(dossier),
-        "most_lines": _MOST_LINES,
+        "flow": _describe_flow(dossier),
+        "most_lines": _MAX_LINES,
         "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
     }
-    return fill("dossier", context, Path(__file__).parent)
+    return fill_template("dossier", context, Path(__file__).parent)
 
 
-def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
-    """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
-    plan, way = dossier["plan"], dossier["network"][0]["to"]
+def _describe_flow(dossier: Mapping[str, Any]) -> dict[str, object]:
+    """Return the labels of the data flow drawing: at the hospital, in transit, at the others; and the same in words."""
+    plan, relay_address = dossier["plan"], dossier["network"][0]["to"]
     others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
     leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
-    named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    private = ["private model"] if any("private model" in one for one in plan["stays"]) else []
+    names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    private = ["private model"] if any("private model" in text for text in plan["stays"]) else []
     stays = ["slides, patches, features", "labels and names", *private, "checkpoints", "private key"]
-    relay = "folder" if way.startswith("the folder") else "server"
+    relay = "folder" if relay_address.startswith("the folder") else "server"
     return {
-        "leaves": [line for one in leaves for line in wrap(f"· {one}", _WIDEST)],
+        "leaves": [line for text in leaves for line in wrap(f"· {text}", _MAX_LINE_CHARS)],
         "stays": stays,
         "relay": f"shared {relay}" if relay == "folder" else relay,
-        "others": named or "nobody",
+        "others": names or "nobody",
         "alt": (
-            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed letters with "
-            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {named or 'nobody'}. "
+            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed messages with "
+            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {names or 'nobody'}. "
             "Theirs come back."
         ),
     }
@@ -77,139 +84,137 @@ def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
 def make_dossier(
     study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False
 ) -> dict[str, Any]:
-    """Write the page, and the same as JSON beside it; return what the page says.
+    """Write the page, and its content as JSON beside it; return the content.
 
     Args:
-        site: whose dossier; default: that of the kit.
-        for_others: whether it leaves the hospital; see `dossier_of`.
+        site: of the dossier; default: that of the kit.
+        for_others: whether it leaves the hospital; see `build_dossier`.
 
     Raises:
-        UsageError: when no plan lies in the study, or nobody says of which site the dossier is.
+        UsageError: when no plan is in the study, or the site is not given.
     """
     if not plan_path(study).is_file():
         raise UsageError(
-            f"{study.relative(plan_path(study))}: no plan lies here; sign one with `wsi-fl federation approve PLAN`"
+            f"{study.relative_path(plan_path(study))}: no plan lies here; sign one with `wsi-fl federation "
+            "approve PLAN`"
         )
-    found, plan = (Kit.open(kit) if kit else None), Plan.load(plan_path(study))
-    name = site or (found.name if found and found.role == "hospital" else None)
+    opened_kit, plan = (Kit.open(kit) if kit else None), FederationPlan.load(plan_path(study))
+    name = site or (opened_kit.name if opened_kit and opened_kit.role == "hospital" else None)
     if name is None:
         raise UsageError("of which hospital? add --site NAME, or --kit DIR of a hospital")
     if name not in plan.sites:
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
-    dossier = dossier_of(study, plan, study.site(name), found, for_others=for_others)
+    dossier = build_dossier(study, plan, study.load_site(name), opened_kit, for_others=for_others)
     write_json(out.with_suffix(".json"), dossier)
-    write_text(out, _render(dossier))
+    write_text(out, _render_page(dossier))
     return dossier
 
 
-def dossier_of(
-    study: Study, plan: Plan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
+def build_dossier(
+    study: Study, plan: FederationPlan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
 ) -> dict[str, Any]:
-    """Return what the page of a hospital says of a plan, from the files of its study and its kit.
+    """Return a hospital's dossier on a plan, from the files of its study and its kit.
 
-    What leaves the hospital (`for_others`) holds nothing that rests on single patients and that no ε covers, nor a path
-    of the machine: no number of rows of the patient with the most, nor what that is worth; not what the plan cost as
-    the hospital saw it; no attack on a model that stayed; of a ledger that is not to be believed only that it is so.
+    A dossier that leaves the hospital (`for_others`) holds nothing that depends on single patients without an ε, nor a
+    path of the machine: neither the number of rows of the patient with the most nor its group ε; not the plan's cost as
+    the hospital saw it; no attack on a local model; of an invalid ledger only that it is invalid.
 
     Returns:
-        Among others "missing": why sites have not signed, None where the federation's root is not here to tell;
-        "spent": ε of everything released so far, per unit of the plan; "group": what that is worth to the patient with
-        the most rows; "cost": what the plan costs, as the hospital saw it when it signed; "warning": why the ledger is
-        not to be believed, as `approve` says it; "accounts": as `_accounts`; "audits": what attacks found out.
+        Among others "missing": why sites have not signed, None if the federation's root CA is not here to verify;
+        "spent": ε of everything released so far, per unit of the plan; "group": the same for the patient with the most
+        rows; "cost": the plan's cost, as the hospital saw it when it signed; "warning": why the ledger is invalid, as
+        by `approve`; "accounts": as `_list_accounts`; "audits": results of attacks.
     """
-    said = document_of(plan)
-    heard = approvals(study, plan, kit.identity().root) if kit else None
-    lines, warning = _ledger(study, plan, site)
+    document = parse_plan_document(plan)
+    approval_status = collect_approvals(study, plan, kit.load_identity().root) if kit else None
+    lines, warning = _load_ledger(study, plan, site)
     entries = [entry for entry in lines if entry.site == site.name]
-    delta, cost = site.delta or said["privacy"]["delta"], _kept_cost(study, site.name, plan)
-    rows = _most_rows(study, site.name, cost)
+    delta, cost = site.delta or document["privacy"]["delta"], _load_signed_cost(study, site.name, plan)
+    rows = _largest_patient_rows(study, site.name, cost)
     if for_others:
         cost, rows, warning = None, None, warning and "the hospital can say why"
-    counted = of_hospital(entries, said["privacy"]["unit"]) if site.real else entries
-    group, audits = _group_of(counted, delta, rows), _audits(study, site.name, for_others=for_others)
-    promised = (cost or {}).get("lifetime_group") or group
+    counted_entries = lifetime_entries(entries, document["privacy"]["unit"]) if site.real else entries
+    group, audits = (
+        _group_epsilon(counted_entries, delta, rows),
+        _list_audits(study, site.name, for_others=for_others),
+    )
+    planned_group = (cost or {}).get("lifetime_group") or group
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
         "site": site.name,
         "for_others": for_others,
         "plan_sha256": plan.digest,
-        "plan": said | {"leaves": left_by(said, site.name)},
-        "signed": list(heard.signed) if heard else [],
-        "missing": _missing(study, plan, heard.missing) if heard else None,
+        "plan": document | {"leaves": site_disclosures(document, site.name)},
+        "signed": list(approval_status.signed) if approval_status else [],
+        "missing": _explain_missing(study, plan, approval_status.missing) if approval_status else None,
         "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
-        "spent": epsilon_of(counted, delta),
+        "spent": entries_epsilon(counted_entries, delta),
         "group": group,
         "cost": cost,
         "warning": warning,
-        "accounts": _accounts(study, site.name, entries, delta, rows),
+        "accounts": _list_accounts(study, site.name, entries, delta, rows),
         "audits": audits,
-        **_said_beside(said, site, kit, promised, audited=bool(audits), for_others=for_others),
+        **_describe_risks(document, site, kit, planned_group, audited=bool(audits), for_others=for_others),
     }
 
 
-def _said_beside(
-    plan: PlanDocument,
-    site: SiteFile,
-    kit: Kit | None,
-    group: Group | None,
-    *,
-    audited: bool,
-    for_others: bool,
+def _describe_risks(
+    plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool, for_others: bool
 ) -> dict[str, object]:
-    """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
+    """Return the connections, the remaining risks, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
     Args:
-        group: what ε of all that was released and of the plan is worth to the patient with the most rows.
+        group: ε of all releases and of the plan for the patient with the most rows.
         audited: whether a model of the site was attacked by `audit`.
         for_others: whether this leaves the hospital.
     """
-    known: dict[str, object] = {
+    facts: dict[str, object] = {
         "plan": plan,
         "privacy": plan["privacy"],
         "site": site,
         "folder": None,
-        "worth": group_words(group) if group else "",
+        "worth": describe_group(group) if group else "",
         "audited": audited,
-        "scores": any("scores" in one["allow"] for one in plan["sites"]),
+        "scores": any("scores" in row["allow"] for row in plan["sites"]),
     }
 
-    known["not_protected"] = "\n".join(filled(_SAID["not_protected"], **known))
-    known |= _reached(kit)
-    if for_others and known["folder"] and "://" not in str(known["folder"]):
-        known["folder"] = "a path of this hospital"
-    rows = _SAID["network"]["folder" if known["folder"] else "server"]
+    facts["not_protected"] = "\n".join(fill_plan_text(_TEXTS["not_protected"], **facts))
+    facts |= _relay_address(kit)
+    if for_others and facts["folder"] and "://" not in str(facts["folder"]):
+        facts["folder"] = "a path of this hospital"
+    rows = _TEXTS["network"]["folder" if facts["folder"] else "server"]
     return {
-        "network": [{key: "".join(filled(text, **known)) for key, text in row.items()} for row in rows],
-        "not_protected": filled(_SAID["not_protected"], **known),
-        "assessment": [part | {"facts": filled(part["facts"], **known)} for part in _SAID["assessment"]],
+        "network": [{key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows],
+        "not_protected": fill_plan_text(_TEXTS["not_protected"], **facts),
+        "assessment": [part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]],
     }
 
 
-def _reached(kit: Kit | None) -> dict[str, str | None]:
-    """The folder that joins the hospitals, or host and port of their server, in words where no kit says them."""
+def _relay_address(kit: Kit | None) -> dict[str, str | None]:
+    """Return the shared folder, or host and port of the server, in words if no kit names them."""
     if kit is None or not (server := kit.document.get("server")):
-        known = {"host": "the coordinator's server", "port": "the server's one TCP port"}
-        return {"folder": kit.folder if kit else None, **known}
+        defaults = {"host": "the coordinator's server", "port": "the server's one TCP port"}
+        return {"folder": kit.folder if kit else None, **defaults}
     host, _, port = str(server).rpartition(":")
     return {"folder": kit.folder, "host": f"server {host}", "port": f"TCP {port}"}
 
 
-def _ledger(study: Study, plan: Plan, site: SiteFile) -> tuple[Sequence[Entry], str]:
-    """The lines of a site's ledger, and why they are not to be believed; "" where they are."""
+def _load_ledger(study: Study, plan: FederationPlan, site: SiteFile) -> tuple[Sequence[LedgerEntry], str]:
+    """Return the lines of a site's ledger, and why they are invalid; "" if they are valid."""
     try:
-        terms = terms_of(site, plan.pipeline(), "none")
+        terms = build_terms(site, plan.pipeline(), "none")
         return open_ledger(study, site, f"plan {plan.digest[:32]}", terms).entries, ""
     except WsiFlError as error:
-        return LedgerFile(study.ledger(site.name)).entries, str(error).replace(f"{study.root}/", "")
+        return LedgerFile(study.ledger_path(site.name)).entries, str(error).replace(f"{study.root}/", "")
 
 
-def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, str]:
-    """Why no approval of a site is here; of one that took part in a run of the plan that is no sign of anything."""
+def _explain_missing(study: Study, plan: FederationPlan, missing: Mapping[str, str]) -> dict[str, str]:
+    """Return why no approval of a site is here; for a participant in a run of the plan that is normal."""
     took_part = {
         row["site"]: run.name
-        for run in runs_of_plan(study, plan.digest)
-        for row in (run.summary() or {"sites": []})["sites"]
+        for run in list_plan_runs(study, plan.digest)
+        for row in (run.read_summary() or {"sites": []})["sites"]
     }
     return {
         site: f"took part in {took_part[site]} under this plan; its approval lies with itself and the coordinator"
@@ -219,122 +224,125 @@ def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _accounts(
-    study: Study, site: str, entries: Sequence[Entry], delta: float, rows: int | None
+def _list_accounts(
+    study: Study, site: str, entries: Sequence[LedgerEntry], delta: float, rows: int | None
 ) -> list[dict[str, Any]]:
-    """What the site released in each run, the first run first, and what that cost.
+    """Return the site's releases in each run, the first run first, and their cost.
 
-    "plan" is "" where none was signed, and "epsilon" None where ε says nothing. "releases" have the "bytes" that the
-    round sent in all, None where its run is no longer here, and as "final" whether they may have left.
+    "plan" is "" if none was signed, and "epsilon" None if no ε holds. "releases" have the "bytes" that the round sent
+    in all, None if its run is no longer here, and as "final" whether they may have left.
     """
-    found = []
+    accounts = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
-        lines, sent = [entry for entry in entries if entry.run_id == run], _sent(study, site, run)
-        spent = epsilon_of(lines, delta)
+        lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
+        spent = entries_epsilon(lines, delta)
         releases = [
             {
-                "round": one.number,
+                "round": released_round.number,
                 "what": kind,
                 "sha256": digest,
-                "bytes": sent.get(one.number),
-                "final": one.final,
+                "bytes": bytes_by_round.get(released_round.number),
+                "final": released_round.final,
             }
-            for one in rounds_of(lines)
-            for kind, digest in one.releases.items()
+            for released_round in collect_rounds(lines)
+            for kind, digest in released_round.releases.items()
         ]
         account = {
             "run": lines[0].run,
             "plan": next((line.agreement for line in lines if line.agreement and not line.sending), ""),
             "epsilon": spent,
             "delta": delta,
-            "unit": ", ".join(sorted(units_of(lines))),
-            "guarantee": "none" if spent is None else guarantee_of(lines),
-            "group": _group_of(lines, delta, rows),
+            "unit": ", ".join(sorted(collect_units(lines))),
+            "guarantee": "none" if spent is None else weakest_guarantee(lines),
+            "group": _group_epsilon(lines, delta, rows),
             "releases": releases,
         }
-        found.append(account)
-    return found
+        accounts.append(account)
+    return accounts
 
 
-def _sent(study: Study, site: str, run: str) -> dict[int, int]:
-    """Bytes that the site sent in each round of a run, where its folder is still here."""
-    for manifest in sorted(study.runs.glob("*/manifest.json")):
+def _bytes_by_round(study: Study, site: str, run: str) -> dict[int, int]:
+    """Return the bytes that the site sent in each round of a run, if its folder is still here."""
+    for manifest in sorted(study.runs_path.glob("*/manifest.json")):
         folder = RunFolder(manifest.parent)
         if folder.id == run:
-            return {line["round"]: line["bytes"] for line in folder.site(site).metrics()}
+            return {line["round"]: line["bytes"] for line in folder.site_folder(site).read_metrics()}
     return {}
 
 
-def _audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[str, object]]:
-    """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %.
+def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[str, object]]:
+    """Return `audit`'s results on the models of the site, in every audited run here; intervals are of 95 %.
 
-    For others that is of models that left.
+    For others these are results on models that left.
     """
-    found = []
-    for file in sorted(study.runs.glob("*/audit/audit.json")):
-        document = RunFolder(file.parent.parent).audit() or {}
-        mine = [one for one in document.get("sites", ()) if one["site"] == site]
-        for model in [model for one in mine for model in one["models"]]:
+    audits = []
+    for file in sorted(study.runs_path.glob("*/audit/audit.json")):
+        document = RunFolder(file.parent.parent).read_audit() or {}
+        site_audits = [audit for audit in document.get("sites", ()) if audit["site"] == site]
+        for model in [model for audit in site_audits for model in audit["models"]]:
             if for_others and model["model"] == "private":
                 continue
-            own, planted = model["membership"]["own"], model["canaries"] or {}
+            membership, planted = model["membership"]["own"], model["canaries"] or {}
             audited = {
                 "run": str(document["run"]),
                 "model": str(model["model"]),
-                "auroc": own["auroc"],
-                "interval": own["interval"],
+                "auroc": membership["auroc"],
+                "interval": membership["interval"],
                 "epsilon_lower": planted.get("epsilon_lower"),
                 "epsilon_upper": planted.get("epsilon_upper"),
             }
-            found.append(audited)
-    return found
+            audits.append(audited)
+    return audits
 
 
-def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
-    """What a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> dict[str, Any] | None:
+    """Return a plan's cost as a hospital saw it when it signed; None if it saw none."""
     path = cost_path(study, site)
-    kept = read_object(path, "delete it") if path.is_file() else {}
-    return kept["cost"] if kept.get("plan") == plan.digest else None
+    document = read_object(path, "delete it") if path.is_file() else {}
+    return document["cost"] if document.get("plan") == plan.digest else None
 
 
-def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
-    """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
-    places = [RunFolder(path).site(site) for path in sorted(study.runs.glob("*"))]
-    accounts = [place.account() for place in places if place.account_path.is_file()]
-    seen = [one.get("group") for one in (cost or {}, *accounts)]
-    return max((int(one["rows"]) for one in seen if one), default=None)
+def _largest_patient_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
+    """Return the largest number of rows of a patient of a site, as it signed or in a run; None if unknown."""
+    site_folders = [RunFolder(path).site_folder(site) for path in sorted(study.runs_path.glob("*"))]
+    accounts = [site_folder.read_account() for site_folder in site_folders if site_folder.account_path.is_file()]
+    groups = [account.get("group") for account in (cost or {}, *accounts)]
+    return max((int(group["rows"]) for group in groups if group), default=None)
 
 
-def _group_of(entries: Sequence[Entry], delta: float, rows: int | None) -> Group | None:
-    """What ε per row of lines of a ledger is worth to a patient with so many rows; None where that says nothing."""
-    if rows is None or units_of(entries) != {"row"} or epsilon_of(entries, delta) is None:
+def _group_epsilon(entries: Sequence[LedgerEntry], delta: float, rows: int | None) -> Group | None:
+    """Return ε per row of ledger lines for a patient with a number of rows; None if no such ε holds."""
+    if rows is None or collect_units(entries) != {"row"} or entries_epsilon(entries, delta) is None:
         return None
-    return {"rows": rows, "epsilon": group_epsilon(applied(entries), delta, rows), "delta": delta}
+    return {"rows": rows, "epsilon": group_epsilon(collect_mechanisms(entries), delta, rows), "delta": delta}
 
 
-def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
-    """Write down, as JSON, what a hospital has released to whom, and what is left to be done; return the document.
+def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
+    """Write, as JSON, a hospital's releases with their receivers, and the remaining steps; return the document.
 
-    Where its approval is to be deleted too, so that no further run starts, no process of it may still run.
+    If its approval is to be deleted too, so that no further run starts, no process of it may still run.
     """
-    site, approval = study.site(kit.name), approval_path(study, kit.name)
-    entries = [one for one in LedgerFile(study.ledger(site.name)).entries if one.site == site.name]
-    delta = site.delta or next((one.delta for one in reversed(entries) if one.delta), 1e-5)
-    runs = [_released(study, site.name, one) for one in _accounts(study, site.name, entries, delta, None)]
+    site, approval = study.load_site(kit.name), approval_path(study, kit.name)
+    entries = [entry for entry in LedgerFile(study.ledger_path(site.name)).entries if entry.site == site.name]
+    delta = site.delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
+    runs = [
+        _describe_release(study, site.name, account)
+        for account in _list_accounts(study, site.name, entries, delta, None)
+    ]
     if delete_approval:
-        with kit.alone():  # a process that runs would go on
+        with kit.lock_kit():  # a process that runs would go on
             approval.unlink(missing_ok=True)
-    there = f"{approval} is there: --delete-approval deletes it"
-    signed = there if approval.exists() else "no plan is signed here"
+    approval_note = f"{approval} is there: --delete-approval deletes it"
+    status = approval_note if approval.exists() else "no plan is signed here"
     document = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "site": site.name,
         "federation": kit.document["federation"],
         "runs": runs,
         "says": [
-            *(_stays(site.name, run) for run in runs),
-            f"{signed}; without an approval no run starts",
-            f"keep {study.ledger(site.name)}: whoever uses these patients again must know what was spent",
+            *(_describe_remains(site.name, run) for run in runs),
+            f"{status}; without an approval no run starts",
+            f"keep {study.ledger_path(site.name)}: whoever uses these patients again must know what was spent",
             f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
         ],
     }
@@ -342,37 +350,44 @@ def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -
     return document
 
 
-def _released(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
-    """What left in one run, and which other sites took part in it; of a run that is no longer here nobody knows.
+def _describe_release(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
+    """Return the releases of one run, and its other sites, if the run is still here.
 
-    A letter that was released by itself has gone to the sites of all plans whose runs carried it.
+    Class statistics that were released by themselves went to the sites of all plans whose runs carried them.
     """
-    folders = [RunFolder(file.parent) for file in sorted(study.runs.glob("*/config.toml"))]
-    run = next((one for one in folders if one.id == run_id(account["run"])), None)
-    carried = (one for one in folders if one.agreement and site in (one.site(site).released() or ()))
-    runs = [run] if run else carried if account["run"] == RUN else ()
-    of_each = (load_pipeline(one.path / "config.toml").sites or [] for one in runs)
-    names = list(dict.fromkeys(name for sites in of_each for name in sites))
-    said = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
-    return account | said | {"releases": [one for one in account["releases"] if one["final"]]}
+    folders = [RunFolder(file.parent) for file in sorted(study.runs_path.glob("*/config.toml"))]
+    run = next((folder for folder in folders if folder.id == run_id(account["run"])), None)
+    carrying = (
+        folder
+        for folder in folders
+        if folder.agreement_digest and site in (folder.site_folder(site).read_statistics_digests() or ())
+    )
+    runs = [run] if run else carrying if account["run"] == STATISTICS_RUN else ()
+    site_lists = (load_run_pipeline(folder.path / "config.toml").sites or [] for folder in runs)
+    names = list(dict.fromkeys(name for sites in site_lists for name in sites))
+    recipients = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
+    return account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
 
 
-def _stays(site: str, run: dict[str, Any]) -> str:
-    """What of a run stays with others, in words."""
-    name, gone = run["run"].split()[0], run["releases"]
-    if not gone:
+def _describe_remains(site: str, run: dict[str, Any]) -> str:
+    """Describe what of a run stays with others."""
+    name, releases = run["run"].split()[0], run["releases"]
+    if not releases:
         return f"{name}: nothing has left"
-    kinds, rounds = ", ".join(sorted({one["what"] for one in gone})), [one["round"] for one in gone]
+    kinds, rounds = (
+        ", ".join(sorted({release["what"] for release in releases})),
+        [release["round"] for release in releases],
+    )
     spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
     others = ", ".join(run["to"]) or "the other sites"
-    others += ", and whoever was given the file," if name == RUN else ""
+    others += ", and whoever was given the file," if name == STATISTICS_RUN else ""
     return (
-        f"{name}: {others} may hold {len(gone)} releases of {site} ({kinds}; rounds "
+        f"{name}: {others} may hold {len(releases)} releases of {site} ({kinds}; rounds "
         f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
     )
 
 
-def leaving_lines(document: dict[str, Any]) -> Lines:
-    """Say what stays with others, and what to do."""
-    yield Line(f"{document['site']} leaves {document['federation']}")
-    yield from (Line(f"  {said}") for said in document["says"])
+def departure_lines(document: dict[str, Any]) -> Lines:
+    """Report what stays with others, and what to do."""
+    yield TextLine(f"{document['site']} leaves {document['federation']}")
+    yield from (TextLine(f"  {sentence}") for sentence in document["says"])

@@ -1,7 +1,7 @@
-"""What NVIDIA FLARE 2.9 reads from a kit: who is where, what may run here, and where it writes.
+"""Files of a kit that NVIDIA FLARE 2.9 reads: identities, permissions, and folders to write to.
 
-A hospital runs one class alone, which came with this package. Jobs bring no code, the coordinator may submit, watch and
-end them and nothing else, and no log is streamed away.
+A hospital runs one class alone, which came with this package. Jobs bring no code, the coordinator may only submit,
+watch and end them, and no log is streamed away.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 from wsi_fl.hospitals.trust.certificates import Role
-from wsi_fl.hospitals.trust.kit import bracketed
+from wsi_fl.hospitals.trust.kit import bracket_ipv6
 from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 
-_HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
-_TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
-PROCESSES = "wsi_fl.hospitals.flare.processes"
-"""The module that every process of FLARE is."""
-STARTED_BY = "WSI_FL_STARTED_BY"
+_EXECUTOR_PATH = "wsi_fl.hospitals.flare.roles.HospitalExecutor"
+_CONTROLLER_PATH = "wsi_fl.hospitals.flare.roles.JobController"
+PROCESS_MODULE = "wsi_fl.hospitals.flare.processes"
+"""The module of every FLARE process."""
+PARENT_VARIABLE = "WSI_FL_STARTED_BY"
 """Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
-STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
-"""Environment variables by which a hospital tells its own processes where its study and its kit are."""
+STUDY_VARIABLE, KIT_VARIABLE = "WSI_FL_STUDY", "WSI_FL_KIT"
+"""Environment variables of a hospital's processes with the paths of its study and its kit."""
 HEARTBEAT_S = 30
-"""A hospital that is not heard of for so long is lost."""
+"""A hospital without a sign of life for so long has dropped out."""
 SERVER, COORDINATOR = "server", "coordinator"
-"""What their certificates call them."""
-SAID = "said.json"
-"""What each hospital said of a job, in the job's folder on the server."""
+"""Their names in certificates."""
+REPLIES_FILE = "said.json"
+"""Each hospital's reply to a job, in the job's folder on the server."""
 
 
-def need_flare() -> None:
-    """Refuse what needs NVIDIA FLARE where it is not installed.
+def require_flare() -> None:
+    """Require NVIDIA FLARE.
 
     Raises:
-        UsageError: which says how to install it.
+        UsageError: with the command that installs it.
     """
     if find_spec("nvflare") is None:
         raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
@@ -45,29 +45,29 @@ def need_flare() -> None:
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
     startup, local = kit / "startup", kit / "local"
-    listens = "0.0.0.0" if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
-    host = bracketed(host)
+    bind_host = "0.0.0.0" if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
+    host = bracket_ipv6(host)
     if role == "coordinator":
-        write_json(startup / "fed_admin.json", _admin(federation, name, host, port))
+        write_json(startup / "fed_admin.json", _admin_document(federation, name, host, port))
         write_json(local / "resources.json", {"format_version": 1, "admin": {"idle_timeout": 900.0}})
         return
     if role == "server":
-        own = {"admin_server": SERVER, "admin_port": port} | _secured("server")
-        server = _reached(federation, f"{listens}:{port}") | own
+        admin_settings = {"admin_server": SERVER, "admin_port": port} | _tls_entry("server")
+        server = _service_entry(federation, f"{bind_host}:{port}") | admin_settings
         write_json(startup / "fed_server.json", {"format_version": 2, "servers": [server]})
         write_json(local / "resources.json", _server_resources(kit.resolve() / "storage"))
     else:
-        server = _reached(federation, f"{host}:{port}") | {"identity": SERVER}
-        client = _secured("client") | {"fqsn": name, "is_leaf": True}
+        server = _service_entry(federation, f"{host}:{port}") | {"identity": SERVER}
+        client = _tls_entry("client") | {"fqsn": name, "is_leaf": True}
         write_json(startup / "fed_client.json", {"format_version": 2, "servers": [server], "client": client})
         write_json(local / "resources.json", _hospital_resources())
     write_json(local / "authorization.json", _RIGHTS)
-    write_json(local / "log_config.json", _LOGGING)
+    write_json(local / "log_config.json", _LOG_CONFIG)
     (kit / "transfer").mkdir(exist_ok=True)
 
 
-class Job(TypedDict):
-    """What hospitals are asked to do by a plan: work, or go to see every peer and train nothing."""
+class JobRequest(TypedDict):
+    """A plan's job for hospitals: "work", or "check", which only meets every peer."""
 
     what: Literal["work", "check"]
     plan: str
@@ -77,33 +77,33 @@ class Job(TypedDict):
     withdrawn: NotRequired[str]
 
 
-def job_files(folder: Path, sites: list[str], job: Job) -> None:
+def write_job_files(folder: Path, sites: list[str], job: JobRequest) -> None:
     """Write a job: JSON that names the two classes, and no code.
 
     Args:
-        sites: that take part.
-        job: what the hospitals are asked to do.
+        sites: of the job.
+        job: its content.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True)
     meta = {"name": f"wsi-fl {job['what']}", "resource_spec": {}, "deploy_map": {"app": [SERVER, *sites]}}
     write_json(folder / "meta.json", meta | {"min_clients": len(sites), "mandatory_clients": sites})
-    together = {"id": "together", "path": _TOGETHER, "args": {"sites": sites, "job": job}}
-    write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [together]})
-    hospital = {"tasks": ["ready", "work"], "executor": {"path": _HOSPITAL, "args": {}}}
+    controller = {"id": "together", "path": _CONTROLLER_PATH, "args": {"sites": sites, "job": job}}
+    write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [controller]})
+    hospital = {"tasks": ["ready", "work"], "executor": {"path": _EXECUTOR_PATH, "args": {}}}
     write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
 
 
-def _reached(federation: str, address: str) -> dict[str, object]:
+def _service_entry(federation: str, address: str) -> dict[str, object]:
     return {"name": federation, "service": {"target": address, "scheme": "http"}}
 
 
-def _secured(stem: str) -> dict[str, str]:
+def _tls_entry(stem: str) -> dict[str, str]:
     files = {"ssl_private_key": f"{stem}.key", "ssl_cert": f"{stem}.crt", "ssl_root_cert": "rootCA.pem"}
     return files | {"connection_security": "mtls"}
 
 
-def _admin(federation: str, name: str, host: str, port: int) -> dict[str, object]:
+def _admin_document(federation: str, name: str, host: str, port: int) -> dict[str, object]:
     return {
         "format_version": 1,
         "admin": {
@@ -125,20 +125,20 @@ def _admin(federation: str, name: str, host: str, port: int) -> dict[str, object
     }
 
 
-_COORDINATORS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
-_NOBODYS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
-_RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATORS | _NOBODYS}}
-"""What the coordinator may do here. Other roles may do nothing, `shell_commands` (which read files) are nobody's, and
+_COORDINATOR_RIGHTS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
+_DENIED_RIGHTS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
+_RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATOR_RIGHTS | _DENIED_RIGHTS}}
+"""The coordinator's rights here. Other roles have none; `shell_commands` (which read files) are denied to all, and
 `byoc` (bring your own code) is refused."""
 
 
-def _resources(allowed: str, *components: tuple[str, str, Mapping[str, object]]) -> dict[str, object]:
+def _resource_document(allowed: str, *components: tuple[str, str, Mapping[str, object]]) -> dict[str, object]:
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
         "class_allow_list": [allowed],
         "allow_log_streaming": False,
-        "components": [{"id": name, "path": path, "args": given} for name, path, given in components],
+        "components": [{"id": name, "path": path, "args": arguments} for name, path, arguments in components],
     }
 
 
@@ -147,11 +147,11 @@ def _hospital_resources() -> dict[str, object]:
     manager = f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager"
     consumer = f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
     gpus = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
-    return _resources(
-        _HOSPITAL,
+    return _resource_document(
+        _EXECUTOR_PATH,
         ("resource_manager", manager, gpus),
         ("resource_consumer", consumer, {}),
-        ("process_launcher", f"{PROCESSES}.Launcher", {}),
+        ("process_launcher", f"{PROCESS_MODULE}.Launcher", {}),
     ) | {"client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"}}
 
 
@@ -161,8 +161,8 @@ def _server_resources(storage: Path) -> dict[str, object]:
     scheduler = f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler"
     manager = "nvflare.apis.impl.job_def_manager.SimpleJobDefManager"
     launcher = f"{common}.job_launcher.server_process_launcher.ServerProcessJobLauncher"
-    return _resources(
-        _TOGETHER,
+    return _resource_document(
+        _CONTROLLER_PATH,
         ("job_scheduler", scheduler, {"max_jobs": 1}),
         ("job_manager", manager, {"uri_root": str(storage / "jobs"), "job_store_id": "job_store"}),
         ("job_store", files, {}),
@@ -187,7 +187,7 @@ def _server_resources(storage: Path) -> dict[str, object]:
     }
 
 
-_LOGGING = {
+_LOG_CONFIG = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {
@@ -212,4 +212,4 @@ _LOGGING = {
         "nvflare.private.fed.client.fed_client": {"level": "INFO"},
     },
 }
-"""Warnings, and what a client says of its registration, in one file of the kit."""
+"""Warnings, and a client's lines on its registration, in one file of the kit."""

@@ -1,4 +1,4 @@
-"""The coordinator's side of NVIDIA FLARE: who is connected, and jobs that are submitted, watched and ended."""
+"""The coordinator's side of NVIDIA FLARE: connected hospitals, and jobs that are submitted, watched and ended."""
 
 from __future__ import annotations
 
@@ -13,323 +13,341 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wsi_fl.federation.documents import NotAgreed
-from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, Job, job_files, need_flare
-from wsi_fl.hospitals.trust.kit import Kit, likely_reason, require_server
-from wsi_fl.hospitals.work.said import agreed
+from wsi_fl.federation.documents import ProtocolError
+from wsi_fl.hospitals.flare.files import (
+    COORDINATOR,
+    HEARTBEAT_S,
+    REPLIES_FILE,
+    JobRequest,
+    require_flare,
+    write_job_files,
+)
+from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, require_server
+from wsi_fl.hospitals.work.said import validate_replies
 from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.system.files import read_json
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
 
 _CONNECT_S, _POLL_S, _LOOK_S = 15.0, 1.0, 10.0
-_GO_ON = f"go on with `wsi-fl federation submit --resume {LAST}`, or --without a site that stays away"
+_RESUME_HINT = f"go on with `wsi-fl federation submit --resume {LAST}`, or --without a site that stays away"
 _BEGIN_S = 120.0
-"""A job that has not begun by then never does; usually it takes some 20 s."""
+"""A job that has not begun by then never will; usually it takes some 20 s."""
 _AWAY_S = 20.0
-"""A hospital, or a job on the server, that is missed for so long is gone, and was not just about to begin or end."""
+"""A hospital, or a job on the server, missing for so long is gone, and not merely about to begin or end."""
 _SETTLE_S = 3.0
-"""So long after its process has ended the server may still call a job running."""
-_BEGUN = ("RUNNING", "DISPATCHED")
-"""What the server calls a job that has begun and not ended, even if it was stopped meanwhile and has forgotten it."""
-_TRIES, _MOST_ASKED = 4, 5
-"""How often the server is asked who answers, and of how many failed jobs it is asked at once why they did."""
-_LOST = ("was lost", "took nothing", "did not answer")
-"""Words of failures after which the others can go on."""
-_OTHERS = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
-_NAMED = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOST, *_OTHERS))})")
-"""How such a failure, or another that is a single hospital's, names it."""
+"""The server may still call a job running for so long after its process has ended."""
+_STARTED_STATES = ("RUNNING", "DISPATCHED")
+"""The server's states of a job that has begun and not ended, even if the server was restarted and has forgotten it."""
+_MAX_TRIES, _MAX_REASONS = 4, 5
+"""Requests for the responding clients, and failed jobs in one call for whose reason the server is asked."""
+_LOSS_PHRASES = ("was lost", "took nothing", "did not answer")
+"""Phrases of failures after which the others can go on."""
+_OTHER_PHRASES = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
+_BLAMED_SITE = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOSS_PHRASES, *_OTHER_PHRASES))})")
+"""The pattern of such a failure, or another of a single hospital, with its name."""
 
 
 class JobFailed(WsiFlError):
     """A job did not end well.
 
     Attributes:
-        blamed: the hospitals that fell silent or failed.
-        again: whether another job may end well: the reason is one that passes, and lies in nothing that was signed.
+        blamed: the hospitals that timed out or failed.
+        can_retry: whether another job may succeed: the reason is temporary, and not part of anything signed.
     """
 
-    def __init__(self, message: str, blamed: Sequence[str] = (), *, again: bool = False) -> None:
+    def __init__(self, message: str, blamed: Sequence[str] = (), *, can_retry: bool = False) -> None:
         super().__init__(message)
-        self.blamed, self.again = tuple(blamed), again
+        self.blamed, self.can_retry = tuple(blamed), can_retry
 
 
-class SiteBack(WsiFlError):
-    """Hospitals that a job is not for are there again, and the job was ended for their sake."""
+class SiteReconnected(WsiFlError):
+    """Hospitals that a job left out are connected again, and the job was ended so that they can take part."""
 
 
-def _answering(session: Session) -> list[str]:
-    """The hospitals whose clients answer now; the server lists one that was stopped for half a minute more."""
+def _list_responding(session: Session) -> list[str]:
+    """Return the hospitals whose clients answer now; the server lists a stopped one for half a minute more."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoClientsAvailable, NoConnection
 
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_MAX_TRIES)):
         try:
-            if not (listed := [client.name for client in session.get_connected_client_list()]):
+            if not (client_names := [client.name for client in session.get_connected_client_list()]):
                 return []
-            told = session.get_client_job_status(listed) or []
-            return sorted({str(one["client_name"]) for one in told if one.get("status") != "no_reply"})
+            statuses = session.get_client_job_status(client_names) or []
+            return sorted(
+                {
+                    str(client_status["client_name"])
+                    for client_status in statuses
+                    if client_status.get("status") != "no_reply"
+                }
+            )
         except (InvalidTarget, NoClientsAvailable, NoConnection):  # a client is just going away
-            if not left:
+            if not tries_left:
                 raise
             time.sleep(1.0)
     raise AssertionError
 
 
-def _at_work(session: Session) -> set[str]:
-    """The ids of the jobs that have a process on the server."""
+def _running_job_ids(session: Session) -> set[str]:
+    """Return the ids of the jobs that have a process on the server."""
     return {str(job.job_id) for job in session.get_system_info().job_info}
 
 
 @dataclass
-class _Watch:
-    """Looks now and then who is there while a job has not ended; the arguments are those of `run_job`."""
+class _JobWatch:
+    """Checks now and then which hospitals are connected while a job runs; the arguments are those of `run_job`."""
 
     session: Session
     job: str
     sites: Sequence[str]
     patience_s: float
     awaited: Mapping[str, float]
-    withdrawn: Callable[[], Sequence[str]]
+    list_revoked: Callable[[], Sequence[str]]
 
     def __post_init__(self) -> None:
-        self._free = self._looked = time.monotonic()
-        self._missed: dict[str, float] = {}
-        self._back: dict[str, float] = {}
+        self._server_idle_since = self._checked_s = time.monotonic()
+        self._missing_since: dict[str, float] = {}
+        self._back_since: dict[str, float] = {}
 
-    def look(self, status: str) -> None:
-        """Look who is there, if it is time to; end a job that cannot end any more, or that another one is due for."""
-        now, begun = time.monotonic(), status in _BEGUN
-        if now - self._looked < _LOOK_S:
+    def check_job(self, status: str) -> None:
+        """Check the hospitals when it is due; end a job that cannot finish, or that another one should replace."""
+        now_s, has_started = time.monotonic(), status in _STARTED_STATES
+        if now_s - self._checked_s < _LOOK_S:
             return
-        self._looked = now
-        if gone := self.withdrawn():
-            self._give_up(f"site {gone[0]} has a certificate that was withdrawn; {_GO_ON}", gone)
+        self._checked_s = now_s
+        if affected := self.list_revoked():
+            self._give_up(f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}", affected)
         try:
-            here, at_work = _answering(self.session), _at_work(self.session)
-        except Exception:  # nothing is known then; whoever asks for the status next is told why
+            responding, running_jobs = _list_responding(self.session), _running_job_ids(self.session)
+        except Exception:  # the next request for the status fails with the reason
             return
-        self._back = {site: self._back.get(site, now) for site in self.awaited if site in here}
-        there_s = {site: now - since for site, since in self._back.items() if begun}
-        if back := [site for site in there_s if there_s[site] >= max(_AWAY_S, self.awaited[site])]:
-            self._end(SiteBack(f"{', '.join(back)} is there again; the job was ended"))
-        away = {site for site in self.sites if site not in here}
-        away |= {self.job} if begun and self.job not in at_work else set()
-        self._missed = {one: self._missed.get(one, now) for one in away}
-        if at_work - {self.job}:  # the server does one at a time
-            self._free = now
-        if now - self._missed.get(self.job, now) >= _AWAY_S:
-            self._give_up(f"the server was stopped while job {self.job} ran; {_GO_ON}")
-        patience_s = max(_AWAY_S, self.patience_s) if begun else _AWAY_S
-        gone = [site for site in self.sites if now - self._missed.get(site, now) >= patience_s]
-        if gone and begun:
-            self._give_up(f"site {gone[0]} was lost: its client does not answer; {_GO_ON}", gone)
-        if gone:
+        self._back_since = {site: self._back_since.get(site, now_s) for site in self.awaited if site in responding}
+        present_s = {site: now_s - since for site, since in self._back_since.items() if has_started}
+        if back := [site for site in present_s if present_s[site] >= max(_AWAY_S, self.awaited[site])]:
+            self._end_job(SiteReconnected(f"{', '.join(back)} is there again; the job was ended"))
+        missing = {site for site in self.sites if site not in responding}
+        missing |= {self.job} if has_started and self.job not in running_jobs else set()
+        self._missing_since = {name: self._missing_since.get(name, now_s) for name in missing}
+        if running_jobs - {self.job}:  # the server does one at a time
+            self._server_idle_since = now_s
+        if now_s - self._missing_since.get(self.job, now_s) >= _AWAY_S:
+            self._give_up(f"the server was stopped while job {self.job} ran; {_RESUME_HINT}")
+        patience_s = max(_AWAY_S, self.patience_s) if has_started else _AWAY_S
+        affected = [site for site in self.sites if now_s - self._missing_since.get(site, now_s) >= patience_s]
+        if affected and has_started:
+            self._give_up(f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected)
+        if affected:
             self._give_up(
-                f"{', '.join(gone)} not connected any more; nothing was begun: submit again later", gone
+                f"{', '.join(affected)} not connected any more; nothing was begun: submit again later", affected
             )
-        if not begun and now - self._free >= _BEGIN_S:
+        if not has_started and now_s - self._server_idle_since >= _BEGIN_S:
             self._give_up(
                 f"job {self.job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
                 "and submit again"
             )
 
-    def _give_up(self, why: str, blamed: Sequence[str] = ()) -> None:
-        self._end(JobFailed(why, blamed, again=True))
+    def _give_up(self, reason: str, blamed: Sequence[str] = ()) -> None:
+        self._end_job(JobFailed(reason, blamed, can_retry=True))
 
-    def _end(self, why: WsiFlError) -> None:
+    def _end_job(self, error: WsiFlError) -> None:
         with suppress(Exception):  # it may have ended by itself, or be forgotten
             self.session.abort_job(self.job)
-        raise why
+        raise error
 
 
 @contextmanager
-def _session(kit: Kit) -> Iterator[Session]:
-    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business."""
-    need_flare()
+def _open_session(kit: Kit) -> Iterator[Session]:
+    """Connect to the server as coordinator; the output and logs of FLARE are hidden."""
+    require_flare()
     from nvflare.fuel.flare_api.api_spec import NoConnection
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-    from wsi_fl.hospitals.flare.processes import find_the_way
+    from wsi_fl.hospitals.flare.processes import patch_connections
 
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
     require_server(kit)
-    find_the_way()
-    said, engine = StringIO(), logging.getLogger("nvflare")
+    patch_connections()
+    output, engine = StringIO(), logging.getLogger("nvflare")
     engine.propagate = False
     engine.addHandler(logging.NullHandler())
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(output):
             session = new_secure_session(COORDINATOR, str(kit.path), timeout=_CONNECT_S)
     except Exception as error:
         raise WsiFlError(
-            likely_reason(kit)
-            or f"the server {kit.document['server']} does not let the coordinator in: {one_line(error)}; "
+            find_likely_reason(kit)
+            or f"the server {kit.document['server']} does not let the coordinator in: {single_line(error)}; "
             f"`wsi-fl federation check {kit.path}` looks for the reason"
         ) from None
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(output):
             yield session
     except NoConnection:
         raise JobFailed(
             f"the server {kit.document['server']} is gone; start it again. Rounds that were finished are kept: "
             "`submit --resume RUN` goes on with them",
-            again=True,
+            can_retry=True,
         ) from None
     finally:
         with suppress(Exception):
             session.close()
 
 
-def connected(kit: Kit) -> list[str]:
+def list_connected(kit: Kit) -> list[str]:
     """Return the hospitals whose clients are connected to the server and answer."""
-    with _session(kit) as session:
-        return _answering(session)
+    with _open_session(kit) as session:
+        return _list_responding(session)
 
 
-def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the jobs that the server knows: {"id", "name", "status", "submitted", "reason"}, newest first.
+def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the jobs on the server: {"id", "name", "status", "submitted", "reason"}, newest first.
 
-    The status of a job that the server calls running, and has no process for, is "DEAD". The reason is why a job
+    The status of a job that the server calls running, without a process for it, is "DEAD". The reason is why a job
     failed, in one line, or None.
 
     Args:
-        known: ids of jobs whose reason need not be asked for.
+        known_ids: ids of jobs whose reason is not needed.
     """
-    with _session(kit) as session:
-        found = _listed(session)
-        if {one["id"] for one in found if one["status"] in _BEGUN} - _at_work(session):
+    with _open_session(kit) as session:
+        rows = _list_recent(session)
+        if {row["id"] for row in rows if row["status"] in _STARTED_STATES} - _running_job_ids(session):
             time.sleep(_SETTLE_S)
-            found, working = _listed(session), _at_work(session)
-            for one in found:
-                if one["status"] in _BEGUN and one["id"] not in working:
-                    one |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {_GO_ON}"}
-        failed = [one for one in found if one["reason"] is None and _failed(str(one["status"]))]
-        for one in [one for one in failed if one["id"] not in known][:_MOST_ASKED]:
-            one["reason"] = _reason_of(session, str(one["id"]), str(one["status"]))
-    return found
+            rows, working = _list_recent(session), _running_job_ids(session)
+            for row in rows:
+                if row["status"] in _STARTED_STATES and row["id"] not in working:
+                    row |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {_RESUME_HINT}"}
+        failed = [row for row in rows if row["reason"] is None and _has_failed(str(row["status"]))]
+        for row in [row for row in failed if row["id"] not in known_ids][:_MAX_REASONS]:
+            row["reason"] = _failure_reason(session, str(row["id"]), str(row["status"]))
+    return rows
 
 
-def _listed(session: Session) -> list[dict[str, Any]]:
+def _list_recent(session: Session) -> list[dict[str, Any]]:
     return [
         {
-            "id": one.get("job_id"),
-            "name": one.get("job_name", one.get("name")),
-            "status": one.get("status"),
-            "submitted": one.get("submit_time"),
+            "id": job.get("job_id"),
+            "name": job.get("job_name", job.get("name")),
+            "status": job.get("status"),
+            "submitted": job.get("submit_time"),
             "reason": None,
         }
-        for one in session.list_jobs(limit=20, detailed=True, reverse=True)
+        for job in session.list_jobs(limit=20, detailed=True, reverse=True)
     ]
 
 
-def _failed(status: str) -> bool:
+def _has_failed(status: str) -> bool:
     return status.startswith("FINISHED") and status != "FINISHED:COMPLETED"
 
 
-def _reason_of(session: Session, job: str, status: str) -> str:
-    """Why a job failed, as the hospitals or the server said."""
-    with tempfile.TemporaryDirectory() as place, suppress(NotAgreed):
-        told = _result(session, job, Path(place))
-        if isinstance(told, Mapping) and any(
-            isinstance(one, Mapping) and "error" in one for one in told.values()
+def _failure_reason(session: Session, job: str, status: str) -> str:
+    """Return why a job failed, by the hospitals' or the server's replies."""
+    with tempfile.TemporaryDirectory() as place, suppress(ProtocolError):
+        replies = _download_replies(session, job, Path(place))
+        if isinstance(replies, Mapping) and any(
+            isinstance(reply, Mapping) and "error" in reply for reply in replies.values()
         ):
-            return _first_reason([one["error"] for one in agreed(told, list(told), "work").values()])
-    return _without_a_word(job, status)
+            return _first_reason(
+                [reply["error"] for reply in validate_replies(replies, list(replies), "work").values()]
+            )
+    return _silent_failure_reason(job, status)
 
 
-def abort(kit: Kit, job: str) -> None:
-    """End a job at all hospitals; WsiFlError when the server knows no such job, or it has ended."""
-    with _session(kit) as session:
+def abort_job(kit: Kit, job: str) -> None:
+    """End a job at all hospitals; WsiFlError if the server has no such job, or it has ended."""
+    with _open_session(kit) as session:
         try:
             session.abort_job(job)
         except Exception as error:
-            raise WsiFlError(f"job {job} was not ended: {one_line(error)}") from None
+            raise WsiFlError(f"job {job} was not ended: {single_line(error)}") from None
 
 
 def run_job(
     kit: Kit,
     sites: list[str],
-    job: Job,
+    job: JobRequest,
     *,
-    told: Callable[[str], None],
-    waiting: Callable[[float], None],
+    on_submit: Callable[[str], None],
+    on_wait: Callable[[float], None],
     patience_s: float = HEARTBEAT_S,
     awaited: Mapping[str, float] | None = None,
-    withdrawn: Callable[[], Sequence[str]] = list,
+    list_revoked: Callable[[], Sequence[str]] = list,
 ) -> dict[str, Any]:
-    """Submit a job, wait for its end, and return what each hospital said.
+    """Submit a job, wait for its end, and return each hospital's reply.
 
     A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
-    server went away ends.
+    server dropped out ends.
 
     Args:
-        patience_s: how long a hospital may be away from a job that has begun.
-        awaited: hospitals that the job is not for; when one of them is there for so many seconds, the job ends.
-        withdrawn: asked now and then which of the hospitals have no certificate any more; the job ends.
-        told: called with FLARE's id of the job.
-        waiting: called now and then with the seconds that the job has taken.
+        patience_s: how long a hospital may be disconnected from a job that has begun.
+        awaited: hospitals that the job leaves out; when one of them is connected for its number of seconds, it ends.
+        list_revoked: returns now and then the hospitals with a revoked certificate, which end the job.
+        on_submit: called with FLARE's id of the job.
+        on_wait: called now and then with the seconds that the job has taken.
 
     Raises:
-        JobFailed: with the reason of the first hospital that failed, or that the server gave.
-        SiteBack: when an awaited hospital is there again.
+        JobFailed: with the reason of the first hospital that failed, or of the server.
+        SiteBack: when an awaited hospital is connected again.
     """
-    with tempfile.TemporaryDirectory() as place, _session(kit) as session:
+    with tempfile.TemporaryDirectory() as place, _open_session(kit) as session:
         folder = Path(place) / "job"
-        job_files(folder, sites, job)
+        write_job_files(folder, sites, job)
         number = session.submit_job(str(folder))
-        told(number)
-        began, watch = time.monotonic(), _Watch(session, number, sites, patience_s, awaited or {}, withdrawn)
-        while not (status := _status(session, number)).startswith("FINISHED"):
-            waiting(time.monotonic() - began)
-            watch.look(status)
+        on_submit(number)
+        started_s, watch = (
+            time.monotonic(),
+            _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked),
+        )
+        while not (status := _job_status(session, number)).startswith("FINISHED"):
+            on_wait(time.monotonic() - started_s)
+            watch.check_job(status)
             time.sleep(_POLL_S)
-        said = agreed(_result(session, number, Path(place)), sites, job["what"])
-    errors = [one["error"] for one in said.values() if "error" in one]
+        replies = validate_replies(_download_replies(session, number, Path(place)), sites, job["what"])
+    errors = [reply["error"] for reply in replies.values() if "error" in reply]
     if errors:
         reason = _first_reason(errors)
-        blamed = _NAMED.findall(reason)
-        raise JobFailed(reason, blamed, again=bool(blamed))
-    if _failed(status):
-        raise JobFailed(_without_a_word(number, status), again=status != "FINISHED:ABORTED")
-    if silent := [site for site in sites if site not in said]:
-        why = f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_GO_ON}"
-        raise JobFailed(why, silent, again=True)
-    return said
+        blamed = _BLAMED_SITE.findall(reason)
+        raise JobFailed(reason, blamed, can_retry=bool(blamed))
+    if _has_failed(status):
+        raise JobFailed(_silent_failure_reason(number, status), can_retry=status != "FINISHED:ABORTED")
+    if silent := [site for site in sites if site not in replies]:
+        explanation = f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_RESUME_HINT}"
+        raise JobFailed(explanation, silent, can_retry=True)
+    return replies
 
 
-def _status(session: Session, job: str) -> str:
+def _job_status(session: Session, job: str) -> str:
     try:
         return str(session.get_job_status(job))
     except Exception as error:
-        why = f"the server was lost while job {job} ran ({one_line(error)}); {_GO_ON}"
-        raise JobFailed(why, again=True) from None
+        reason = f"the server was lost while job {job} ran ({single_line(error)}); {_RESUME_HINT}"
+        raise JobFailed(reason, can_retry=True) from None
 
 
-def _without_a_word(job: str, status: str) -> str:
-    """Why a job failed of which no hospital said anything."""
+def _silent_failure_reason(job: str, status: str) -> str:
+    """Return why a job failed if no hospital gave a reason."""
     if status == "FINISHED:ABORTED":
         return (
             f"job {job} was ended by the coordinator (`federation abort`); rounds that were finished are kept: "
             "`submit --resume RUN` goes on with them"
         )
-    ended = status.removeprefix("FINISHED:").lower()
-    return f"job {job} ended ({ended}), and no hospital said why; see the server's log, then {_GO_ON}"
+    outcome = status.removeprefix("FINISHED:").lower()
+    return f"job {job} ended ({outcome}), and no hospital said why; see the server's log, then {_RESUME_HINT}"
 
 
 def _first_reason(errors: list[str]) -> str:
-    """Who failed first says why; the others only noticed that it did."""
-    own = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
-    reason = (own or errors)[0]
-    return f"{reason}; {_GO_ON}" if any(words in reason for words in _LOST) else reason
+    """Return the reason of the first hospital that failed; the others only noticed it."""
+    root_causes = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
+    reason = (root_causes or errors)[0]
+    return f"{reason}; {_RESUME_HINT}" if any(words in reason for words in _LOSS_PHRASES) else reason
 
 
-def _result(session: Session, job: str, place: Path) -> Any:
-    """What the hospitals said as the server has it, from the job's folder there; nobody has looked at it yet."""
+def _download_replies(session: Session, job: str, place: Path) -> Any:
+    """Return the hospitals' replies from the job's folder on the server, not yet validated."""
     with suppress(Exception):
         folder = Path(session.download_job_result(job, str(place)))
-        file = next(folder.rglob(SAID), None)
+        file = next(folder.rglob(REPLIES_FILE), None)
         return read_json(file) if file else {}
     return {}

@@ -1,11 +1,10 @@
-"""Every process of NVIDIA FLARE: the way to the right server, its own end, and at a hospital deafness to much else.
+"""Every process of NVIDIA FLARE: connection to the right server, its own end, and a hospital's narrow set of commands.
 
-    python -m wsi_fl.hospitals.flare.processes client|job|server …, with what FLARE's own process takes
+    python -m wsi_fl.hospitals.flare.processes client|job|server …, with the arguments of FLARE's own process
 
-FLARE 2.9 looks at no name in certificates and at no list of withdrawn ones, knows no proxy and reads no IPv6 address.
-It lets whoever may send to a client ask for its files, have folders deleted and shells run, and asks for rights only
-where the message says that it should. So nothing is left in a client that could answer: it takes jobs, tells how they
-stand, and ends them.
+FLARE 2.9 checks neither names in certificates nor a revocation list, knows no proxy and parses no IPv6 address. Anybody
+who may send to a client can request its files, delete folders and run shells; rights are checked only if the message
+requests it. So a client keeps no such command: it takes jobs, reports their state, and ends them.
 """
 
 from __future__ import annotations
@@ -39,142 +38,148 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
-from wsi_fl.hospitals.flare.files import PROCESSES, STARTED_BY
-from wsi_fl.hospitals.trust.kit import address_of, bracketed, proxy_to, refuse_withdrawn
+from wsi_fl.hospitals.flare.files import PARENT_VARIABLE, PROCESS_MODULE
+from wsi_fl.hospitals.trust.kit import bracket_ipv6, find_proxy, parse_address, refuse_revoked
 
 _LOOK_S = 0.25
-_made, _connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect
-_PARTS = {"client": client_train, "server": server_train, "job": worker_process}
-_KEPT = {
+_flare_ssl_context, _flare_connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect
+_FLARE_MODULES = {"client": client_train, "server": server_train, "job": worker_process}
+_ALLOWED_PROCESSORS = {
     *("ClientStatusProcessor", "ScopeInfoProcessor", "AbortAppProcessor", "DeployProcessor"),
     *("ClientInfoProcessor", "StartJobProcessor", "CheckResourceProcessor", "CancelResourceProcessor"),
     *("ReportResourcesProcessor", "ReportVersionProcessor", "NotifyJobStatusProcessor"),
 }
-_OF_A_JOB = {"config_fed_client.json", "config_fed_server.json", ".__nvfl_sig.json", ".__nvfl_submitter.crt"}
-_MOST_BYTES = 1 << 20
+_JOB_FILES = {"config_fed_client.json", "config_fed_server.json", ".__nvfl_sig.json", ".__nvfl_submitter.crt"}
+_MAX_ARCHIVE_BYTES = 1 << 20
 
 
-def find_the_way() -> None:
-    """Let this process connect to servers as `federation check` does.
+def patch_connections() -> None:
+    """Connect this process to servers as `federation check` does.
 
-    It goes through the proxy that the environment names, also to an IPv6 address. Every connection fails whose
-    certificate is withdrawn, or not for the host that is called.
+    Connections use the proxy that the environment names, also to an IPv6 address. One fails if its certificate is
+    revoked, or not for the host that is called.
     """
-    net_utils.get_ssl_context = _checking
-    aio_http_driver.AioHttpDriver.connect = _connecting
+    net_utils.get_ssl_context = _make_ssl_context
+    aio_http_driver.AioHttpDriver.connect = _connect_driver
 
 
-def _connecting(driver: Any, connector: Any) -> None:
+def _connect_driver(driver: Any, connector: Any) -> None:
     """Connect a driver to the server of its URL."""
-    host, port = address_of(urlsplit(connector.params["url"]).netloc)
-    connector.params |= {"host": bracketed(host), "port": port}
-    proxy = proxy_to(host)
-    way = {"proxy": f"http://{proxy}", "proxy_headers": proxy.headers} if proxy else {}
-    aio_http_driver.aiohttp = SimpleNamespace(**vars(aiohttp) | {"ClientSession": partial(_session, way)})
-    _connect(driver, connector)
+    host, port = parse_address(urlsplit(connector.params["url"]).netloc)
+    connector.params |= {"host": bracket_ipv6(host), "port": port}
+    proxy = find_proxy(host)
+    proxy_options = {"proxy": f"http://{proxy}", "proxy_headers": proxy.headers} if proxy else {}
+    aio_http_driver.aiohttp = SimpleNamespace(
+        **vars(aiohttp) | {"ClientSession": partial(_open_session, proxy_options)}
+    )
+    _flare_connect(driver, connector)
 
 
 @asynccontextmanager
-async def _session(way: Mapping[str, Any]) -> AsyncIterator[SimpleNamespace]:
-    """What the driver takes of aiohttp's session; with the password in a header, no error and no log can tell it."""
+async def _open_session(proxy_options: Mapping[str, Any]) -> AsyncIterator[SimpleNamespace]:
+    """Yield the part of aiohttp's session that the driver uses; a password in a header appears in no error or log."""
     async with aiohttp.ClientSession() as session:
-        yield SimpleNamespace(ws_connect=partial(session.ws_connect, **way))
+        yield SimpleNamespace(ws_connect=partial(session.ws_connect, **proxy_options))
 
 
-def _checking(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:
-    context: SSLContext | None = _made(params, ssl_server)
+def _make_ssl_context(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:
+    context: SSLContext | None = _flare_ssl_context(params, ssl_server)
     if context is None:
         return None
     context.check_hostname = not ssl_server
-    return refuse_withdrawn(context, Path(params[DriverParams.CA_CERT.value]))
+    return refuse_revoked(context, Path(params[DriverParams.CA_CERT.value]))
 
 
-def _end_with(parent: int) -> None:
-    """Let this process end at once when its parent has ended, in whatever way that did."""
+def _end_with_parent(parent: int) -> None:
+    """End this process at once when its parent has ended, for any reason."""
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_S)
         os._exit(1)  # at once: threads of libraries would wait for each other
 
-    threading.Thread(target=watch, daemon=True, name="end with parent").start()
+    threading.Thread(target=watch_parent, daemon=True, name="end with parent").start()
 
 
-class _OfOneJob(RequestProcessor):  # type: ignore[misc]
-    """Hands on what concerns a job by its id, and refuses every other name: the kit has folders too."""
+class _SingleJobProcessor(RequestProcessor):  # type: ignore[misc]
+    """Passes on requests that name a job by its id, and refuses every other name: the kit has folders too."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def get_topics(self) -> list[str]:
-        """Return what the inner processor answers to."""
+        """Return the topics of the inner processor."""
         return list(self._inner.get_topics())
 
     def process(self, req: Any, app_ctx: Any) -> Any:
-        """Answer where the message names a job by a UUID."""
+        """Process the request if it names a job by a UUID."""
         job = str(req.get_header(RequestHeader.JOB_ID))
-        if not _is_job(job):
+        if not _is_job_id(job):
             return error_reply(f"{job!r} is no job")
-        if isinstance(self._inner, DeployProcessor) and (problem := brings_more(req.body)):
+        if isinstance(self._inner, DeployProcessor) and (problem := explain_extra_files(req.body)):
             return error_reply(problem)
         return self._inner.process(req, app_ctx)
 
 
-def brings_more(body: bytes) -> str:
-    """Return what a job's archive holds beside its two configurations and FLARE's signatures; "" for nothing."""
-    if len(body) > _MOST_BYTES:
+def explain_extra_files(body: bytes) -> str:
+    """Return why an archive is no plain job, with two configurations and FLARE's signatures; "" if it is one."""
+    if len(body) > _MAX_ARCHIVE_BYTES:
         return f"a job of {len(body)} bytes is refused; it holds two short configurations"
     try:
         names = ZipFile(BytesIO(body)).namelist()
     except BadZipFile:
         return "a job that is no archive is refused"
-    more = [name for name in names if not name.endswith("/") and PurePosixPath(name).name not in _OF_A_JOB]
+    extra = [name for name in names if not name.endswith("/") and PurePosixPath(name).name not in _JOB_FILES]
     deep = [name for name in names if len(PurePosixPath(name).parts) > 2 or ".." in PurePosixPath(name).parts]
-    return f"a job that brings {(more + deep)[0]!r} is refused; jobs bring no files" if more + deep else ""
+    return f"a job that brings {(extra + deep)[0]!r} is refused; jobs bring no files" if extra + deep else ""
 
 
-def _is_job(name: str) -> bool:
+def _is_job_id(name: str) -> bool:
     try:
         return str(uuid.UUID(name)) == name
     except ValueError:
         return False
 
 
-def narrow() -> None:
-    """Take away all that a client of wsi-fl must not answer."""
-    left = [one for one in ClientRequestProcessors.request_processors if type(one).__name__ in _KEPT]
-    if missing := _KEPT - {type(one).__name__ for one in left}:
+def restrict_client() -> None:
+    """Remove all commands that a client of wsi-fl must not answer."""
+    allowed = [
+        processor
+        for processor in ClientRequestProcessors.request_processors
+        if type(processor).__name__ in _ALLOWED_PROCESSORS
+    ]
+    if missing := _ALLOWED_PROCESSORS - {type(processor).__name__ for processor in allowed}:
         raise SystemExit(f"this NVIDIA FLARE has no {min(missing)}; wsi-fl needs version 2.9")
-    of_jobs = (AbortAppProcessor, DeployProcessor, StartJobProcessor)  # they make, use and remove its folder
+    job_processors = (AbortAppProcessor, DeployProcessor, StartJobProcessor)  # they make, use and remove its folder
     ClientRequestProcessors.request_processors[:] = [
-        _OfOneJob(one) if isinstance(one, of_jobs) else one for one in left
+        _SingleJobProcessor(processor) if isinstance(processor, job_processors) else processor for processor in allowed
     ]
 
 
 class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
-    """Starts this module where FLARE would start its own process of a job."""
+    """Starts this module instead of FLARE's own process of a job."""
 
     def get_command(self, job_meta: Any, fl_ctx: Any) -> str:
         """Return FLARE's command line, with this module in it."""
-        theirs, module = str(super().get_command(job_meta, fl_ctx)), f"-m {worker_process.__name__} "
-        if module not in theirs:
+        flare_command, module = str(super().get_command(job_meta, fl_ctx)), f"-m {worker_process.__name__} "
+        if module not in flare_command:
             raise RuntimeError("this NVIDIA FLARE starts jobs in another way; wsi-fl needs version 2.9")
-        return theirs.replace(module, f"-m {PROCESSES} job ")
+        return flare_command.replace(module, f"-m {PROCESS_MODULE} job ")
 
 
 def main(role: str) -> None:
-    """Be FLARE's client, its server, or a job's process, with the arguments that FLARE's own takes."""
-    _end_with(int(os.environ[STARTED_BY]))
-    find_the_way()
+    """Run as FLARE's client, its server, or a job's process, with the arguments of FLARE's own."""
+    _end_with_parent(int(os.environ[PARENT_VARIABLE]))
+    patch_connections()
     if role == "client":
-        os.environ[STARTED_BY] = str(os.getpid())  # for the processes of jobs
-        narrow()
-    theirs = _PARTS[role]
+        os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the processes of jobs
+        restrict_client()
+    flare_module = _FLARE_MODULES[role]
     if role != "job":
-        theirs.version_check()
-    given = theirs.parse_arguments()
-    place = str(Path(given.workspace, given.job_id)) if role == "job" else given.workspace
-    sys.exit(theirs.mpm.run(main_func=theirs.main, run_dir=place, args=given))
+        flare_module.version_check()
+    arguments = flare_module.parse_arguments()
+    place = str(Path(arguments.workspace, arguments.job_id)) if role == "job" else arguments.workspace
+    sys.exit(flare_module.mpm.run(main_func=flare_module.main, run_dir=place, args=arguments))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A `Comm` over a line that is not trusted: whatever carries bytes between hospitals, an engine or a shared folder.
+"""A `Comm` over an untrusted transport: an engine or a shared folder that carries bytes between hospitals.
 
-Each process introduces itself with a hello. All hellos together make the session; what comes afterwards is sealed,
-signed and bound to it (`letters`). A line may be slow, lose, repeat, reorder, alter or invent: what does not verify is
-refused, what was lost is sent again until the deadline, and what came twice is taken once.
+Each process introduces itself with a handshake. All handshakes together make the session; later messages are sealed,
+signed and bound to it. A transport may be slow, lose, repeat, reorder, alter or invent: messages that do not verify are
+refused, lost ones are sent again until the deadline, and repeated ones are taken once.
 
-Where the others go on without a site that fell silent, every process keeps, for each site, the newest hello that it
-knows, and the hello of a process that is believed gone. A hello tells what its sender believes, and beliefs are put
-together by the later time, so that all who hear each other come to believe the same. Only a newer hello of the site
-itself ends such a belief. As a session binds the hellos of all its members, sites that disagree exchange nothing.
+If the others may go on without a site that timed out, every process keeps, per site, the newest handshake it knows, and
+the handshake of a process that is believed to have dropped out. A handshake states its sender's beliefs, which are
+merged by the later time, so that all processes in contact agree. Only a newer handshake of the site itself ends such a
+belief. As a session binds the handshakes of all its members, sites that disagree exchange nothing.
 """
 
 from __future__ import annotations
@@ -24,43 +24,59 @@ from typing import Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
-from wsi_fl.federation.comm import PeerLate, Traffic, count
-from wsi_fl.federation.documents import NotAgreed, decoded, encoded
-from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Message, Outgoing, PayloadType, pack, received
-from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
-from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
-from wsi_fl.types import Interrupted, KnownToAll
+from wsi_fl.federation.comm import PeerTimeout, Traffic, count_traffic
+from wsi_fl.federation.documents import ProtocolError, decode_document, encode_document
+from wsi_fl.federation.message import (
+    HEADER_BYTES,
+    NUMBERS,
+    Message,
+    Outgoing,
+    PayloadType,
+    pack_message,
+    unpack_message,
+)
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, key_fingerprint
+from wsi_fl.hospitals.trust.letters import (
+    ALL_RECEIVERS,
+    HANDSHAKE,
+    Buffer,
+    Handshake,
+    MessageSealer,
+    SealedMessage,
+    derive_session,
+)
+from wsi_fl.types import Interrupted, ReportableError
 
 _T = TypeVar("_T")
 
-Answer = Literal["taken", "later", "refused"]
-"""What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
-_ENDS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
-"""Places of the last letter of a site, and what it tells."""
-MOST_BYTES = 1 << 30
-"""The longest letter that is taken, where the signed plan does not say what to expect."""
-_PAUSES_S = (0.05, 2.0)
+Receipt = Literal["taken", "later", "refused"]
+"""A receiver's answer to a message: taken, not yet decidable, or refused for good."""
+_END_REASONS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
+"""Sequence ids of a site's last message, and their meaning."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""The longest message that is taken unless the signed plan sets a limit."""
+_RETRY_PAUSES_S = (0.05, 2.0)
 _WAKE_S = 0.5
-_SKEW_S = 900.0
-_END_S = 5.0
-_MOST_HELD = 64
-"""Letters of one peer that wait to be read: a site is never more than a few places ahead."""
+_MAX_CLOCK_SKEW_S = 900.0
+_FAREWELL_S = 5.0
+_MAX_PENDING = 64
+"""Messages of one peer that wait to be read: a site is never more than a few sequence ids ahead."""
 
 
-def _ahead_s() -> float:
-    """How much further the clock is than one that nobody sets; both go on while a machine sleeps."""
+def _clock_offset_s() -> float:
+    """Return the offset of the clock from one that nobody sets; both go on while a machine sleeps."""
     return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class SiteReturned(Interrupted):
-    """A peer's process began anew, so that all begin again from their checkpoints."""
+    """A peer's process began again, so all resume from their checkpoints."""
 
 
-class SitesGone(Interrupted):
-    """Peers fell silent or ended, or they went on without this site; all who are there begin again.
+class SitesDroppedOut(Interrupted):
+    """Peers timed out or ended, or they went on without this site; all others resume.
 
     Attributes:
-        sites: who is gone.
+        sites: those that dropped out.
     """
 
     def __init__(self, message: str, sites: Sequence[str] = ()) -> None:
@@ -69,86 +85,86 @@ class SitesGone(Interrupted):
 
 
 @dataclass
-class Attendance:
-    """What one process knows of who is there; it outlives the process's sessions.
+class SitePresence:
+    """The presence of all sites as one process knows it; it outlives the process's sessions.
 
     Args:
         identity: of this site.
-        names: of all sites of the plan, this one among them.
-        at_least: how many must be there for a session, where the others go on without a site that fell silent; more
-            than half must be in any case, lest two groups that do not hear each other both go on. By default all are
-            needed, and nobody is ever gone.
+        names: of all sites of the plan, this one included.
+        min_sites: sites required for a session, if the others go on without a site that timed out; more than half are
+            required in any case, so that two groups out of contact cannot both go on. By default all are required, and
+            no site drops out.
     """
 
     identity: Identity
     names: Sequence[str]
-    at_least: int | None = None
-    gone: dict[str, float] = field(default_factory=dict)
-    """Site → time of the hello of its newest process that is gone; 0 for a site that never said hello."""
-    why: dict[str, str] = field(default_factory=dict)
-    """Site → why this process believed it gone; what others say of it has no reason."""
+    min_sites: int | None = None
+    dropped_out: dict[str, float] = field(default_factory=dict)
+    """Site → time of the handshake of its newest process that dropped out; 0 for a site that never sent one."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Site → why this process believes it dropped out; beliefs of others carry no reason."""
 
     def __post_init__(self) -> None:
-        self.writer, self._ahead_s = Writer(self.identity, time.time()), _ahead_s()
+        self.sealer, self._start_offset_s = MessageSealer(self.identity, time.time()), _clock_offset_s()
 
-    def clock_was_set(self) -> bool:
-        """Return whether this machine's clock was, so that the time of its hello is no longer that of the others."""
-        return abs(_ahead_s() - self._ahead_s) > _SKEW_S
+    def has_clock_jumped(self) -> bool:
+        """Return whether this machine's clock was set, so that its handshake's time is no longer comparable."""
+        return abs(_clock_offset_s() - self._start_offset_s) > _MAX_CLOCK_SKEW_S
 
-    def is_gone(self, name: str) -> bool:
-        """Return whether the newest process of a site is gone."""
-        return name in self.gone and self.writer.heard.get(name, 0.0) <= self.gone[name]
+    def has_dropped_out(self, name: str) -> bool:
+        """Return whether the newest process of a site dropped out."""
+        return name in self.dropped_out and self.sealer.latest_handshakes.get(name, 0.0) <= self.dropped_out[name]
 
-    def lacking(self) -> list[str]:
-        """Return those that are gone, of whom some must come back before there are enough; none where there are."""
-        gone = [name for name in self.names if name != self.identity.name and self.is_gone(name)]
-        enough = len(self.names) - len(gone) >= max(self.at_least or 0, len(self.names) // 2 + 1)
-        return [] if enough else gone
+    def missing_sites(self) -> list[str]:
+        """Return the sites that dropped out, if too few are left; none if enough are."""
+        dropped_out = [name for name in self.names if name != self.identity.name and self.has_dropped_out(name)]
+        is_quorum = len(self.names) - len(dropped_out) >= max(self.min_sites or 0, len(self.names) // 2 + 1)
+        return [] if is_quorum else dropped_out
 
-    def note_gone(self, names: Sequence[str], why: str) -> None:
-        """Believe that the newest process of each of some sites is gone, remember in words why, and say a new hello."""
-        self.gone |= {name: self.writer.heard.get(name, 0.0) for name in names}
-        self.why |= dict.fromkeys(names, why)
-        since = 0.0 if self.clock_was_set() else self.writer.since
-        self.writer = self.writer.anew(max(since, self.gone.get(self.identity.name, 0.0)))
-        self._ahead_s = _ahead_s()
+    def mark_dropped_out(self, names: Sequence[str], reason: str) -> None:
+        """Mark the newest process of each of some sites as dropped out, with a reason, and renew the handshake."""
+        self.dropped_out |= {name: self.sealer.latest_handshakes.get(name, 0.0) for name in names}
+        self.reasons |= dict.fromkeys(names, reason)
+        started_at = 0.0 if self.has_clock_jumped() else self.sealer.started_at
+        self.sealer = self.sealer.renew_handshake(max(started_at, self.dropped_out.get(self.identity.name, 0.0)))
+        self._start_offset_s = _clock_offset_s()
 
-    def learn(self, told: Mapping[str, float]) -> bool:
-        """Believe what a peer's hello tells, where it is of a later process; return whether this one is left out."""
-        if self.at_least is None:
+    def merge_peer_view(self, peer_view: Mapping[str, float]) -> bool:
+        """Merge the beliefs in a peer's handshake, of later processes alone; return whether this site is left out."""
+        if self.min_sites is None:
             return False
-        for name, time_ in told.items():
+        for name, dropped_at in peer_view.items():
             if name in self.names:
-                self.gone[name] = max(time_, self.gone.get(name, 0.0))
-        return self.gone.get(self.identity.name, -1.0) >= self.writer.since
+                self.dropped_out[name] = max(dropped_at, self.dropped_out.get(name, 0.0))
+        return self.dropped_out.get(self.identity.name, -1.0) >= self.sealer.started_at
 
 
-class Line(Protocol):
-    """Carries letters; knows nothing of what is in them.
+class Transport(Protocol):
+    """Carries messages without knowledge of their content.
 
     Attributes:
-        lag_s: how old a letter may be when it arrives: seconds for an engine, days for a folder.
+        lag_s: the greatest age of a message at its arrival: seconds for an engine, days for a folder.
     """
 
     lag_s: float
 
-    def listen(self, take: Callable[[Buffer], Answer]) -> None:
-        """From now on hand over what arrives, from any thread."""
+    def listen(self, receive: Callable[[Buffer], Receipt]) -> None:
+        """Hand over all arrivals from now on, from any thread."""
 
-    def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
-        """Carry a letter to a site; return "" once it is there, or why not, and it may be tried again.
+    def send(self, receiver: str, sequence_id: str, message: bytes, timeout_s: float) -> str:
+        """Carry a message to a site; return "" once it has arrived, or why not, and it may be retried.
 
         Args:
-            name: of the letter among those of the sender and the receiver in this session.
+            sequence_id: of the message among those of the sender and the receiver in this session.
         """
         ...
 
-    def broken(self) -> str:
-        """Return why the line will carry nothing any more; "" while it may."""
+    def failure_reason(self) -> str:
+        """Return why the transport has failed for good; "" if it has not."""
         ...
 
-    def silent_s(self, site: str) -> float:
-        """Return for how many seconds no sign of life of a site's process came; infinite where none ever did."""
+    def silence_s(self, site: str) -> float:
+        """Return the seconds since the last sign of life of a site's process; infinite if there was none."""
         ...
 
     def close(self) -> None:
@@ -156,74 +172,74 @@ class Line(Protocol):
 
 
 @dataclass
-class RelayedComm:
-    """One process per site, over a line.
+class SecureComm:
+    """One process per site, over a transport.
 
     Args:
         identity: of this site.
         names: of all sites of the study, by index.
-        running: indices of those that take part, the same everywhere.
-        line: listened to from now on.
+        running: indices of the participants, the same everywhere.
+        transport: the transport, listened to from now on.
         timeout_s: how long to wait for a peer.
-        version, code: of wsi-fl, and the SHA-256 of what is installed; all sites must have the same.
+        version, code: of wsi-fl, and the SHA-256 of the installed package; the same at all sites.
         plan: SHA-256 of the signed plan; "" without one.
-        most_bytes: of a letter.
-        keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
-        waiting: called now and then while this process waits.
-        attendance: of this process; the same one when it begins again, so that its peers need not. Where the others
-            may go on without a site, `running` becomes those of the session, and a site that falls silent or ends makes
-            every call raise `SitesGone`. By default all of `running` are needed.
-        standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
-        withdrawn: asked before anything is sent and while this process waits, returns when the certificates of each key
-            were withdrawn, by its fingerprint: no session goes on with such a site.
+        most_bytes: of a message.
+        keys: the fingerprint of each site's key, if the plan pins them: no other key speaks for the site.
+        on_wait: called now and then while this process waits.
+        presence: the presence known to this process; the same one when it resumes, so that its peers need not. If the
+            others may go on without a site, `running` becomes the participants of the session, and a site that times
+            out or ends makes every call raise `SitesDroppedOut`. By default all of `running` are required.
+        find_stop_reason: called before each sending; returns why this site no longer takes part, "" if it does.
+        load_revoked: called before each sending and while this process waits; returns when the certificates of each key
+            were revoked, by its fingerprint: no session goes on with such a site.
 
     Raises:
-        PeerLate: when a site did not introduce itself in time.
-        SitesGone: the same, where the others may go on without it.
-        KnownToAll: when one brings another plan, version, code or time.
+        PeerTimeout: when a site did not introduce itself in time.
+        SitesGone: the same, if the others may go on without it.
+        KnownToAll: when one has another plan, version, code or time.
     """
 
     identity: Identity
     names: Sequence[str]
     running: tuple[int, ...]
-    line: Line
+    transport: Transport
     timeout_s: float
     version: str = ""
     code: str = "0" * 64
     plan: str = ""
-    most_bytes: int = MOST_BYTES
+    most_bytes: int = MAX_MESSAGE_BYTES
     keys: Mapping[str, str] = field(default_factory=dict)
-    waiting: Callable[[], None] = lambda: None
-    attendance: Attendance | None = None
-    standing: Callable[[], str] = lambda: ""
-    withdrawn: Callable[[], Mapping[str, datetime]] = dict
-    line_bytes: int = 0
-    """All that was sent: letters with heads and signatures, documents too."""
-    refused: list[str] = field(default_factory=list)
-    """Why letters were not taken, the last ones."""
+    on_wait: Callable[[], None] = lambda: None
+    presence: SitePresence | None = None
+    find_stop_reason: Callable[[], str] = lambda: ""
+    load_revoked: Callable[[], Mapping[str, datetime]] = dict
+    sent_bytes: int = 0
+    """All that was sent: messages with headers and signatures, documents too."""
+    refusals: list[str] = field(default_factory=list)
+    """Reasons of the last refusals."""
 
     def __post_init__(self) -> None:
         me = list(self.names).index(self.identity.name)
         if me not in self.running:
-            raise KnownToAll(f"site {self.identity.name} takes no part in this run")
+            raise ReportableError(f"site {self.identity.name} takes no part in this run")
         self.n_sites, self.sites = len(self.names), cast("tuple[int, ...]", (me,))
         self.traffic: dict[int, Traffic] = {me: Traffic()}
-        self._others = {self.names[k]: k for k in self.running if k != me}
-        self._invited = set(self._others)
-        self._attendance = self.attendance or Attendance(self.identity, self.names)
-        self._writer, self._few = self._attendance.writer, self._attendance.at_least is not None
-        self._gathered, self._session = 0, ""
+        self._peer_indices = {self.names[k]: k for k in self.running if k != me}
+        self._invited = set(self._peer_indices)
+        self._presence = self.presence or SitePresence(self.identity, self.names)
+        self._sealer, self._tolerates_dropout = self._presence.sealer, self._presence.min_sites is not None
+        self._n_gathered, self._session = 0, ""
         self._met_s, self._steps = time.monotonic(), 0
-        self._peers: dict[str, tuple[Hello, Holder]] = {}
-        self._held: dict[tuple[str, str], Letter] = {}
-        self._read: set[tuple[str, str]] = set()
-        self._over: KnownToAll | None = None
-        self._left: KnownToAll | None = None
-        """What a peer did to end the run; while sites may be lost, nobody heeds it."""
-        self._lossy, self._last = False, "end"
-        self._changed = threading.Condition()
-        self.line.listen(self._take)
-        self._introduce()
+        self._peers: dict[str, tuple[Handshake, Holder]] = {}
+        self._inbox: dict[tuple[str, str], SealedMessage] = {}
+        self._consumed: set[tuple[str, str]] = set()
+        self._end_error: ReportableError | None = None
+        self._peer_error: ReportableError | None = None
+        """A peer's end of the run; ignored while sites may drop out."""
+        self._lossy, self._farewell = False, "end"
+        self._condition = threading.Condition()
+        self.transport.listen(self._receive)
+        self._exchange_handshakes()
 
     def exchange(
         self,
@@ -236,306 +252,320 @@ class RelayedComm:
         kind: PayloadType = NUMBERS,
         lossy: bool = False,
     ) -> list[Message]:
-        """Send releases and receive those that are expected; see `Comm`."""
-        began, mine = time.perf_counter(), self.sites[0]
+        """Send releases and receive the expected ones; see `Comm`."""
+        started_s, site_index = time.perf_counter(), self.sites[0]
         contents: dict[str, Sequence[Buffer]] = {}
         for item in outgoing:
-            head, vector = pack(item, round_, hop)
+            head, vector = pack_message(item, round_, hop)
             contents[self.names[item.receiver]] = (head, np.ascontiguousarray(vector).data.cast("B"))
-        senders = [sender for sender, receiver in expected if receiver == mine]
-        arrived = self._swap(f"x{round_}.{hop}", contents, senders, lossy=lossy)
-        count(self.traffic, outgoing, time.perf_counter() - began)
+        senders = [sender for sender, receiver in expected if receiver == site_index]
+        arrived = self._swap_messages(f"x{round_}.{hop}", contents, senders, lossy=lossy)
+        count_traffic(self.traffic, outgoing, time.perf_counter() - started_s)
         messages = []
         for sender, content in arrived.items():
             body = content[HEADER_BYTES:]
             vector = np.frombuffer(body[: len(body) - len(body) % kind.itemsize], kind)
             head = bytes(content[:HEADER_BYTES])
-            messages.append(received(head, vector, sender, mine, round_, size, kind=kind))
+            messages.append(unpack_message(head, vector, sender, site_index, round_, size, kind=kind))
         return messages
 
     def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return one document of every site; see `Comm`."""
         (document,) = documents
-        mine = encoded(document, kind, self.identity.name)
-        contents, senders = dict.fromkeys(self._others, (mine,)), list(self._others.values())
-        texts = self._swap(self._place(), contents, senders, patient=patient)
-        texts[self.sites[0]] = memoryview(mine)
+        document_bytes = encode_document(document, kind, self.identity.name)
+        contents, senders = (dict.fromkeys(self._peer_indices, (document_bytes,)), list(self._peer_indices.values()))
+        texts = self._swap_messages(self._next_sequence_id(), contents, senders, patient=patient)
+        texts[self.sites[0]] = memoryview(document_bytes)
         self._met_s, self._steps = time.monotonic(), 0
-        return [decoded(bytes(texts[k]), kind, self.names[k]) for k in self.running]
+        return [decode_document(bytes(texts[k]), kind, self.names[k]) for k in self.running]
 
-    def hand(
+    def exchange_documents(
         self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], _T]:
         """Give documents to single sites; see `Comm`."""
-        mine = self.sites[0]
+        site_index = self.sites[0]
         contents = {
-            self.names[to]: (encoded(document, kind, self.identity.name),)
+            self.names[to]: (encode_document(document, kind, self.identity.name),)
             for (_, to), document in documents.items()
         }
-        senders = [sender for sender, receiver in expected if receiver == mine]
-        texts = self._swap(self._place(), contents, senders, lossy=True)
-        return {(k, mine): decoded(bytes(text), kind, self.names[k]) for k, text in texts.items()}
+        senders = [sender for sender, receiver in expected if receiver == site_index]
+        texts = self._swap_messages(self._next_sequence_id(), contents, senders, lossy=True)
+        return {(k, site_index): decode_document(bytes(text), kind, self.names[k]) for k, text in texts.items()}
 
-    def _place(self) -> str:
-        """Return the place of the next documents, the same at every site."""
-        self._gathered += 1
-        return f"g{self._gathered - 1}"
+    def _next_sequence_id(self) -> str:
+        """Return the sequence id of the next documents, the same at every site."""
+        self._n_gathered += 1
+        return f"g{self._n_gathered - 1}"
 
     def abort(self, code: int = 1) -> None:
-        """Tell all sites that this one ends here, so that none waits for it in vain; the process itself goes on."""
+        """End this site's part for all others, so that none waits for it; the process itself goes on."""
         del code
-        if self._session and self._over is self._left is None:
-            with suppress(Exception):  # the line may be what failed
-                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S)
+        if self._session and self._end_error is self._peer_error is None:
+            with suppress(Exception):  # the transport itself may have failed
+                self._send_messages(self._farewell, dict.fromkeys(self._peer_indices, (b"",)), _FAREWELL_S)
         self.close()
 
     def close(self) -> None:
         """Stop listening; every further call fails."""
-        with self._changed:
-            self._over = self._over or KnownToAll(f"site {self.identity.name} has left the run")
-            self._changed.notify_all()
-        self.line.close()
+        with self._condition:
+            self._end_error = self._end_error or ReportableError(f"site {self.identity.name} has left the run")
+            self._condition.notify_all()
+        self.transport.close()
 
-    # hellos
+    # handshakes
 
-    def _introduce(self) -> None:
-        """Tell everybody who this is, and learn who the others are."""
-        said = Hello(
+    def _exchange_handshakes(self) -> None:
+        """Send this site's handshake to all, and collect theirs."""
+        handshake = Handshake(
             certificate=self.identity.certificate,
-            public=self._writer.public,
-            time=self._writer.since,
+            public=self._sealer.public,
+            time=self._sealer.started_at,
             version=self.version,
             code=self.code,
-            gone=dict(self._attendance.gone),
+            gone=dict(self._presence.dropped_out),
         )
-        letter = self._writer.hello(said, self.plan)
-        self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s)
-        with self._changed:
-            self._wait_for(HELLO, self._attendance.lacking, inf)
-            self._wait_for(
-                HELLO, lambda: [name for name in self._expected() if name not in self._peers], self.timeout_s
+        message = self._sealer.write_handshake(handshake, self.plan)
+        self._deliver_messages(HANDSHAKE, dict.fromkeys(self._peer_indices, message), self.timeout_s)
+        with self._condition:
+            self._wait_for_peers(HANDSHAKE, self._presence.missing_sites, inf)
+            self._wait_for_peers(
+                HANDSHAKE, lambda: [name for name in self._session_peers() if name not in self._peers], self.timeout_s
             )
-            self._others = {name: self._others[name] for name in self._expected()}
-            self._peers = {name: self._peers[name] for name in self._others}
-            self.running = tuple(sorted((*self.sites, *self._others.values())))
-            hellos = [(name, hello["public"]) for name, (hello, _) in self._peers.items()]
-            self._session = session_of([*hellos, (self.identity.name, self._writer.public)], self.plan)
+            self._peer_indices = {name: self._peer_indices[name] for name in self._session_peers()}
+            self._peers = {name: self._peers[name] for name in self._peer_indices}
+            self.running = tuple(sorted((*self.sites, *self._peer_indices.values())))
+            handshakes = [(name, peer_handshake["public"]) for name, (peer_handshake, _) in self._peers.items()]
+            self._session = derive_session([*handshakes, (self.identity.name, self._sealer.public)], self.plan)
 
-    def _expected(self) -> list[str]:
-        """The peers of the session that begins."""
-        return [name for name in self._others if not self._attendance.is_gone(name)]
+    def _session_peers(self) -> list[str]:
+        """Return the peers of the session that begins."""
+        return [name for name in self._peer_indices if not self._presence.has_dropped_out(name)]
 
-    def _meet(self, letter: Letter) -> Answer:
-        """Take a hello: the first one, or that of a process that began anew."""
-        said, holder = letter.hello(self.identity.root)
-        name, met = holder.name, holder.name in self._peers
-        heard = self._writer.heard.get(name, 0.0)
-        if said["time"] < heard:
+    def _receive_handshake(self, message: SealedMessage) -> Receipt:
+        """Take a handshake: the first one, or that of a process that began again."""
+        handshake, holder = message.read_handshake(self.identity.root)
+        name, is_known = holder.name, holder.name in self._peers
+        latest = self._sealer.latest_handshakes.get(name, 0.0)
+        if handshake["time"] < latest:
             return "refused"  # of a process that ended
-        if met and said["time"] == heard:
+        if is_known and handshake["time"] == latest:
             return "taken"
-        if why := self._stranger(said, name, letter):
-            return self._refuse(why)
-        if problem := self._unlike(said, name):
-            if self._few:  # the others go on without it
-                return self._refuse(problem)
-            self._left = KnownToAll(f"{problem}; nothing was trained")
+        if reason := self._explain_foreign_handshake(handshake, name, message):
+            return self._note_refusal(reason)
+        if problem := self._explain_mismatch(handshake, name):
+            if self._tolerates_dropout:  # the others go on without it
+                return self._note_refusal(problem)
+            self._peer_error = ReportableError(f"{problem}; nothing was trained")
         else:
             if self._session:
-                self._left = SiteReturned(f"site {name} began anew")
+                self._peer_error = SiteReturned(f"site {name} began again")
             else:
-                self._peers[name] = (said, holder)
-            self._writer.heard[name] = said["time"]
-            if self._attendance.learn(said["gone"]):
-                self._left = SitesGone(f"the others went on without {self.identity.name}, which was silent")
-        self._changed.notify_all()
+                self._peers[name] = (handshake, holder)
+            self._sealer.latest_handshakes[name] = handshake["time"]
+            if self._presence.merge_peer_view(handshake["gone"]):
+                self._peer_error = SitesDroppedOut(f"the others went on without {self.identity.name}, which was silent")
+        self._condition.notify_all()
         return "taken"
 
-    def _stranger(self, said: Hello, name: str, letter: Letter) -> str:
-        """Why a hello is none of this run's; empty where it is one.
+    def _explain_foreign_handshake(self, handshake: Handshake, name: str, message: SealedMessage) -> str:
+        """Return why a handshake is none of this run's; "" if it is one.
 
-        One for another plan may be an old one that somebody laid here again, so it is held against nobody.
+        One for another plan may be an old one that somebody copied here again, so nobody is blamed.
         """
-        print_, behind_s = fingerprint(said["certificate"]), time.time() - said["time"]
+        key_print, behind_s = key_fingerprint(handshake["certificate"]), time.time() - handshake["time"]
         if name not in self._invited:
-            return f"{name} said hello, and takes no part in this run"
-        if self.keys.get(name, print_) != print_:
-            return f"somebody said hello as {name} with another key than the plan's"
-        if behind_s > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
-            return f"{name} said hello {behind_s / 3600:.1f} h ago by this clock"
-        if letter.head["session"] != self.plan:
-            return f"a hello as {name} for another plan ({str(letter.head['session'])[:8]}) was passed over"
+            return f"{name} sent a handshake, and takes no part in this run"
+        if self.keys.get(name, key_print) != key_print:
+            return f"somebody sent a handshake as {name} with another key than the plan's"
+        if (
+            behind_s > _MAX_CLOCK_SKEW_S + self.transport.lag_s + self.timeout_s
+        ):  # an old one, or a clock that is behind
+            return f"{name} sent a handshake {behind_s / 3600:.1f} h ago by this clock"
+        if message.header["session"] != self.plan:
+            return f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
         return ""
 
-    def _unlike(self, said: Hello, name: str) -> str:
-        """What a peer has otherwise than this site; empty where it is alike."""
-        me, ahead_s = self.identity.name, max([said["time"], *said["gone"].values()]) - time.time()
-        if ahead_s > _SKEW_S:
+    def _explain_mismatch(self, handshake: Handshake, name: str) -> str:
+        """Return how a peer differs from this site; "" if it does not."""
+        me, ahead_s = self.identity.name, max([handshake["time"], *handshake["gone"].values()]) - time.time()
+        if ahead_s > _MAX_CLOCK_SKEW_S:
             return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
-        if (said["version"], said["code"]) != (self.version, self.code):
-            theirs, ours = f"{said['version']} ({said['code'][:8]})", f"{self.version} ({self.code[:8]})"
-            return f"{name} has wsi-fl {theirs}, {me} has {ours}"
+        if (handshake["version"], handshake["code"]) != (self.version, self.code):
+            peer_version, local_version = (
+                f"{handshake['version']} ({handshake['code'][:8]})",
+                f"{self.version} ({self.code[:8]})",
+            )
+            return f"{name} has wsi-fl {peer_version}, {me} has {local_version}"
         return ""
 
-    # what arrives
+    # arrivals
 
-    def _take(self, data: Buffer) -> Answer:
-        """Judge what arrived, in the line's thread."""
+    def _receive(self, data: Buffer) -> Receipt:
+        """Judge an arrival, in the transport's thread."""
         if len(data) > self.most_bytes:
-            return self._refuse(
-                f"a letter of {len(data)} bytes arrived, at most {self.most_bytes} are agreed on"
+            return self._note_refusal(
+                f"a message of {len(data)} bytes arrived, at most {self.most_bytes} are agreed on"
             )
         try:
-            letter = Letter.read(data)
-            with self._changed:
-                return self._judge(letter)
-        except (NotAgreed, NotTrusted) as error:
-            return self._refuse(str(error))
+            message = SealedMessage.read(data)
+            with self._condition:
+                return self._judge_message(message)
+        except (ProtocolError, NotTrusted) as error:
+            return self._note_refusal(str(error))
 
-    def _judge(self, letter: Letter) -> Answer:
-        head = letter.head
-        if head["place"] == HELLO and head["to"] == EVERYBODY:
-            return self._meet(letter)
-        if head["sender"] not in self._others:
-            return self._refuse(f"a letter of {head['sender']} came, who takes no part in this run")
-        peer = self._peers.get(head["sender"])
-        if peer is None or not self._session or self._is_full(letter):
+    def _judge_message(self, message: SealedMessage) -> Receipt:
+        header = message.header
+        if header["place"] == HANDSHAKE and header["to"] == ALL_RECEIVERS:
+            return self._receive_handshake(message)
+        if header["sender"] not in self._peer_indices:
+            return self._note_refusal(f"a message of {header['sender']} came, who takes no part in this run")
+        peer = self._peers.get(header["sender"])
+        if peer is None or not self._session or self._is_full(message):
             return "later"
-        letter.check(peer[1])
-        if head["to"] != self.identity.name or head["session"] != self._session:
-            return self._refuse(f"a letter of {head['sender']} is of another session or for somebody else")
-        key = (head["sender"], head["place"])
-        if key in self._held or key in self._read:
+        message.verify_sender(peer[1])
+        if header["to"] != self.identity.name or header["session"] != self._session:
+            return self._note_refusal(f"a message of {header['sender']} is of another session or for another receiver")
+        key = (header["sender"], header["place"])
+        if key in self._inbox or key in self._consumed:
             return "taken"
-        if head["place"] in _ENDS:
-            why = f"site {head['sender']} {_ENDS[head['place']]}"
-            self._left = SitesGone(why, [head["sender"]]) if self._few else KnownToAll(why)
-        self._held[key] = letter
-        self._changed.notify_all()
+        if header["place"] in _END_REASONS:
+            reason = f"site {header['sender']} {_END_REASONS[header['place']]}"
+            self._peer_error = (
+                SitesDroppedOut(reason, [header["sender"]]) if self._tolerates_dropout else ReportableError(reason)
+            )
+        self._inbox[key] = message
+        self._condition.notify_all()
         return "taken"
 
-    def _is_full(self, letter: Letter) -> bool:
-        """Whether so much of a peer waits to be read that a further letter has to wait too."""
-        waiting = [
-            len(one.body) for (sender, _), one in self._held.items() if sender == letter.head["sender"]
+    def _is_full(self, arrival: SealedMessage) -> bool:
+        """Return whether a peer's unread messages leave no room for a further one."""
+        sizes = [
+            len(message.body) for (sender, _), message in self._inbox.items() if sender == arrival.header["sender"]
         ]
-        return len(waiting) >= _MOST_HELD or sum(waiting) + len(letter.body) > 2 * self.most_bytes
+        return len(sizes) >= _MAX_PENDING or sum(sizes) + len(arrival.body) > 2 * self.most_bytes
 
-    def _refuse(self, why: str) -> Answer:
-        self.refused = [*self.refused[-9:], why]
+    def _note_refusal(self, reason: str) -> Receipt:
+        self.refusals = [*self.refusals[-9:], reason]
         return "refused"
 
-    def _swap(
+    def _swap_messages(
         self,
-        place: str,
+        sequence_id: str,
         contents: Mapping[str, Sequence[Buffer]],
         senders: Sequence[int],
         *,
         patient: bool = False,
         lossy: bool = False,
     ) -> dict[int, memoryview]:
-        """Send letters, then wait for those of some sites at the same place, and open them.
+        """Send messages, then wait for those of some sites with the same sequence id, and open them.
 
-        Where it is lossy, who is late is left out: the k-th time since all met, k timeouts after that.
+        If lossy, late ones are left out: the k-th time since all met, k timeouts after that.
         """
         self._lossy, self._steps = lossy, self._steps + lossy
         ends_s = self._met_s + self._steps * self.timeout_s
 
-        def left_s() -> float:
+        def remaining_s() -> float:
             return ends_s - time.monotonic() if lossy else inf if patient else self.timeout_s
 
-        keys = {k: (self.names[k], place) for k in senders}
-        late_is_lost = suppress(PeerLate) if lossy else nullcontext()
+        keys = {k: (self.names[k], sequence_id) for k in senders}
+        late_is_lost = suppress(PeerTimeout) if lossy else nullcontext()
         with late_is_lost:
-            self._send(place, contents, left_s())
-        with self._changed:
+            self._send_messages(sequence_id, contents, remaining_s())
+        with self._condition:
             with late_is_lost:
-                self._wait_for(
-                    place, lambda: [key[0] for key in keys.values() if key not in self._held], left_s()
+                self._wait_for_peers(
+                    sequence_id, lambda: [key[0] for key in keys.values() if key not in self._inbox], remaining_s()
                 )
-            letters = {k: self._held.pop(key) for k, key in keys.items() if key in self._held}
-            self._read |= set(keys.values())
-        return {k: self._writer.open(letter) for k, letter in letters.items()}
+            messages = {k: self._inbox.pop(key) for k, key in keys.items() if key in self._inbox}
+            self._consumed |= set(keys.values())
+        return {k: self._sealer.open(message) for k, message in messages.items()}
 
-    def _wait_for(self, place: str, missing: Callable[[], list[str]], limit_s: float) -> None:
-        """Wait, holding the lock, until nobody is missing."""
+    def _wait_for_peers(self, sequence_id: str, missing: Callable[[], list[str]], limit_s: float) -> None:
+        """Wait, holding the lock, until no peer is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
-            self._check_over()
-            if (left := deadline - time.monotonic()) <= 0:
-                self._give_up(place, dict.fromkeys(late, "did not answer"))
-            self._changed.wait(min(left, _WAKE_S) if left > 0 else _WAKE_S)
-            self.waiting()
+            self._raise_if_ended()
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                self._give_up(sequence_id, dict.fromkeys(late, "did not answer"))
+            self._condition.wait(min(remaining_s, _WAKE_S) if remaining_s > 0 else _WAKE_S)
+            self.on_wait()
 
-    def _check_over(self) -> None:
-        if self._over is None and (broken := self.line.broken()):
-            self._over = KnownToAll(broken)
-        over = self._over or (None if self._lossy else self._left)
-        if over is not None:
-            raise over
-        if self._few and self._attendance.clock_was_set():
-            raise SitesGone(f"the clock of {self.identity.name} was set")
+    def _raise_if_ended(self) -> None:
+        if self._end_error is None and (broken := self.transport.failure_reason()):
+            self._end_error = ReportableError(broken)
+        error = self._end_error or (None if self._lossy else self._peer_error)
+        if error is not None:
+            raise error
+        if self._tolerates_dropout and self._presence.has_clock_jumped():
+            raise SitesDroppedOut(f"the clock of {self.identity.name} was set")
         self._check_certificates()
 
     def _check_certificates(self) -> None:
-        """End the session where the certificate of one of its sites was withdrawn meanwhile."""
-        if not (gone := self.withdrawn()):
+        """End the session if the certificate of one of its sites was revoked meanwhile."""
+        if not (revoked_keys := self.load_revoked()):
             return
-        met = {name: said["certificate"] for name, (said, _) in [*self._peers.items()]}
-        for name, certificate in {**met, self.identity.name: self.identity.certificate}.items():
-            if (since := gone.get(fingerprint(certificate))) is not None:
-                why = f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, and needs a new key"
-                raise SitesGone(why, [name]) if self._few and name in met else Interrupted(why)
+        certificates = {name: handshake["certificate"] for name, (handshake, _) in [*self._peers.items()]}
+        for name, certificate in {**certificates, self.identity.name: self.identity.certificate}.items():
+            if (revoked_on := revoked_keys.get(key_fingerprint(certificate))) is not None:
+                reason = (
+                    f"site {name} has a certificate that was withdrawn on {revoked_on:%Y-%m-%d}, and needs a new key"
+                )
+                raise (
+                    SitesDroppedOut(reason, [name])
+                    if self._tolerates_dropout and name in certificates
+                    else Interrupted(reason)
+                )
 
-    def _give_up(self, place: str, late: Mapping[str, str]) -> None:
-        """Raise that sites are late, if some gave no sign of life either; where the late are left out, in any case."""
-        silent = [name for name in late if self._lossy or self.line.silent_s(name) >= self.timeout_s]
+    def _give_up(self, sequence_id: str, late: Mapping[str, str]) -> None:
+        """Raise an error if late sites gave no sign of life either; in lossy steps, in any case."""
+        silent = [name for name in late if self._lossy or self.transport.silence_s(name) >= self.timeout_s]
         if not silent:
             return
-        where = " to say hello" if place == HELLO else ""
-        if place.startswith("x"):
-            where = f" in round {place[1:].partition('.')[0]}"
-        last = f"; last refused here: {self.refused[-1]}" if self.refused else ""
+        occasion = " to say hello" if sequence_id == HANDSHAKE else ""
+        if sequence_id.startswith("x"):
+            occasion = f" in round {sequence_id[1:].partition('.')[0]}"
+        refusal = f"; last refused here: {self.refusals[-1]}" if self.refusals else ""
         first = silent[0]
-        text = f"site {first} {late[first]} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
-        if self._few and not self._lossy:
-            raise SitesGone(text, silent)
-        raise PeerLate(text, [self._others[name] for name in silent])
+        text = f"site {first} {late[first]} for {self.timeout_s:g} s{occasion} (comm.timeout_s){refusal}"
+        if self._tolerates_dropout and not self._lossy:
+            raise SitesDroppedOut(text, silent)
+        raise PeerTimeout(text, [self._peer_indices[name] for name in silent])
 
-    # what is sent
+    # sending
 
-    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
-        """Seal and deliver one letter to each of some sites."""
-        letters = {
-            name: self._writer.letter(name, self._peers[name][0]["public"], self._session, place, parts)
+    def _send_messages(self, sequence_id: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
+        """Seal and deliver one message to each of some sites."""
+        messages = {
+            name: self._sealer.seal_message(name, self._peers[name][0]["public"], self._session, sequence_id, parts)
             for name, parts in contents.items()
         }
-        self._deliver(place, letters, limit_s)
+        self._deliver_messages(sequence_id, messages, limit_s)
 
-    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float) -> None:
-        """Send letters, all at once, until each has been taken; nothing where this site takes part no longer."""
-        if place not in _ENDS:
+    def _deliver_messages(self, sequence_id: str, messages: Mapping[str, bytes], limit_s: float) -> None:
+        """Send messages at once, until each has been taken; none if this site no longer takes part."""
+        if sequence_id not in _END_REASONS:
             self._check_certificates()
-            if why := self.standing():
-                self._last = "withdrawn"
-                raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
-        deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
-        with ThreadPoolExecutor(max(1, len(left))) as pool:
-            while left:
-                until = min(max(deadline - time.monotonic(), _WAKE_S), self.timeout_s)
-                send = {
-                    name: pool.submit(self.line.send, name, place, one, until) for name, one in left.items()
+            if reason := self.find_stop_reason():
+                self._farewell = "withdrawn"
+                raise ReportableError(f"site {self.identity.name} {reason}; the run ends here")
+        deadline, pause, pending = time.monotonic() + limit_s, _RETRY_PAUSES_S[0], dict(messages)
+        with ThreadPoolExecutor(max(1, len(pending))) as pool:
+            while pending:
+                limit = min(max(deadline - time.monotonic(), _WAKE_S), self.timeout_s)
+                futures = {
+                    name: pool.submit(self.transport.send, name, sequence_id, message, limit)
+                    for name, message in pending.items()
                 }
-                self.line_bytes += sum(map(len, left.values()))
-                failed = {name: why for name, one in send.items() if (why := one.result())}
-                left = {name: left[name] for name in failed}
-                if not left:
+                self.sent_bytes += sum(map(len, pending.values()))
+                failed = {name: reason for name, future in futures.items() if (reason := future.result())}
+                pending = {name: pending[name] for name in failed}
+                if not pending:
                     return
-                if place not in _ENDS:
-                    self._check_over()
+                if sequence_id not in _END_REASONS:
+                    self._raise_if_ended()
                 if time.monotonic() >= deadline:
-                    self._give_up(place, {name: f"took nothing ({why})" for name, why in failed.items()})
-                with self._changed:
-                    self._changed.wait(pause)
-                pause = min(2 * pause, _PAUSES_S[1])
-                self.waiting()
+                    self._give_up(sequence_id, {name: f"took nothing ({reason})" for name, reason in failed.items()})
+                with self._condition:
+                    self._condition.wait(pause)
+                pause = min(2 * pause, _RETRY_PAUSES_S[1])
+                self.on_wait()

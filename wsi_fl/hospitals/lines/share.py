@@ -1,4 +1,4 @@
-"""The one door to fsspec: files of a folder that lies anywhere, whole or absent."""
+"""Adapter to fsspec: files of a folder anywhere, complete or absent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
-_WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
-"""What shows an object when all of it has arrived; elsewhere a letter is moved to its name when it is whole."""
+_ATOMIC_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
+"""Protocols that show an object once it is complete; elsewhere a file is renamed when it is complete."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A file of an inbox; `time` is when it was written, in seconds since 1970, where the share tells."""
+class FolderEntry:
+    """A file of an inbox; `time` is when it was written, in seconds since 1970, if the share knows."""
 
     name: str
     size: int
@@ -32,163 +32,166 @@ class Entry:
 
 
 @dataclass
-class Share:
-    """The folder, for one thread at a time; connected anew after a failure.
+class SharedFolder:
+    """A shared folder, for one thread at a time; reconnected after a failure.
 
-    Every failure of a share is an `Exception` of its own: each backend of fsspec has others.
+    A failure is an `Exception` of any class: each backend of fsspec has its own.
     """
 
     address: str
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _connected: tuple[Any, str] | None = None
+    _connection: tuple[Any, str] | None = None
 
-    def do(self, action: Callable[[Any, str], Any]) -> Any:
-        """Do something, given the file system and the root's path in it."""
+    def run_action(self, action: Callable[[Any, str], Any]) -> Any:
+        """Run an action on the file system and the root's path in it."""
         with self._lock:
             try:
-                if self._connected is None:
-                    self._connected = fsspec.core.url_to_fs(self.address, skip_instance_cache=True)
-                fs, root = self._connected
+                if self._connection is None:
+                    self._connection = fsspec.core.url_to_fs(self.address, skip_instance_cache=True)
+                fs, root = self._connection
                 return action(fs, root.rstrip("/"))
             except Exception as error:
-                if _is_gone(error):  # some have no class of their own for it
+                if _is_missing(error):  # some have no class of their own for it
                     raise FileNotFoundError(str(error)) from error
                 if not isinstance(error, FileNotFoundError):
-                    self._connected = None
+                    self._connection = None
                 raise
 
-    def check(self) -> None:
-        """Refuse an address that can be none, or a folder of this machine that is not there."""
+    def check_address(self) -> None:
+        """Refuse an invalid address, or a missing folder of this machine."""
         try:
-            self.do(_require_root)
+            self.run_action(_require_root)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"{self.address}: not the address of a folder: {one_line(error)}") from None
+            raise UsageError(f"{self.address}: not the address of a folder: {single_line(error)}") from None
         except FileNotFoundError:
-            raise UsageError(
-                f"{self.address}: no such folder; mount the share, or correct the address"
-            ) from None
+            raise UsageError(f"{self.address}: no such folder; mount the share, or correct the address") from None
         except Exception:  # not reached now, perhaps later
             return
 
-    def probe(self) -> None:
-        """Write a small file, find it, read it and delete it again; fail where one of these is not possible."""
+    def probe_access(self) -> None:
+        """Write a small file, find it, read it and delete it; fail if one of these is impossible."""
         name = f"check-{token_hex(8)}"
         self.write(name.encode(), name)
         try:
-            if name not in self.entries() or self.read(len(name), name) != name.encode():
-                raise OSError("what is written is not found")
+            if name not in self.list_entries() or self.read(len(name), name) != name.encode():
+                raise OSError("a written file is not found")
         finally:
-            self.remove(name)
+            self.remove_file(name)
 
-    def entries(self, *parts: str) -> dict[str, Entry]:
-        """Return the files of a folder by name; none where it is not there."""
-        found = [one for one in self._listed(*parts) if one.get("type") == "file" and not one.get("islink")]
-        return {one["name"]: Entry(one["name"], int(one.get("size") or 0), _written(one)) for one in found}
+    def list_entries(self, *parts: str) -> dict[str, FolderEntry]:
+        """Return the files of a folder by name; none if it is missing."""
+        files = [info for info in self._list_folder(*parts) if info.get("type") == "file" and not info.get("islink")]
+        return {
+            info["name"]: FolderEntry(info["name"], int(info.get("size") or 0), _write_time(info)) for info in files
+        }
 
-    def folders(self, *parts: str) -> list[str]:
-        """Return the names of the folders in a folder; none where it is not there."""
-        return [one["name"] for one in self._listed(*parts) if one["type"] == "directory"]
+    def list_folders(self, *parts: str) -> list[str]:
+        """Return the names of the folders in a folder; none if it is missing."""
+        return [info["name"] for info in self._list_folder(*parts) if info["type"] == "directory"]
 
-    def _listed(self, *parts: str) -> list[dict[str, Any]]:
-        """What a folder holds now, as fsspec says it, but for names, which are without the path."""
+    def _list_folder(self, *parts: str) -> list[dict[str, Any]]:
+        """Return fsspec's description of each entry of a folder, its name without the path."""
 
-        def look(fs: Any, root: str) -> Any:
+        def list_children(fs: Any, root: str) -> Any:
             fs.invalidate_cache()
             return fs.ls("/".join([root, *parts]), detail=True)
 
         try:
-            return [one | {"name": str(one["name"]).rstrip("/").rsplit("/", 1)[-1]} for one in self.do(look)]
+            return [
+                info | {"name": str(info["name"]).rstrip("/").rsplit("/", 1)[-1]}
+                for info in self.run_action(list_children)
+            ]
         except FileNotFoundError:
             return []
 
-    def read(self, most_bytes: int, *parts: str) -> bytes:
-        """Return the content of a file, and no more than one byte beyond what is allowed.
+    def read(self, max_bytes: int, *parts: str) -> bytes:
+        """Return the content of a file, at most one byte beyond the limit.
 
-        A pipe or device in its place is a WsiFlError: reading one may go on for ever.
+        A pipe or device in its place is a WsiFlError: reading one may never end.
         """
 
-        def read(fs: Any, root: str) -> bytes:
+        def read_file(fs: Any, root: str) -> bytes:
             path = "/".join([root, *parts])
-            with _opened(path) if "file" in _protocols(fs) else fs.open(path, "rb") as file:
-                return bytes(file.read(most_bytes + 1))
+            with _open_regular_file(path) if "file" in _file_protocols(fs) else fs.open(path, "rb") as file:
+                return bytes(file.read(max_bytes + 1))
 
-        return bytes(self._fresh(read))
+        return bytes(self._retry_stale(read_file))
 
-    def _fresh(self, action: Callable[[Any, str], Any]) -> Any:
-        """Do something with one file, which NFS may still show after its sender took it back ("stale file handle").
+    def _retry_stale(self, action: Callable[[Any, str], Any]) -> Any:
+        """Run an action on one file, which NFS may still show after its sender removed it ("stale file handle").
 
-        It is asked for once more, since another of its name may have taken its place.
+        It is retried once, since another file of its name may have replaced it.
 
         Raises:
-            FileNotFoundError: when it is gone.
+            FileNotFoundError: when it is missing.
             OSError: of the share.
         """
         try:
-            return self.do(action)
+            return self.run_action(action)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
         try:
-            return self.do(action)
+            return self.run_action(action)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
             raise FileNotFoundError(str(error)) from error
 
     def write(self, content: bytes, *parts: str) -> None:
-        """Write a file, which is there whole or not at all."""
+        """Write a file, which appears complete or not at all."""
 
-        def write(fs: Any, root: str) -> None:
+        def write_file(fs: Any, root: str) -> None:
             _require_root(fs, root)
             path = "/".join([root, *parts])
             for depth in range(1, len(parts)):
                 _make_folder(fs, root, "/".join([root, *parts[:depth]]))
-            if not _protocols(fs).isdisjoint(_WHOLE_AT_ONCE):
+            if not _file_protocols(fs).isdisjoint(_ATOMIC_PROTOCOLS):
                 fs.pipe_file(path, content)
                 return
             temporary = "/".join([root, *parts[:-1], f".{parts[-1]}.{token_hex(8)}.partial"])
             try:
-                with _made(fs, temporary) as file:
+                with _create_file(fs, temporary) as file:
                     file.write(content)
-                _open_up(fs, root, temporary)
+                _copy_root_mode(fs, root, temporary)
                 fs.mv(temporary, path)
             except Exception:
-                with suppress(Exception):  # the share is what failed
+                with suppress(Exception):  # the share itself has failed
                     fs.rm_file(temporary)
                 raise
 
-        self.do(write)
+        self.run_action(write_file)
 
-    def remove(self, *parts: str) -> None:
-        """Delete a file that may be gone already."""
-        self._fresh(lambda fs, root: fs.rm_file("/".join([root, *parts])))
+    def remove_file(self, *parts: str) -> None:
+        """Delete a file that may be missing already."""
+        self._retry_stale(lambda fs, root: fs.rm_file("/".join([root, *parts])))
 
 
-def _is_gone(error: Exception) -> bool:
-    """Whether a file system, or a server of HTTP by its answer, says that a file is not there."""
+def _is_missing(error: Exception) -> bool:
+    """Return whether a file system, or an HTTP server by its answer, reports a missing file."""
     answer = getattr(error, "response", None)
     return getattr(error, "errno", None) == errno.ENOENT or getattr(answer, "status_code", None) == 404
 
 
-def _written(one: Mapping[str, Any]) -> float | None:
-    """When a file was written; each backend of fsspec calls it otherwise."""
-    said = next((one[key] for key in ("mtime", "LastModified", "modified", "created") if one.get(key)), None)
-    return said.timestamp() if isinstance(said, datetime) else said if isinstance(said, float) else None
+def _write_time(info: Mapping[str, Any]) -> float | None:
+    """Return when a file was written; backends of fsspec name it differently."""
+    value = next((info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None)
+    return value.timestamp() if isinstance(value, datetime) else value if isinstance(value, float) else None
 
 
-def _protocols(fs: Any) -> set[str]:
-    said = fs.protocol
-    return {said} if isinstance(said, str) else set(said)
+def _file_protocols(fs: Any) -> set[str]:
+    protocol = fs.protocol
+    return {protocol} if isinstance(protocol, str) else set(protocol)
 
 
 def _require_root(fs: Any, root: str) -> None:
-    """A folder of this machine is never made: where a share is not mounted, letters would lie beneath it."""
-    if "file" in _protocols(fs) and not fs.isdir(root):
+    """Require a folder of this machine, never make it: without its mount, messages would be written beneath it."""
+    if "file" in _file_protocols(fs) and not fs.isdir(root):
         raise FileNotFoundError(root)
 
 
-def _opened(path: str) -> BinaryIO:
-    """Open a file of this machine to read, if it is one by now: whoever can write there may have laid anything."""
+def _open_regular_file(path: str) -> BinaryIO:
+    """Open a regular file of this machine to read: anybody with write access may have replaced it."""
     file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -196,24 +199,24 @@ def _opened(path: str) -> BinaryIO:
     return file
 
 
-def _made(fs: Any, path: str) -> Any:
-    """A new file to write, and never one that is there: whoever can write to the share could have laid a link."""
-    if "file" not in _protocols(fs):
+def _create_file(fs: Any, path: str) -> Any:
+    """Open a new file to write, never an existing one: anybody with write access could have made a link."""
+    if "file" not in _file_protocols(fs):
         return fs.open(path, "wb")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
 def _make_folder(fs: Any, root: str, path: str) -> None:
-    if "file" in _protocols(fs) and Path(path).is_symlink():
+    if "file" in _file_protocols(fs) and Path(path).is_symlink():
         raise PermissionError(f"{path} is a link, which a shared folder must not hold")
     if not fs.isdir(path):
         fs.makedirs(path, exist_ok=True)
-        _open_up(fs, root, path)
+        _copy_root_mode(fs, root, path)
 
 
-def _open_up(fs: Any, root: str, path: str) -> None:
-    """Let whoever may use the root use this too: what wsi-fl writes is its owner's alone elsewhere."""
-    if "file" in _protocols(fs):
+def _copy_root_mode(fs: Any, root: str, path: str) -> None:
+    """Give the root's users access to this too: files of wsi-fl are its owner's alone elsewhere."""
+    if "file" in _file_protocols(fs):
         mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o3777
         Path(path).chmod(mode if Path(path).is_dir() else mode & 0o666)

@@ -1,9 +1,9 @@
-"""What lies inside a frame: how one is made of a plan, and how a hospital's process takes the plans that come later.
+"""Standing approvals: how one is made from a plan, and how a hospital's process admits the plans that come later.
 
-Nobody trusts whoever sent a plan. Its own text is compared with the frame first, before anything is built, fetched or
-opened, so that a plan outside makes no connection, and neither words nor time of the refusal tell of the store. Only
-then does a hospital's process look at the plan as `approve` does. What is wrong by then stays at home: others learn
-that the hospital does not approve, and not why.
+The sender of a plan is not trusted. The plan's own text is compared with the standing approval first, before anything
+is built, fetched or opened, so that a plan outside its limits makes no connection, and neither text nor time of the
+refusal depends on the store. Only then is the plan reviewed as by `approve`. A fault found then stays local: others
+learn that the hospital does not approve, and not why.
 """
 
 from __future__ import annotations
@@ -14,49 +14,56 @@ from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
-from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, is_alike, look, sign
-from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
+from wsi_fl.hospitals.plans.approving import (
+    PlanReview,
+    describe_cost,
+    describe_excess,
+    is_alike,
+    review_plan,
+    sign_plan,
+)
+from wsi_fl.hospitals.plans.contents import DataDescription, PlannedDisclosure, describe_store, list_disclosures
 from wsi_fl.hospitals.plans.frames import (
     FORMAT,
-    Frame,
-    admitted_plans,
-    frame_path,
-    is_over,
-    note_admitted,
-    open_frame,
+    StandingApproval,
+    has_expired,
+    list_admitted_plans,
+    load_preapproval,
+    preapproval_path,
+    record_admission,
 )
-from wsi_fl.hospitals.plans.making import PlanDocument, document_of, settings_text, sites_of
-from wsi_fl.hospitals.plans.signed import Plan, approved_plan, by_key, code_digest, shown
+from wsi_fl.hospitals.plans.making import PlanDocument, parse_plan_document, parse_site_files, settings_text
+from wsi_fl.hospitals.plans.signed import FederationPlan, code_digest, format_value, load_approved_plan, settings_by_key
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import note
-from wsi_fl.stages.site.party import RunContext, settings_for
-from wsi_fl.stages.work.console import Line, Lines, say
+from wsi_fl.runs.site import append_note
+from wsi_fl.stages.site.party import RunContext, adapt_settings
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_text
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.types import UsageError, single_line
 
-_STRONGEST_FIRST = get_args(Guarantee)
+_GUARANTEE_LEVELS = get_args(Guarantee)
 _Varies = Callable[[Any, Any], bool]
-_MAY_VARY: dict[str, tuple[str, _Varies]] = {
-    "train.rounds": ("or fewer", lambda said, agreed: said <= agreed),
-    "train.lr": ("or any other", lambda said, agreed: True),
-    "privacy.sigma": ("or more", lambda said, agreed: said >= agreed),
+_VARIABLE_SETTINGS: dict[str, tuple[str, _Varies]] = {
+    "train.rounds": ("or fewer", lambda value, agreed: value <= agreed),
+    "train.lr": ("or any other", lambda value, agreed: True),
+    "privacy.sigma": ("or more", lambda value, agreed: value >= agreed),
     "privacy.target_epsilon": (
         "or less",
-        lambda said, agreed: said == agreed or (None not in (said, agreed) and said <= agreed),
+        lambda value, agreed: value == agreed or (None not in (value, agreed) and value <= agreed),
     ),
 }
-"""The settings in which plans of a frame may differ, in words and as a test of (what a plan says, what was agreed on).
+"""The settings that plans of a standing approval may vary: the limit in words, and as a test (plan's value, limit).
 
-None of them changes n, which rows are trained on, or what is asked of whom.
+None of them changes n, the training rows, or the task of any site.
 """
 
 
-def make_frame(
+def make_preapproval(
     study: Study,
-    plan: Plan,
+    plan: FederationPlan,
     site: str,
     *,
     epsilon: float | None,
@@ -65,244 +72,270 @@ def make_frame(
     methods: Sequence[str] = (),
     partners: Sequence[str] = (),
     codes: Sequence[str] = (),
-) -> Frame:
-    """Return the frame of plans that are like one that a hospital could sign; nothing is written.
+) -> StandingApproval:
+    """Return the standing approval of plans like one that a hospital could sign, without writing it.
 
     Args:
-        plan: says what is trained on, who takes part, and what ε is about and worth.
-        epsilon: of all plans together; None where nothing is under differential privacy.
+        plan: has the training data, the participants, and the unit and guarantee of ε.
+        epsilon: of all plans together; None if nothing is under differential privacy.
         until: the last day, "2027-03-31".
         methods: default: that of the plan.
         partners: of the plan's sites; default: all.
-        codes: further SHA-256 of wsi-fl, beside the one that is installed.
+        codes: further SHA-256 of wsi-fl, beside the installed one.
 
     Raises:
-        UsageError: when the hospital could not sign the plan, or the frame would allow more than its site file.
+        UsageError: when the hospital could not sign the plan, or its site file permits less.
     """
     try:
         last = date.fromisoformat(until)
     except ValueError:
         raise UsageError("until when? say --until DATE, as in --until 2027-03-31") from None
-    looked, limit = look(study, plan, site), study.site(site).max_epsilon or 0
-    worth, wanted = looked.document["privacy"], {site, *(partners or plan.sites)}
-    if above := above_words(looked.cost):
+    review, limit = review_plan(study, plan, site), study.load_site(site).max_epsilon or 0
+    privacy, partner_names = review.document["privacy"], {site, *(partners or plan.sites)}
+    if excess := describe_excess(review.cost):
         raise UsageError(
-            f"{above}; no frame is for such plans: sign each, or ask for one per patient (privacy.unit)"
+            f"{excess}; no standing approval is for such plans: sign each, or ask for one per patient (privacy.unit)"
         )
-    if worth["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
+    if privacy["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
-    if unknown := sorted(wanted - set(plan.keys)):
-        raise UsageError(
-            f"the plan has no site {unknown[0]} whose key it pins (`federation plan --kit FOUNDED`)"
-        )
+    if unknown := sorted(partner_names - set(plan.keys)):
+        raise UsageError(f"the plan has no site {unknown[0]} whose key it pins (`federation plan --kit FOUNDED`)")
     allows: dict[str, list[Any]] = {}
     for method in methods or [plan.method]:
-        for what, values in _of_method(study, looked, method).items():
-            allows[what] = [*(known := allows.get(what, [])), *(one for one in values if one not in known)]
+        for key, values in _method_terms(study, review, method).items():
+            allows[key] = [*(earlier := allows.get(key, [])), *(value for value in values if value not in earlier)]
     allows["pipeline"] = [plan.name]
-    allows["partners"] = [f"{name} {key}" for name, key in plan.keys.items() if name in wanted]
-    allows["guarantee"] = list(_STRONGEST_FIRST[: _STRONGEST_FIRST.index(worth["guarantee"]) + 1])
+    allows["partners"] = [f"{name} {key}" for name, key in plan.keys.items() if name in partner_names]
+    allows["guarantee"] = list(_GUARANTEE_LEVELS[: _GUARANTEE_LEVELS.index(privacy["guarantee"]) + 1])
     settings = {
         method: str(plan.document["settings"])
         if method == plan.method
-        else settings_text(settings_for(method, study, plan.pipeline()))
+        else settings_text(adapt_settings(method, study, plan.pipeline()))
         for method in allows["method"]
     }
-    made = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, "settings": settings}
+    document = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, "settings": settings}
     limits = {"epsilon": epsilon, "runs": runs, "until": last.isoformat()}
-    return with_code(cast("Frame", made | limits), codes)
+    return add_codes(cast("StandingApproval", document | limits), codes)
 
 
-def with_code(frame: Frame, codes: Sequence[str] = ()) -> Frame:
-    """Return a frame that also allows the wsi-fl that is installed, and others by their SHA-256; its id stays."""
-    known = list(dict.fromkeys([*frame["allows"]["code"], *codes, code_digest()]))
-    return {**frame, "allows": {**frame["allows"], "code": known}}
+def add_codes(approval: StandingApproval, codes: Sequence[str] = ()) -> StandingApproval:
+    """Return a standing approval, its id unchanged, that also allows the installed wsi-fl and others by SHA-256."""
+    accepted_codes = list(dict.fromkeys([*approval["allows"]["code"], *codes, code_digest()]))
+    return {**approval, "allows": {**approval["allows"], "code": accepted_codes}}
 
 
-def _of_method(study: Study, looked: Looked, method: str) -> dict[str, list[Any]]:
-    """What a plan would say if it were of a method."""
-    own = study.site(looked.site)
-    files = tuple(own if one.name == own.name else one for one in sites_of(looked.document))
-    pipeline = settings_for(method, study, looked.plan.pipeline())
-    with RunContext(study, pipeline, method, RunFolder(study.runs / "plan"), files) as party:
-        if not party.method.shares:
-            raise UsageError(f"{method} shares nothing between hospitals and needs no frame")
-        if not party.has_store(own.name):
-            raise UsageError(f"the store of {own.name} is not on this machine; sign a frame where it is")
-        learned, leaves = of_store(party, own.name), leaving(party, None, None)
-        return _said(looked.document, looked.plan, own.name, method, learned, leaves)
+def _method_terms(study: Study, review: PlanReview, method: str) -> dict[str, list[Any]]:
+    """Return the terms of a plan with another method."""
+    local_file = study.load_site(review.site)
+    files = tuple(
+        local_file if site_file.name == local_file.name else site_file
+        for site_file in parse_site_files(review.document)
+    )
+    pipeline = adapt_settings(method, study, review.plan.pipeline())
+    with RunContext(study, pipeline, method, RunFolder(study.runs_path / "plan"), files) as context:
+        if not context.method.disclosures:
+            raise UsageError(f"{method} shares nothing between hospitals and needs no standing approval")
+        if not context.has_store(local_file.name):
+            raise UsageError(
+                f"the store of {local_file.name} is not on this machine; sign a standing approval where it is"
+            )
+        data, leaves = describe_store(context, local_file.name), list_disclosures(context, None, None)
+        return _plan_terms(review.document, review.plan, local_file.name, method, data, leaves)
 
 
-def _said(
-    said: PlanDocument,
-    plan: Plan,
+def _plan_terms(
+    document: PlanDocument,
+    plan: FederationPlan,
     site: str,
     method: str,
-    learned: Mapping[str, object],
-    leaves: Sequence[Leaving],
+    data: Mapping[str, object],
+    leaves: Sequence[PlannedDisclosure],
 ) -> dict[str, list[Any]]:
-    """What a plan says of each thing that a frame limits: what its models see, and what would leave a site."""
-    privacy, own = plan.pipeline().privacy, next(one for one in said["sites"] if one["name"] == site)
-    worth, bare = said["privacy"]["guarantee"], ", without differential privacy"
+    """Return a plan's terms that a standing approval limits: what its models see, and what would leave a site."""
+    privacy, local_row = (
+        plan.pipeline().privacy,
+        next(site_row for site_row in document["sites"] if site_row["name"] == site),
+    )
+    guarantee, suffix = document["privacy"]["guarantee"], ", without differential privacy"
     kinds = {
-        row["what"].partition(" (")[0] + (bare if row["protected_by"].startswith("no diff") else "")
+        row["what"].partition(" (")[0] + (suffix if row["protected_by"].startswith("no diff") else "")
         for row in leaves
         if row["of_records"]
     }
     return {
         "method": [method],
-        "partners": [f"{site['name']} {site['key']}" for site in said["sites"]],
+        "partners": [f"{site['name']} {site['key']}" for site in document["sites"]],
         "leaves": sorted(kinds),
-        **{key: [learned[key]] for key in Learned.__annotations__ if key != "says"},
+        **{key: [data[key]] for key in DataDescription.__annotations__ if key != "says"},
         "unit": [privacy.unit],
-        "guarantee": [worth],
-        "colluding": [privacy.colluding] if worth == "shared" else [],
-        "delta": [own["delta"] or privacy.delta],
-        "code": [said["code"]],
+        "guarantee": [guarantee],
+        "colluding": [privacy.colluding] if guarantee == "shared" else [],
+        "delta": [local_row["delta"] or privacy.delta],
+        "code": [document["code"]],
         "pipeline": [plan.name],
     }
 
 
-def outside_by_text(frame: Frame, plan: Plan, today: date, n_admitted: int) -> str:
-    """Return in one line what of a plan's own text lies outside a frame today, in UTC; "" for nothing.
+def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
+    """Return in one line how a plan's own text exceeds a standing approval today, in UTC; "" if it does not.
 
-    Nothing else is read, built or fetched, so others may know it.
+    Nothing else is read, built or fetched, so the line may be disclosed.
 
     Args:
-        n_admitted: how many plans were approved in the frame before.
+        n_admitted: number of plans approved before.
 
     Raises:
         UsageError: when the text is no plan's.
     """
-    if is_over(frame, today):
-        return f"its last day was {frame['until']}"
-    if n_admitted >= frame["runs"]:
-        return f"the frame is for {frame['runs']} runs, and it had them"
-    said, site = document_of(plan), frame["site"]
+    if has_expired(approval, today):
+        return f"its last day was {approval['until']}"
+    if n_admitted >= approval["runs"]:
+        return f"the standing approval is for {approval['runs']} runs, and it had them"
+    document, site = parse_plan_document(plan), approval["site"]
     if site not in plan.sites:
         return f"it is a plan without {site}"
-    beyond = _beyond(frame, said, plan, said["learns"], unknown=True)
-    return beyond or _other_order(frame, plan) or _other_setting(frame, plan)
+    excess = _explain_excess(approval, document, plan, document["learns"], unknown=True)
+    return excess or _explain_order(approval, plan) or _explain_setting(approval, plan)
 
 
-def _other_order(frame: Frame, plan: Plan) -> str:
-    """Return in one line that a plan's sites stand in another order than the frame's, the first sees most; else ""."""
+def _explain_order(approval: StandingApproval, plan: FederationPlan) -> str:
+    """Return in one line that a plan's sites are ordered otherwise than approved (the first sees most), or ""."""
     agreed = [
-        name for name in (one.split(" ")[0] for one in frame["allows"]["partners"]) if name in plan.sites
+        name for name in (partner.split(" ")[0] for partner in approval["allows"]["partners"]) if name in plan.sites
     ]
     return (
         ""
         if plan.sites == agreed
-        else f"order: {', '.join(plan.sites)}, where the frame has {', '.join(agreed)}"
+        else f"order: {', '.join(plan.sites)}, where the standing approval has {', '.join(agreed)}"
     )
 
 
-def _other_setting(frame: Frame, plan: Plan) -> str:
-    """Return in one line the first setting of a plan that is not the frame's, nor one that may vary so; "" for none."""
-    agreed, said = by_key(frame["settings"][plan.method]), by_key(str(plan.document["settings"]))
-    for key in dict.fromkeys([*agreed, *said]):
-        was, now = agreed.get(key), said.get(key)
-        also, fits = _MAY_VARY.get(key, ("", lambda one, other: one == other))
-        if not fits(now, was):
+def _explain_setting(approval: StandingApproval, plan: FederationPlan) -> str:
+    """Return in one line the first setting of a plan that differs more than it may; "" for none."""
+    approved_settings, plan_settings = (
+        settings_by_key(approval["settings"][plan.method]),
+        settings_by_key(str(plan.document["settings"])),
+    )
+    for key in dict.fromkeys([*approved_settings, *plan_settings]):
+        approved_value, plan_value = approved_settings.get(key), plan_settings.get(key)
+        also, fits = _VARIABLE_SETTINGS.get(key, ("", lambda first, second: first == second))
+        if not fits(plan_value, approved_value):
+            limit = f"{_format_setting(approved_value)}{f' {also}' if also else ''}"
+            return f"{key}: {_format_setting(plan_value)}, where the standing approval has {limit}"
+    return ""
+
+
+def _format_setting(value: object) -> str:
+    return "a table" if isinstance(value, dict) else format_value(value)
+
+
+def _explain_excess(
+    approval: StandingApproval,
+    document: PlanDocument,
+    plan: FederationPlan,
+    data: Mapping[str, object],
+    *,
+    unknown: bool = False,
+) -> str:
+    """Return in one line the first term of a plan that a standing approval does not allow; "" for none.
+
+    Args:
+        data: what the plan's models see, by the plan or a store.
+        unknown: whether the plan may leave open what only stores determine.
+    """
+    allows = approval["allows"]
+    for key, values in _plan_terms(
+        document, plan, approval["site"], document["method"], data, document["leaves"]
+    ).items():
+        known_values = [
+            value for value in values if not (unknown and value is None and key in DataDescription.__annotations__)
+        ]
+        if excess := [
+            value
+            for value in known_values
+            if not any(is_alike(key, value, approved_value) for approved_value in allows[key])
+        ]:
             return (
-                f"{key}: {_in_words(now)}, where the frame has {_in_words(was)}{f' {also}' if also else ''}"
+                f"{key}: {format_value(excess[0])}, where the standing approval has "
+                f"{'; '.join(map(format_value, allows[key])) or 'none'}"
             )
     return ""
 
 
-def _in_words(value: object) -> str:
-    return "a table" if isinstance(value, dict) else shown(value)
-
-
-def _beyond(
-    frame: Frame, said: PlanDocument, plan: Plan, learned: Mapping[str, object], *, unknown: bool = False
-) -> str:
-    """Return in one line what of a plan a frame does not allow; "" for nothing.
-
-    Args:
-        learned: what the plan's models see, as the plan or a store has it.
-        unknown: whether the plan may leave open what only stores know.
-    """
-    allows = frame["allows"]
-    for what, values in _said(said, plan, frame["site"], said["method"], learned, said["leaves"]).items():
-        known = [
-            value for value in values if not (unknown and value is None and what in Learned.__annotations__)
-        ]
-        if more := [value for value in known if not any(is_alike(what, value, one) for one in allows[what])]:
-            return f"{what}: {shown(more[0])}, where the frame has {'; '.join(map(shown, allows[what])) or 'none'}"
-    return ""
-
-
-def _outside(frame: Frame, looked: Looked) -> str:
-    """Return in one line what of a plan that was looked at lies outside a frame; "" for nothing. It stays at home."""
-    cost, learned = looked.cost, looked.learned
-    if cost is None or learned is None:
+def _explain_rejection(approval: StandingApproval, review: PlanReview) -> str:
+    """Return in one line how a reviewed plan exceeds a standing approval; "" if it does not. It stays local."""
+    cost, data = review.cost, review.learned
+    if cost is None or data is None:
         return "the hospital's store is not on this machine, so what it costs is not known"
-    if beyond := _beyond(frame, looked.document, looked.plan, learned):
-        return beyond
-    if cost.framed_runs >= frame["runs"]:
-        return f"the frame is for {frame['runs']} runs, and it had them"
-    if cost.framed is not None and cost.framed > (frame["epsilon"] or 0):
-        return f"all plans of the frame would cost ε = {cost.framed:.2f} of {frame['epsilon'] or 0:g}"
+    if excess := _explain_excess(approval, review.document, review.plan, data):
+        return excess
+    if cost.framed_runs >= approval["runs"]:
+        return f"the standing approval is for {approval['runs']} runs, and it had them"
+    if cost.framed is not None and cost.framed > (approval["epsilon"] or 0):
+        return f"all plans of the standing approval would cost ε = {cost.framed:.2f} of {approval['epsilon'] or 0:g}"
     return ""
 
 
-def admit(study: Study, identity: Identity, plan: Plan) -> None:
-    """Approve a plan in the name of the hospital's frame; do nothing without one, or where the plan is approved.
+def admit_plan(study: Study, identity: Identity, plan: FederationPlan) -> None:
+    """Approve a plan by the hospital's standing approval; do nothing without one, or if the plan is approved already.
 
-    What became of it is said, and stands in `federation/frame.log`; the plan is kept in `federation/plans/`.
+    The outcome is printed, and logged in `federation/frame.log`; the plan is kept in `federation/plans/`.
 
     Raises:
-        UsageError: in one line that others may know. It says what lies outside by the plan's own text, and otherwise
-            nothing but that the hospital does not approve.
+        UsageError: in one line that may be disclosed: how the plan's own text exceeds the limits, and otherwise nothing
+            but that the hospital does not approve.
     """
-    if (frame := open_frame(study, identity)) is None:
+    if (approval := load_preapproval(study, identity)) is None:
         return
     with suppress(UsageError):
-        if approved_plan(study, identity).digest == plan.digest:
+        if load_approved_plan(study, identity).digest == plan.digest:
             return
-    called = f"plan {plan.digest[:8]}"
+    plan_label = f"plan {plan.digest[:8]}"
 
-    def tell(text: str) -> None:
-        say(f"  {text}")
-        note(frame_path(study).with_suffix(".log"), text)
+    def report(text: str) -> None:
+        print_message(f"  {text}")
+        append_note(preapproval_path(study).with_suffix(".log"), text)
 
-    before = len(admitted_plans(study, frame["id"]))
+    n_admitted = len(list_admitted_plans(study, approval["id"]))
     try:
-        why = outside_by_text(frame, plan, datetime.now(UTC).date(), before)
-    except Exception as error:  # of a text that is none of a plan
-        tell(f"{called} was refused: {one_line(error)}")
-        raise UsageError(f"{called} is damaged; ask for it anew") from None
-    if why:
-        tell(f"{called} was refused, for it lies outside the frame: {why}")
-        raise UsageError(f"{called} lies outside the frame of {identity.name}: {why}")
+        reason = explain_text_rejection(approval, plan, datetime.now(UTC).date(), n_admitted)
+    except Exception as error:  # of a text that is no plan
+        report(f"{plan_label} was refused: {single_line(error)}")
+        raise UsageError(f"{plan_label} is damaged; ask for it again") from None
+    if reason:
+        report(f"{plan_label} was refused, for it exceeds the standing approval: {reason}")
+        raise UsageError(f"{plan_label} exceeds the standing approval of {identity.name}: {reason}")
     try:
-        looked = look(study, plan, identity.name, frame)
-        if why := _outside(frame, looked):
-            raise UsageError(why)
-        assert looked.cost is not None
-        if not note_admitted(study, frame, plan.digest):
-            raise UsageError(f"the frame is for {frame['runs']} runs, and it had them")
+        review = review_plan(study, plan, identity.name, approval)
+        if reason := _explain_rejection(approval, review):
+            raise UsageError(reason)
+        assert review.cost is not None
+        if not record_admission(study, approval, plan.digest):
+            raise UsageError(f"the standing approval is for {approval['runs']} runs, and it had them")
         write_text(study.root / "federation" / "plans" / f"{plan.digest}.json", plan.text)
-        sign(study, looked, identity, frame)
-    except Exception as error:  # may name what is in the store, and follow from it
-        tell(f"{called} was refused: {one_line(error)}")
-        own = "its own federation/frame.log says why"
-        raise UsageError(f"site {identity.name} cannot approve {called} in its frame; {own}") from None
-    tell(f"{called} was approved in the frame: {looked.document['does']} {cost_words(looked.cost)}")
-    # others would see a refusal, and find how many rows the patient with the most has by plans of more noise
-    for said in filter(None, [above_words(looked.cost), *looked.notes]):
-        tell(f"  {said}")
-
-
-def frame_lines(frame: Frame) -> Lines:
-    """Show people what a frame allows."""
-    limit = "no ε" if frame["epsilon"] is None else f"ε = {frame['epsilon']:g} in all"
-    yield Line(
-        f"until {frame['until']} up to {frame['runs']} runs begin at {frame['site']} without a further signature, at "
-        f"{limit}, of plans with"
+        sign_plan(study, review, identity, approval)
+    except Exception as error:  # may name and depend on the store's content
+        report(f"{plan_label} was refused: {single_line(error)}")
+        log_hint = "its own federation/frame.log says why"
+        raise UsageError(
+            f"site {identity.name} cannot approve {plan_label} by its standing approval; {log_hint}"
+        ) from None
+    report(
+        f"{plan_label} was approved by the standing approval: {review.document['does']} {describe_cost(review.cost)}"
     )
-    for what, values in frame["allows"].items():
-        yield Line(f"  {what}: {'; '.join('nothing' if one is None else str(one) for one in values)}")
-    varies = ", ".join(f"{key} {also}" for key, (also, _) in _MAY_VARY.items())
-    yield Line(f"  all other settings as in this plan, but for {varies}")
+    # a refusal would disclose, by plans of more and more noise, the largest number of rows of a patient
+    for remark in filter(None, [describe_excess(review.cost), *review.notes]):
+        report(f"  {remark}")
+
+
+def preapproval_lines(terms: StandingApproval) -> Lines:
+    """Render what a standing approval allows."""
+    limit = "no ε" if terms["epsilon"] is None else f"ε = {terms['epsilon']:g} in all"
+    yield TextLine(
+        f"until {terms['until']} up to {terms['runs']} runs begin at {terms['site']} without a further signature, "
+        f"at {limit}, of plans with"
+    )
+    for key, values in terms["allows"].items():
+        yield TextLine(f"  {key}: {'; '.join('nothing' if value is None else str(value) for value in values)}")
+    varies = ", ".join(f"{key} {also}" for key, (also, _) in _VARIABLE_SETTINGS.items())
+    yield TextLine(f"  all other settings as in this plan, but for {varies}")

@@ -1,6 +1,6 @@
-"""What a plan says of data: what is learned from, what leaves a hospital and what never does.
+"""The plan's terms on data: what is trained on, what leaves a hospital and what never does.
 
-What leaves are the shares of the plan's method, in words. What is learned is as a store has it, or as settings know.
+Disclosures are the shares of the plan's method, in words. Training data are described from a store, or from settings.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from typing import Any, Literal, cast
 from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.methods import FILES, HUB, Share
+from wsi_fl.federation.methods import FILES, HUB, Disclosure
 from wsi_fl.learning.validation import COMMON
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
-from wsi_fl.report.words import size
-from wsi_fl.stages.site.account import guarantee_of, spends
+from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
+from wsi_fl.report.words import format_size
+from wsi_fl.stages.site.account import costs_epsilon, find_guarantee
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import open_directions
-from wsi_fl.stages.site.targets import outputs_of, question
-from wsi_fl.study.toml import value_of
+from wsi_fl.stages.site.sums import open_projection
+from wsi_fl.stages.site.targets import describe_target, name_outputs
+from wsi_fl.study.toml import read_setting
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
 _FLOAT_BYTES = 4
 _SUM_BYTES = 8
-"""Of a number in a sum that is masked."""
-WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
+"""Of a number in a masked sum."""
+PLAN_TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
 _TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-_TEMPLATES.filters["size"] = size
+_TEMPLATES.filters["size"] = format_size
 
 
-def filled(text: str, **known: Any) -> list[str]:
-    """Return the lines of a jinja2 template that are not empty once it is filled with what is known."""
-    return [line for line in _TEMPLATES.from_string(text).render(known).splitlines() if line]
+def fill_plan_text(text: str, **values: Any) -> list[str]:
+    """Return the non-empty lines of a jinja2 template after filling it with values."""
+    return [line for line in _TEMPLATES.from_string(text).render(values).splitlines() if line]
 
 
-class Leaving(TypedDict):
-    """One kind of thing that leaves a hospital.
+class PlannedDisclosure(TypedDict):
+    """One kind of disclosure by a hospital.
 
     Attributes:
         what, to, often, protected_by: in words.
-        times: how often at most in a run, to each receiver of one hop; None where it is not fixed.
-        bytes: size of each; None where it is not known yet, or small and not fixed.
-        large: whether it bounds the longest letter.
-        of_records: whether it is computed of records, be it that they are counted.
+        times: maximum per run, to each receiver of one hop; None if it is not fixed.
+        bytes: size of each; None if it is not known yet, or small and not fixed.
+        large: whether it bounds the longest message.
+        of_records: whether it is computed from records, be it by counting.
     """
 
     what: str
@@ -58,150 +58,150 @@ class Leaving(TypedDict):
     protected_by: str
 
 
-def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> list[Leaving]:
-    """Return a row for every kind of thing that leaves a hospital.
+def list_disclosures(context: RunContext, shape: Shape | None, n_classes: int | None) -> list[PlannedDisclosure]:
+    """Return a row for every kind of disclosure by a hospital.
 
     Args:
-        shape, n_classes: of what the models see and answer; None where only the hospitals' stores know.
+        shape, n_classes: of the models' inputs and outputs; None if only the hospitals' stores determine them.
     """
-    rows: list[Leaving] = []
-    for share in party.method.shares:
-        rows.append(own := _row(party, share, shape, n_classes))
-        if share.what == "generator" and share.by != HUB:
-            others = len(party.names) - 1
-            n_bytes = None if own["bytes"] is None else own["bytes"] * others
-            rows.append(_as(own, "handed_on", bytes=n_bytes, others=others))
-    if any(party.tells_scores(name) for name in party.names):
-        if (passed := party.method.mixed) is not None:
-            last = _row(party, passed, shape, n_classes)
-            if not spends(party.pipeline):
-                last["protected_by"] += '; only a site with allow = ["scores"] passes its own on'
-            n_bytes = _bytes(party, passed, shape, n_classes, _FLOAT_BYTES)
-            rows.append(_as(last, "once_more", times=1, bytes=n_bytes))
-        rows.append(_as(_SMALL, "scores"))
-    rounds = party.pipeline.train.rounds
+    rows: list[PlannedDisclosure] = []
+    for share in context.method.disclosures:
+        rows.append(row := _share_row(context, share, shape, n_classes))
+        if share.kind == "generator" and share.route != HUB:
+            others = len(context.names) - 1
+            n_bytes = None if row["bytes"] is None else row["bytes"] * others
+            rows.append(_reword_row(row, "handed_on", bytes=n_bytes, others=others))
+    if any(context.reports_scores(name) for name in context.names):
+        if (mixed_share := context.method.round_disclosure) is not None:
+            mixed_row = _share_row(context, mixed_share, shape, n_classes)
+            if not costs_epsilon(context.pipeline):
+                mixed_row["protected_by"] += '; only a site with allow = ["scores"] passes its own on'
+            n_bytes = _share_bytes(context, mixed_share, shape, n_classes, _FLOAT_BYTES)
+            rows.append(_reword_row(mixed_row, "once_more", times=1, bytes=n_bytes))
+        rows.append(_reword_row(_SMALL_ROW, "scores"))
+    rounds = context.pipeline.train.rounds
     return [
         *rows,
-        _as(_SMALL, "documents", of_records=False),
-        _as(_SMALL, "tallies", of_records=False, times=rounds, rounds=rounds),
-        _as(_SMALL, "final", times=1),
+        _reword_row(_SMALL_ROW, "documents", of_records=False),
+        _reword_row(_SMALL_ROW, "tallies", of_records=False, times=rounds, rounds=rounds),
+        _reword_row(_SMALL_ROW, "final", times=1),
     ]
 
 
-_SMALL = Leaving(
+_SMALL_ROW = PlannedDisclosure(
     what="", to="", often="", times=None, bytes=None, large=False, of_records=True, protected_by=""
 )
-"""What is of a few kB."""
+"""A row of a few kB."""
 
 
-def _as(row: Leaving, name: str, **more: Any) -> Leaving:
-    """A row with the words of that name, and other values of its keys; the rest of what is given fills the words."""
-    said = {key: text.format(**more) for key, text in WORDS[name].items()}
-    return cast("Leaving", row | said | {key: value for key, value in more.items() if key in row})
+def _reword_row(row: PlannedDisclosure, name: str, **values: Any) -> PlannedDisclosure:
+    """Return a row with the texts of a name, and other values of its keys; further values fill the texts."""
+    texts = {key: text.format(**values) for key, text in PLAN_TEXTS[name].items()}
+    return cast("PlannedDisclosure", row | texts | {key: value for key, value in values.items() if key in row})
 
 
-def staying(party: RunContext) -> list[str]:
+def list_retained(context: RunContext) -> list[str]:
     """Return what never leaves a hospital under a plan."""
-    lets_go = any("private_model" in site.allow for site in party.sites)
-    private = party.method.travels != "private" and not lets_go
-    lone = party.method.keeps_lone and party.pipeline.train.local_baseline
-    return filled(WORDS["texts"]["stays"], private=private, lone=lone)
+    discloses_private = any("private_model" in site.allow for site in context.sites)
+    keeps_private = context.method.mixing_role != "private" and not discloses_private
+    has_local_model = context.method.has_local_baseline and context.pipeline.train.local_baseline
+    return fill_plan_text(PLAN_TEXTS["texts"]["stays"], private=keeps_private, lone=has_local_model)
 
 
-def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
-    """One share of the method, in words and bytes."""
-    pipeline, kind = party.pipeline, _kind_of(party, share)
-    letter = kind == "letter"  # protected as it was made
-    rounds, masked, generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
-    mixed = share.times == "rounds" and share == party.method.mixed
-    often = kind if letter else "tried" if masked else "mixed" if mixed else share.times
-    covered = kind if letter or generator else "leave" if share.is_bare(spends(pipeline)) else "dp"
-    model, part = _architecture(party, share.of), pipeline.model.train
+def _share_row(context: RunContext, share: Disclosure, shape: Shape | None, n_classes: int | None) -> PlannedDisclosure:
+    """Return one share of the method, in words and bytes."""
+    pipeline, kind = context.pipeline, _share_kind(context, share)
+    is_released = kind == "letter"  # protected by its own release
+    rounds, is_masked, is_generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
+    is_mixed = share.timing == "rounds" and share == context.method.round_disclosure
+    frequency = kind if is_released else "tried" if is_masked else "mixed" if is_mixed else share.timing
+    protection = (
+        kind if is_released or is_generator else "leave" if share.is_unprotected(costs_epsilon(pipeline)) else "dp"
+    )
+    model, part = _role_architecture(context, share.role), pipeline.model.train
     model += "" if part == "all" else f", model.train = {part}"
     return {
-        "what": WORDS["what"][kind].format(model=model, n=value_of(pipeline, "replay.buffer")),
-        "to": "all sites" if masked else WORDS["to"][HUB] if generator else _receivers(party, share),
-        "often": WORDS["often"][often].format(rounds=rounds, attempts=MOST_ATTEMPTS),
-        "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,
-        "bytes": _bytes(party, share, shape, n_classes, _SUM_BYTES if masked else _FLOAT_BYTES),
+        "what": PLAN_TEXTS["what"][kind].format(model=model, n=read_setting(pipeline, "replay.buffer")),
+        "to": "all sites" if is_masked else PLAN_TEXTS["to"][HUB] if is_generator else _share_receivers(context, share),
+        "often": PLAN_TEXTS["often"][frequency].format(rounds=rounds, attempts=MAX_ATTEMPTS),
+        "times": MAX_ATTEMPTS if is_masked else rounds if share.timing == "rounds" else 1,
+        "bytes": _share_bytes(context, share, shape, n_classes, _SUM_BYTES if is_masked else _FLOAT_BYTES),
         "large": True,
         "of_records": True,
-        "protected_by": WORDS["protected"][covered].format(
-            unit=pipeline.privacy.unit, worth=guarantee_of(party.method, pipeline), content=share.content
+        "protected_by": PLAN_TEXTS["protected"][protection].format(
+            unit=pipeline.privacy.unit, worth=find_guarantee(context.method, pipeline), content=share.content
         ),
     }
 
 
-def _kind_of(party: RunContext, share: Share) -> str:
-    """What plans call a share."""
-    if share.what == "sums":
-        if share.by == FILES:
+def _share_kind(context: RunContext, share: Disclosure) -> str:
+    """Return the plan's name for a share."""
+    if share.kind == "sums":
+        if share.route == FILES:
             return "letter"
-        return "masked sums" if party.pipeline.privacy.noise == "shared" else "sums"
-    if share.what != "model":
-        return share.what
-    if share.of == "proxy":
+        return "masked sums" if context.pipeline.privacy.noise == "shared" else "sums"
+    if share.kind != "model":
+        return share.kind
+    if share.role == "proxy":
         return "proxy model"
-    return "classifier" if share.times == "after" else "central model"
+    return "classifier" if share.timing == "after" else "central model"
 
 
-def _architecture(party: RunContext, role: str) -> str:
-    """The name of the model that all sites have in a role."""
-    return party.pipeline.model.proxy if role in COMMON else party.pipeline.model.private
+def _role_architecture(context: RunContext, role: str) -> str:
+    """Return the architecture that all sites have in a role."""
+    return context.pipeline.model.proxy if role in COMMON else context.pipeline.model.private
 
 
-def _receivers(party: RunContext, share: Share) -> str:
-    """Who gets a share, in words."""
-    graph = party.pipeline.topology.graph if share == party.method.mixed else None
+def _share_receivers(context: RunContext, share: Disclosure) -> str:
+    """Return the receivers of a share, in words."""
+    graph = context.pipeline.topology.graph if share == context.method.round_disclosure else None
     if graph is not None and graph.endswith(".json"):
         return f"the sites that the graph of {graph} names"
-    by = graph or share.by
-    return WORDS["to"].get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
+    by = graph or share.route
+    return PLAN_TEXTS["to"].get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
 
 
-def _bytes(
-    party: RunContext, share: Share, shape: Shape | None, n_classes: int | None, each: int
+def _share_bytes(
+    context: RunContext, share: Disclosure, shape: Shape | None, n_classes: int | None, number_bytes: int
 ) -> int | None:
-    """Bytes of a share, of `each` a number; None where its shape is not known."""
+    """Return the bytes of a share, by the bytes of a number; None if its shape is not known."""
     if shape is None or n_classes is None:
         return None
-    if share.what in ("buffer", "generator"):
-        found: int | None = share.stage().n_bytes(party.pipeline, shape, n_classes)
-        return found
-    return each * _of_model(*_recipe(party, share.of), n_classes, shape)[0]
+    if share.kind in ("buffer", "generator"):
+        stage_bytes: int | None = share.load_stage().n_bytes(context.pipeline, shape, n_classes)
+        return stage_bytes
+    return number_bytes * _measure_model(*_role_recipe(context, share.role), n_classes, shape)[0]
 
 
-def _recipe(
-    party: RunContext, role: str
-) -> tuple[str, Literal["all", "head", "last", "norm", "lora"] | None]:
-    """Return the architecture of a role, and the part of it that is trained where it starts from weights."""
-    said = party.pipeline.model
-    return _architecture(party, role), said.train if said.weights else None
+def _role_recipe(context: RunContext, role: str) -> tuple[str, Literal["all", "head", "last", "norm", "lora"] | None]:
+    """Return the architecture of a role, and its trained part if it starts from pretrained weights."""
+    model = context.pipeline.model
+    return _role_architecture(context, role), model.train if model.weights else None
 
 
 @lru_cache(maxsize=64)
-def _of_model(name: str, part: Any, n_classes: int, shape: Shape) -> tuple[int, str]:
-    """Return how many parameters of a model are trained, and the SHA-256 of the names and shapes of all."""
-    from wsi_fl.models import Start, build, parameters_digest  # and with it PyTorch
+def _measure_model(name: str, part: Any, n_classes: int, shape: Shape) -> tuple[int, str]:
+    """Return the number of a model's trained parameters, and the SHA-256 of the names and shapes of all."""
+    from wsi_fl.models import StartWeights, create_model, parameters_digest  # and with it PyTorch
 
-    start = None if part is None else Start(part)
-    model = build(name, n_classes=n_classes, shape=shape, seed=0, start=start)
+    start = None if part is None else StartWeights(part)
+    model = create_model(name, n_classes=n_classes, shape=shape, seed=0, start=start)
     return sum(p.numel() for p in model.parameters() if p.requires_grad), parameters_digest(model)
 
 
-class Learned(TypedDict):
-    """What models are trained on; None where only the hospitals' stores know.
+class DataDescription(TypedDict):
+    """The training data of models; None if only the hospitals' stores determine a value.
 
     Attributes:
-        data, example: `train.data` and what a row is, `train.example`.
+        data, example: `train.data` and the kind of a row, `train.example`.
         task: what models answer, in words.
-        classes: the classes; of numbers and survival what each output is called.
+        classes: the classes; for numbers and survival the names of the outputs.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
-        weights: that the model that travels starts from, by the SHA-256 of all its tensors.
-        parameters: of the model that travels, by the SHA-256 of all their names and shapes.
+        weights: that the shared model starts from, by the SHA-256 of all its tensors.
+        parameters: of the shared model, by the SHA-256 of all their names and shapes.
         projection: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
-        says: where this is from, and what it rests on.
+        says: the origin and basis of these values.
     """
 
     data: Literal["patches", "features", "mosaics"]
@@ -218,103 +218,109 @@ class Learned(TypedDict):
     says: str
 
 
-_OF_STORE = "As a store has it where this plan was made; the stores of all sites must agree."
-_OF_SETTINGS = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
-_OF_NOTHING = (
+_FROM_STORE = "As a store has it where this plan was made; the stores of all sites must agree."
+_FROM_SETTINGS = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
+_WITHOUT_STORE = (
     "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
     "the number of features and the classes; the sites compare them before anything is trained."
 )
 
 
-def odd_in(learned: Learned, party: RunContext) -> str:
-    """Return the first key of what a plan says of its data that no plan says so; "" for none.
+def find_odd_key(data: DataDescription, context: RunContext) -> str:
+    """Return the first key of a plan's data description that is invalid; "" for none.
 
-    Whoever makes a plan may leave to the stores what only they know, and nothing else; and adds no words of his own.
+    A plan may leave to the stores only what they alone determine, and must not add its own words.
     """
-    if learned["says"] not in (_OF_STORE, _OF_SETTINGS, _OF_NOTHING):
+    if data["says"] not in (_FROM_STORE, _FROM_SETTINGS, _WITHOUT_STORE):
         return "says"
-    if party.method.once and learned["projection"] is None:
+    if context.method.is_oneshot and data["projection"] is None:
         return "projection"
-    if party.method.travels is None or shape_of(learned) is None or not learned["classes"]:
+    if context.method.mixing_role is None or input_shape(data) is None or not data["classes"]:
         return ""
-    if party.pipeline.model.weights and learned["weights"] is None:
+    if context.pipeline.model.weights and data["weights"] is None:
         return "weights"
-    return "parameters" if learned["parameters"] is None else ""
+    return "parameters" if data["parameters"] is None else ""
 
 
-def learned_by(party: RunContext) -> Learned:
-    """Return what models are trained on, from the first store of a site of the party that is in this study.
+def describe_data(context: RunContext) -> DataDescription:
+    """Return the training data of models, from the first store of a participating site in this study.
 
-    Without a store the pipeline's settings say what `wsi-fl tile` would make, and the stores of all must agree.
+    Without a store it follows from the settings of `wsi-fl tile`, and the stores of all must agree.
     """
-    for name in party.names:
-        if party.has_store(name):
-            return of_store(party, name)
-    pipeline = party.pipeline
+    for name in context.names:
+        if context.has_store(name):
+            return describe_store(context, name)
+    pipeline = context.pipeline
     if pipeline.train.data == "patches":
         shape = Images(3, pipeline.train.input_px or pipeline.tile.size_px)
-        return _learned(party, list(CLASSES), shape, None, _OF_SETTINGS)
-    diagnoses = sorted({one for names in pipeline.subtypes.values() for one in names})
-    asked = list(outputs_of(pipeline.target)) if pipeline.target.asked else diagnoses
-    return _learned(party, asked or None, None, pipeline.encoding.encoder, _OF_NOTHING)
+        return _build_description(context, list(CLASSES), shape, None, _FROM_SETTINGS)
+    diagnoses = sorted({diagnosis for names in pipeline.subtypes.values() for diagnosis in names})
+    outputs = list(name_outputs(pipeline.target)) if pipeline.target.is_set else diagnoses
+    return _build_description(context, outputs or None, None, pipeline.encoder_settings.encoder, _WITHOUT_STORE)
 
 
-def of_store(party: RunContext, site: str) -> Learned:
-    """Return what the models of a party see, from the store of one site."""
-    data = party.data(site)
-    return _learned(party, list(data.classes), data.shape, data.inputs().get("encoder"), _OF_STORE)
+def describe_store(context: RunContext, site: str) -> DataDescription:
+    """Return the training data of a run's models, from the store of one site."""
+    data = context.open_data(site)
+    return _build_description(
+        context, list(data.classes), data.shape, data.describe_inputs().get("encoder"), _FROM_STORE
+    )
 
 
-def _learned(
-    party: RunContext, classes: list[str] | None, shape: Shape | None, encoder: str | None, says: str
-) -> Learned:
-    pipeline = party.pipeline
+def _build_description(
+    context: RunContext, classes: list[str] | None, shape: Shape | None, encoder: str | None, says: str
+) -> DataDescription:
+    pipeline = context.pipeline
     return {
         "data": pipeline.train.data,
-        "example": pipeline.example,
-        "task": question(pipeline.target),
+        "example": pipeline.example_level,
+        "task": describe_target(pipeline.target),
         "classes": classes,
         "channels": shape.channels if isinstance(shape, Images) else None,
         "size_px": shape.size_px if isinstance(shape, Images) else None,
         "n_features": shape.n_features if isinstance(shape, Bags | Vectors) else None,
         "encoder": encoder,
-        "weights": _weights(party, shape),
-        "parameters": _parameters(party, shape, classes),
-        "projection": _directions(party),
+        "weights": _weights_digest(context, shape),
+        "parameters": _parameters_digest(context, shape, classes),
+        "projection": _projection_label(context),
         "says": says,
     }
 
 
-def _parameters(party: RunContext, shape: Shape | None, classes: list[str] | None) -> str | None:
-    role = party.method.travels
+def _parameters_digest(context: RunContext, shape: Shape | None, classes: list[str] | None) -> str | None:
+    role = context.method.mixing_role
     if role is None or shape is None or not classes:
         return None
-    return _of_model(*_recipe(party, role), len(classes), shape)[1]
+    return _measure_model(*_role_recipe(context, role), len(classes), shape)[1]
 
 
-def _weights(party: RunContext, shape: Shape | None) -> str | None:
-    role = party.method.travels
-    if not party.pipeline.model.weights or role is None or shape is None:
+def _weights_digest(context: RunContext, shape: Shape | None) -> str | None:
+    role = context.method.mixing_role
+    if not context.pipeline.model.weights or role is None or shape is None:
         return None
-    from wsi_fl.models import build, started_from  # and with it PyTorch
-    from wsi_fl.stages.training.workshop import start_of
+    from wsi_fl.models import create_model, start_digest  # and with it PyTorch
+    from wsi_fl.stages.training.workshop import find_start
 
-    start = start_of(party.pipeline, party.study)
-    model = build(_architecture(party, role), n_classes=2, shape=shape, seed=0, start=start)
-    return started_from(model)
+    start = find_start(context.pipeline, context.study)
+    model = create_model(_role_architecture(context, role), n_classes=2, shape=shape, seed=0, start=start)
+    return start_digest(model)
 
 
-def _directions(party: RunContext) -> str | None:
-    if not party.method.once:
+def _projection_label(context: RunContext) -> str | None:
+    if not context.method.is_oneshot:
         return None
-    wanted = party.pipeline.model.projection
-    return f"{wanted} random ones" if isinstance(wanted, int) else open_directions(party.study, wanted).digest
+    projection = context.pipeline.model.projection
+    return (
+        f"{projection} random ones"
+        if isinstance(projection, int)
+        else open_projection(context.study, projection).digest
+    )
 
 
-def shape_of(learned: Learned) -> Shape | None:
-    """Return the shape of what models see; None where it is not known."""
-    if learned["channels"] is not None and learned["size_px"] is not None:
-        return Images(learned["channels"], learned["size_px"])
-    if learned["n_features"] is None:
+def input_shape(data: DataDescription) -> Shape | None:
+    """Return the shape of the models' input; None if it is not known."""
+    if data["channels"] is not None and data["size_px"] is not None:
+        return Images(data["channels"], data["size_px"])
+    if data["n_features"] is None:
         return None
-    return (Bags if learned["example"] == "slide" else Vectors)(learned["n_features"])
+    return (Bags if data["example"] == "slide" else Vectors)(data["n_features"])

@@ -1,7 +1,7 @@
-"""What a plan says: everything that hospitals read before they sign, made of the settings that will run.
+"""The plan's content: everything that hospitals read before they sign, derived from the settings that will run.
 
-The words follow from the settings, the sites and what is trained on, and from nothing else. So a hospital makes the
-same words again, and refuses a plan whose words are not those of its settings.
+The text follows from the settings, the sites and the training data, and from nothing else. So a hospital renders the
+same text again, and refuses a plan whose text differs in any character.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
-from wsi_fl.federation.methods import names_of
+from wsi_fl.federation.methods import list_names
 from wsi_fl.hospitals.plans.contents import (
-    WORDS,
-    Learned,
-    Leaving,
-    filled,
-    learned_by,
-    leaving,
-    shape_of,
-    staying,
+    PLAN_TEXTS,
+    DataDescription,
+    PlannedDisclosure,
+    describe_data,
+    fill_plan_text,
+    input_shape,
+    list_disclosures,
+    list_retained,
 )
 from wsi_fl.hospitals.plans.signed import (
     FORMAT,
     VERSION,
-    Plan,
+    FederationPlan,
     approval_path,
+    archive_other_plan,
     code_digest,
-    keep_other,
-    packages,
+    package_versions,
 )
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
-from wsi_fl.report.words import duration
-from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
+from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
+from wsi_fl.report.words import format_duration
+from wsi_fl.stages.site.account import costs_epsilon, find_guarantee, loss_weights
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import check
-from wsi_fl.stages.work.console import Line, Lines, say
+from wsi_fl.stages.training.checks import check_run
+from wsi_fl.stages.work.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import dump_toml, validated
+from wsi_fl.study.toml import dump_toml, validate_model
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
-_ROOM = 32_000_000
-"""Bytes that the longest letter has beside twice the largest thing."""
-_UNKNOWN, _UNKNOWN_SUMS = 500_000_000, 10_000_000
-"""What the largest thing counts as where its size is not known yet; sums of features are small."""
+_MESSAGE_OVERHEAD = 32_000_000
+"""Bytes of the longest message beyond twice the largest payload."""
+_DEFAULT_BYTES, _DEFAULT_STATISTICS_BYTES = 500_000_000, 10_000_000
+"""Assumed size of the largest payload if it is not known yet; class statistics are small."""
 
 
 class PlannedSite(TypedDict):
-    """A site as its own file has it in the study where the plan was made.
+    """A site by its own file, in the study where the plan was made.
 
     Attributes:
-        role: "receiver" where it lets nothing go, and has the head that the others make.
-        allow: what it lets go without differential privacy.
-        max_epsilon, delta: its budget; None where its file names none.
-        key: the fingerprint of the key that speaks for it, which people compare by telephone; None where none is
-            pinned: then whoever holds the root's key can speak for the site.
+        role: "receiver" for an inference-only site, which releases nothing and receives the one-shot global head.
+        allow: what it discloses without differential privacy.
+        max_epsilon, delta: its budget; None if its file names none.
+        key: the fingerprint of its key, which people compare by telephone; None if none is pinned: then anybody with
+            the root CA's key can speak for the site.
     """
 
     name: str
@@ -77,12 +77,12 @@ class PlannedSite(TypedDict):
     key: str | None
 
 
-class _Protection(TypedDict):
-    """What differential privacy promises.
+class _PlannedPrivacy(TypedDict):
+    """The guarantee of differential privacy.
 
     Attributes:
-        epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None where each site's
-            max_epsilon alone bounds it, and where letters are sent that were paid for before.
+        epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None if each site's max_epsilon
+            alone bounds it, and if class statistics are sent that were paid for before.
         delta: of simulated sites that name none.
         says: all this in words.
     """
@@ -99,8 +99,8 @@ class _Protection(TypedDict):
     says: str
 
 
-def _a_time(text: str) -> str:
-    """A time as `make_plan` writes it; ValueError for anything else."""
+def _validate_time(text: str) -> str:
+    """Return a time in the format of `make_plan`; ValueError for any other text."""
     with suppress(ValueError):
         time = datetime.fromisoformat(text)
         if time.tzinfo is not None and time.isoformat(timespec="seconds") == text:
@@ -109,11 +109,11 @@ def _a_time(text: str) -> str:
 
 
 class PlanDocument(TypedDict):
-    """The file of a plan; `created` is missing as long as only its words are made."""
+    """The file of a plan; `created` is missing until it is written."""
 
     format: str
     version: int
-    created: NotRequired[Annotated[str, AfterValidator(_a_time)]]
+    created: NotRequired[Annotated[str, AfterValidator(_validate_time)]]
     wsi_fl: str
     code: str
     packages: dict[str, str]
@@ -121,12 +121,12 @@ class PlanDocument(TypedDict):
     pipeline: str
     does: str
     sites: list[PlannedSite]
-    learns: Learned
+    learns: DataDescription
     rounds: int
     epochs_per_round: int
     waits: str
-    privacy: _Protection
-    leaves: list[Leaving]
+    privacy: _PlannedPrivacy
+    leaves: list[PlannedDisclosure]
     stays: list[str]
     most_bytes: int
     settings: str
@@ -140,10 +140,10 @@ def make_plan(
     overrides: Sequence[str] = (),
     out: Path,
     keys: Mapping[str, str] | None = None,
-) -> Plan:
+) -> FederationPlan:
     """Write the plan of a method for all sites of a study, and return it.
 
-    Of another plan in its place, and of approvals of another plan, copies are kept; see `keep_other`.
+    A different plan in its place, and approvals of one, are copied first; see `archive_other_plan`.
 
     Args:
         out: the file to write.
@@ -153,50 +153,52 @@ def make_plan(
         UsageError: when the method shares nothing, or the settings or site files do not go together.
     """
     name = study.pipeline_name(pipeline_name)
-    with RunContext.of(study, study.pipeline(name, overrides), method) as party:
-        if not party.method.shares:
-            others = names_of(lambda row: bool(row.shares))
+    with RunContext.create(study, study.load_pipeline(name, overrides), method) as context:
+        if not context.method.disclosures:
+            others = list_names(lambda row: bool(row.disclosures))
             raise UsageError(
-                f"{party.name} shares nothing between hospitals and needs no plan; plans are for {others}"
+                f"{context.name} shares nothing between hospitals and needs no plan; plans are for {others}"
             )
-        check(party, "mpi", stores=False)
-        said = described(party, name, learned_by(party), keys or {})
-    plan = Plan(text_of(said, datetime.now(UTC).isoformat(timespec="seconds")))
-    kept = [keep_other(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))]
-    if there := [path for path in kept if path]:
-        say(f"  what was about the plan of before is kept: {', '.join(there)}")
+        check_run(context, "mpi", stores=False)
+        document = describe_plan(context, name, describe_data(context), keys or {})
+    plan = FederationPlan(render_plan_text(document, datetime.now(UTC).isoformat(timespec="seconds")))
+    archives = [archive_other_plan(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))]
+    if archived_paths := [path for path in archives if path]:
+        print_message(f"  files of the previous plan are kept: {', '.join(archived_paths)}")
     write_text(out, plan.text)
     return plan
 
 
-def text_of(said: PlanDocument, created: str) -> str:
-    """Return the text of a plan's file; there is one for each document and time."""
-    head = {"format": said["format"], "version": said["version"], "created": created}
-    return json.dumps(head | said, indent=2, ensure_ascii=False) + "\n"
+def render_plan_text(document: PlanDocument, created: str) -> str:
+    """Return the text of a plan's file, unique for each document and time."""
+    head = {"format": document["format"], "version": document["version"], "created": created}
+    return json.dumps(head | document, indent=2, ensure_ascii=False) + "\n"
 
 
-def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str, str]) -> PlanDocument:
-    """Return all that a plan says but the time it was made; the same for the same party and what it learns from.
+def describe_plan(
+    context: RunContext, name: str, training_data: DataDescription, keys: Mapping[str, str]
+) -> PlanDocument:
+    """Return the content of a plan without its time, the same for the same run context and training data.
 
     Args:
         name: of the pipeline.
-        keys: the fingerprint of each site's key, as far as they are pinned.
+        keys: the fingerprint of each site's key, if pinned.
     """
-    pipeline = party.pipeline.model_copy(update={"sites": party.names})
-    rows = leaving(party, shape_of(learned), len(learned["classes"] or ()) or None)
+    pipeline = context.pipeline.model_copy(update={"sites": context.names})
+    rows = list_disclosures(context, input_shape(training_data), len(training_data["classes"] or ()) or None)
     sizes = [row["bytes"] for row in rows if row["large"]]
-    unknown = _UNKNOWN_SUMS if party.method.once else _UNKNOWN
-    patience = duration(pipeline.comm.timeout_s)
+    unknown = _DEFAULT_STATISTICS_BYTES if context.method.is_oneshot else _DEFAULT_BYTES
+    patience = format_duration(pipeline.comm.timeout_s)
     largest = max((unknown if size is None else size for size in sizes), default=0)
     return {
         "format": FORMAT,
         "version": VERSION,
         "wsi_fl": __version__,
         "code": code_digest(),
-        "packages": packages(),
-        "method": party.name,
+        "packages": package_versions(),
+        "method": context.name,
         "pipeline": name,
-        "does": f"{party.method.name}: {party.method.does}.",
+        "does": f"{context.method.name}: {context.method.summary}.",
         "sites": [
             PlannedSite(
                 name=site.name,
@@ -207,99 +209,102 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
                 delta=site.delta,
                 key=keys.get(site.name),
             )
-            for site in party.sites
+            for site in context.sites
         ],
-        "learns": learned,
+        "learns": training_data,
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
         "waits": " ".join(
-            filled(WORDS["texts"]["waits"], n=len(party.names), patience=patience, train=pipeline.train)
+            fill_plan_text(PLAN_TEXTS["texts"]["waits"], n=len(context.names), patience=patience, train=pipeline.train)
         ),
-        "privacy": _protection(party),
+        "privacy": _plan_privacy(context),
         "leaves": rows,
-        "stays": staying(party),
-        "most_bytes": 2 * largest + _ROOM,
+        "stays": list_retained(context),
+        "most_bytes": 2 * largest + _MESSAGE_OVERHEAD,
         "settings": settings_text(pipeline),
     }
 
 
 def settings_text(pipeline: Pipeline) -> str:
-    """Return settings as TOML that is the same once it was read: numbers by default are as those that were written."""
-    return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
+    """Return settings as TOML that survives reading unchanged: default numbers are formatted like written ones."""
+    return dump_toml(validate_model(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
 
 
-def document_of(plan: Plan) -> PlanDocument:
-    """Return what a plan says; UsageError where something is missing, wrong or hidden."""
-    if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
-        raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
+def parse_plan_document(plan: FederationPlan) -> PlanDocument:
+    """Return a plan's content; UsageError if something is missing, wrong or hidden."""
+    if hidden_text := next((text for text in _iterate_texts(plan.document) if not text.isprintable()), None):
+        raise UsageError(f"this plan hides something: {ascii(hidden_text)[:60]} cannot be shown; do not sign it")
     try:
-        said = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
+        document = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it anew") from None
-    if "created" not in said:
-        raise UsageError("this plan is damaged: it does not say when it was created; ask for it anew")
-    return said
+        location = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"this plan is damaged: {location}: {first['msg'].lower()}; ask for it again") from None
+    if "created" not in document:
+        raise UsageError("this plan is damaged: it does not say when it was created; ask for it again")
+    return document
 
 
-def left_by(document: PlanDocument, site: str) -> list[Leaving]:
-    """Return what leaves one of a plan's sites: all that the plan names, and no sums or scores of one that receives."""
-    roles = {one["name"]: one["role"] for one in document["sites"]}
-    of_all = {WORDS[name]["what"] for name in ("documents", "tallies", "final")}
-    return [row for row in document["leaves"] if roles[site] == "member" or row["what"] in of_all]
+def site_disclosures(document: PlanDocument, site: str) -> list[PlannedDisclosure]:
+    """Return the disclosures of one of a plan's sites: all of the plan, without statistics and scores of a receiver."""
+    roles = {row["name"]: row["role"] for row in document["sites"]}
+    common_kinds = {PLAN_TEXTS[name]["what"] for name in ("documents", "tallies", "final")}
+    return [row for row in document["leaves"] if roles[site] == "member" or row["what"] in common_kinds]
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of a document but its settings, which have lines."""
+def _iterate_texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a document except its settings, which have lines."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             yield str(key)
-            yield from () if key == "settings" else _texts(one)
+            yield from () if key == "settings" else _iterate_texts(item)
     elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _iterate_texts(item)
 
 
-def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
-    """Return the site files that a plan's table of sites amounts to: promises alone, and no paths."""
+def parse_site_files(document: PlanDocument) -> tuple[SiteFile, ...]:
+    """Return the site files that a plan's table of sites amounts to: terms alone, and no paths."""
     return tuple(
-        validated(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
+        validate_model(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
         for site in document["sites"]
     )
 
 
-_SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
+_SAMPLING_TEXT = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
 
 
-def _protection(party: RunContext) -> _Protection:
-    """Return what differential privacy promises in a plan, in numbers and in words."""
-    privacy, train = party.pipeline.privacy, party.pipeline.train
-    on, own = spends(party.pipeline), privacy.target_epsilon is not None
-    anew = on and not party.by_files
-    sampled, guarantee = on and not party.method.once, guarantee_of(party.method, party.pipeline)
-    known = {"privacy": privacy, "own": own, "guarantee": guarantee, "attempts": MOST_ATTEMPTS}
-    known["by_files"] = party.by_files
-    says = filled(WORDS["texts"]["promise"], beta=weights_of(party.pipeline).beta, **known)
+def _plan_privacy(context: RunContext) -> _PlannedPrivacy:
+    """Return the guarantee of differential privacy in a plan, in numbers and in words."""
+    privacy, train = context.pipeline.privacy, context.pipeline.train
+    is_private, site_chosen = costs_epsilon(context.pipeline), privacy.target_epsilon is not None
+    is_new_release = is_private and not context.uses_files
+    is_sampled, guarantee = (
+        is_private and not context.method.is_oneshot,
+        find_guarantee(context.method, context.pipeline),
+    )
+    facts = {"privacy": privacy, "own": site_chosen, "guarantee": guarantee, "attempts": MAX_ATTEMPTS}
+    facts["by_files"] = context.uses_files
+    says = fill_plan_text(PLAN_TEXTS["texts"]["promise"], beta=loss_weights(context.pipeline).beta, **facts)
     return {
-        "differential_privacy": on,
+        "differential_privacy": is_private,
         "guarantee": guarantee,
         "unit": privacy.unit,
-        "epsilon": privacy.target_epsilon if anew else None,
+        "epsilon": privacy.target_epsilon if is_new_release else None,
         "delta": privacy.delta,
-        "sigma": privacy.sigma if anew and not own else None,
-        "clip": privacy.clip if anew else None,
-        "batch_size": train.batch_size if sampled and not own else None,
-        "sampling": _SAMPLED if sampled else None,
+        "sigma": privacy.sigma if is_new_release and not site_chosen else None,
+        "clip": privacy.clip if is_new_release else None,
+        "batch_size": train.batch_size if is_sampled and not site_chosen else None,
+        "sampling": _SAMPLING_TEXT if is_sampled else None,
         "says": " ".join(says),
     }
 
 
-def made_lines(document: dict[str, Any]) -> Lines:
-    """Say where a plan lies, and what to do with it."""
-    yield Line(
+def plan_lines(document: dict[str, Any]) -> Lines:
+    """Report where a plan is, and what to do with it."""
+    yield TextLine(
         f"{document['plan']}: plan {document['sha256'][:8]} for {', '.join(document['sites'])}; send it to every "
         f"hospital, which signs it with `wsi-fl federation approve {Path(document['plan']).name} --kit KIT`"
     )

@@ -1,7 +1,7 @@
-"""The plan that hospitals sign: one readable file that says what runs, what leaves, and what it costs.
+"""The plan that hospitals sign: one readable file with what runs, what leaves, and its cost.
 
-A hospital's approval is a signature of the file's SHA-256 with the key of its kit. A process takes part in nothing but
-the plan that lies approved in its own study, and its ledger names that plan.
+A hospital's approval is a signature of the file's SHA-256 with the key of its kit. A process takes part only in the
+plan that is approved in its own study, and its ledger names that plan.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wsi_fl import __version__, plugins
-from wsi_fl.hospitals.plans.frames import Frame, ended
-from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, signer_of, withdrawn
+from wsi_fl.hospitals.plans.frames import StandingApproval, find_end_reason
+from wsi_fl.hospitals.trust.certificates import Identity, key_fingerprint, parse_revocation_list, verify_document
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import toml_value, validated
-from wsi_fl.system.files import ordinary, read_object, write_json, write_text
+from wsi_fl.study.toml import toml_value, validate_model
+from wsi_fl.system.files import read_object, require_regular_file, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
 _REQUEST_FORMAT = "wsi-fl federation request"
-PROMISES = ("real", "role", "allow", "max_epsilon", "delta")
-"""What of a site's file stands in a plan."""
+SITE_TERMS = ("real", "role", "allow", "max_epsilon", "delta")
+"""Keys of a site's file that are copied into a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
-_RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
-"""What the guarantee rests on."""
-_PACKAGE = Path(__file__).parents[2]
-_STRING, _MOST_DOTS = re.compile(r'"(?:[^"\\]|\\.)*"'), 8
-"""A string in the settings of a plan, and more dots than a line has outside of strings."""
+_GUARANTEE_PACKAGES = ("torch", "opacus", "numpy", "cryptography")
+"""Packages that the guarantee rests on."""
+_PACKAGE_FOLDER = Path(__file__).parents[2]
+_TOML_STRING, _MAX_DOTS = re.compile(r'"(?:[^"\\]|\\.)*"'), 8
+"""A string in the settings of a plan, and a limit of dots per line outside of strings."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A plan as it was written: the text of its file, whose SHA-256 is what hospitals sign."""
+class FederationPlan:
+    """A plan as written: the text of its file, whose SHA-256 hospitals sign."""
 
     text: str
 
     @staticmethod
-    def load(path: Path) -> Plan:
-        """Read a plan; UsageError where the file is none."""
+    def load(path: Path) -> FederationPlan:
+        """Read a plan; UsageError if the file is none."""
         try:
-            text = ordinary(path).read_text(encoding="utf-8")
+            text = require_regular_file(path).read_text(encoding="utf-8")
         except (OSError, ValueError):
             text = ""
-        return Plan.of(text, str(path))
+        return FederationPlan.parse_text(text, str(path))
 
     @staticmethod
-    def of(text: str, label: str) -> Plan:
-        """Return the plan that a text is; UsageError, with a label of where it comes from, where it is none."""
-        plan = Plan(text)
+    def parse_text(text: str, label: str) -> FederationPlan:
+        """Return the plan of a text; UsageError, with a label of its origin, if it is none."""
+        plan = FederationPlan(text)
         try:
-            said = (plan.document.get("format"), plan.document.get("version"))
+            header = (plan.document.get("format"), plan.document.get("version"))
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise UsageError(f"{label}: this is no plan; make one with `wsi-fl federation plan`") from None
-        if said != (FORMAT, VERSION):
+        if header != (FORMAT, VERSION):
             raise UsageError(f"{label}: this is no plan that this version of wsi-fl reads")
         return plan
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """What the file says."""
+        """The content of the file."""
         return dict(json.loads(self.text))
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the pipeline."""
+        """The name of the pipeline."""
         return str(self.document["pipeline"])
 
     @property
@@ -93,161 +93,163 @@ class Plan:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The fingerprint of each site's key, as far as the plan pins them."""
+        """The fingerprint of each site's key, if the plan pins it."""
         return {str(site["name"]): str(site["key"]) for site in self.document["sites"] if site.get("key")}
 
     @property
     def parameters(self) -> str:
-        """The SHA-256 of the parameters of the model that travels; "" where only the hospitals' stores know."""
+        """The SHA-256 of the parameters of the model that travels; "" if only the hospitals' stores determine it."""
         return str(self.document.get("learns", {}).get("parameters") or "")
 
     @property
     def most_bytes(self) -> int:
-        """The longest letter that can be part of this plan."""
+        """The longest message that can be part of this plan."""
         return int(self.document["most_bytes"])
 
     def pipeline(self) -> Pipeline:
-        """Return the settings of the plan; UsageError where they are none of this version."""
-        return validated(pipeline_model(), _settings_in(str(self.document["settings"])), "plan")
+        """Return the settings of the plan; UsageError if they are none of this version."""
+        return validate_model(pipeline_model(), _parse_settings(str(self.document["settings"])), "plan")
 
 
-def _settings_in(text: str) -> dict[str, Any]:
-    """Return what the settings of a plan say, a TOML text of somebody whom nobody trusts; UsageError for any other.
+def _parse_settings(text: str) -> dict[str, Any]:
+    """Return the settings of a plan from its untrusted TOML text; UsageError for any other text.
 
-    Whoever reads a TOML text gives its writer memory and time, so lines that plans never write are refused unread.
+    Parsing TOML can cost much memory and time, so lines that plans never contain are refused unread.
     """
     try:
         for line in text.split("\n"):
-            bare = _STRING.sub("\0", line)
-            if bare.count(".") > _MOST_DOTS or any(odd in bare for odd in ("'", '"', "\0\0")):
+            bare = _TOML_STRING.sub("\0", line)
+            if bare.count(".") > _MAX_DOTS or any(character in bare for character in ("'", '"', "\0\0")):
                 raise ValueError
         return tomllib.loads(text)
     except (ValueError, RecursionError):
-        raise UsageError("plan: its settings are not as plans write them; ask for it anew") from None
+        raise UsageError("plan: its settings are not as plans write them; ask for it again") from None
 
 
-def changes(before: Plan, plan: Plan) -> list[str]:
-    """Say what a plan asks otherwise than one before it: who takes part, the method, settings, and what sites allow."""
-    both = [name for name in plan.sites if name in before.sites]
-    was, now = (_terms(one, both) for one in (before, plan))
+def describe_changes(earlier: FederationPlan, plan: FederationPlan) -> list[str]:
+    """Describe how a plan differs from an earlier one: sites, method, settings, and permissions of sites."""
+    common_sites = [name for name in plan.sites if name in earlier.sites]
+    old_terms, new_terms = (_collect_terms(candidate, common_sites) for candidate in (earlier, plan))
     return [
-        *(f"without {name}" for name in before.sites if name not in both),
-        *(f"with {name}" for name in plan.sites if name not in both),
+        *(f"without {name}" for name in earlier.sites if name not in common_sites),
+        *(f"with {name}" for name in plan.sites if name not in common_sites),
         *(
-            f"{key} {shown(was.get(key))} → {shown(now.get(key))}"
-            for key in dict.fromkeys([*was, *now])
-            if was.get(key) != now.get(key)
+            f"{key} {format_value(old_terms.get(key))} → {format_value(new_terms.get(key))}"
+            for key in dict.fromkeys([*old_terms, *new_terms])
+            if old_terms.get(key) != new_terms.get(key)
         ),
     ]
 
 
-def by_key(settings: str) -> dict[str, object]:
-    """Return the settings of a TOML text by "section.key"; the list of sites is none of them."""
-    sections = _settings_in(settings).items()
-    return {
-        f"{name}.{key}": one for name, keys in sections if isinstance(keys, dict) for key, one in keys.items()
-    }
+def settings_by_key(settings: str) -> dict[str, object]:
+    """Return the settings of a TOML text by "section.key", without the list of sites."""
+    sections = _parse_settings(settings).items()
+    return {f"{name}.{key}": value for name, keys in sections if isinstance(keys, dict) for key, value in keys.items()}
 
 
-def _terms(plan: Plan, sites: Collection[str]) -> dict[str, object]:
-    """Return the method, the settings, and what of these sites a plan says, by name."""
-    found: dict[str, object] = {"method": plan.method, **by_key(str(plan.document["settings"]))}
+def _collect_terms(plan: FederationPlan, sites: Collection[str]) -> dict[str, object]:
+    """Return the method, the settings, and the terms of some sites in a plan, by name."""
+    terms: dict[str, object] = {"method": plan.method, **settings_by_key(str(plan.document["settings"]))}
     for site in plan.document["sites"]:
         if site["name"] in sites:
-            found |= {f"{site['name']}'s {key}": site.get(key) for key in (*PROMISES, "key")}
-    return found
+            terms |= {f"{site['name']}'s {key}": site.get(key) for key in (*SITE_TERMS, "key")}
+    return terms
 
 
 def is_request(path: Path) -> bool:
     """Return whether a file is a certificate request, which is approved otherwise than a plan."""
     try:
-        document = json.loads(ordinary(path).read_text(encoding="utf-8"))
+        document = json.loads(require_regular_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and document.get("format") == _REQUEST_FORMAT
 
 
 def plan_path(study: Study) -> Path:
-    """Return where a study keeps the plan that its hospital signed."""
+    """Return the path of the signed plan in a study."""
     return study.root / "federation" / "plan.json"
 
 
 def approval_path(study: Study, site: str) -> Path:
-    """Return where a study keeps a site's approval of that plan."""
+    """Return the path of a site's approval of that plan in a study."""
     return study.root / "federation" / f"approval-{site}.json"
 
 
 def cost_path(study: Study, site: str) -> Path:
-    """Return where a study keeps what its site saw of the plan's cost as it signed, which nobody else gets to know."""
+    """Return the path of the plan's cost as its site saw it when signing, which stays at the site."""
     return study.root / "federation" / f"cost-{site}.json"
 
 
-def keep_other(path: Path, plan: Plan) -> str:
-    """Copy a plan, or an approval, that is about another plan to a name with the first digits of its plan's digest.
+def archive_other_plan(path: Path, plan: FederationPlan) -> str:
+    """Copy a plan or an approval of another plan to a name with the first digits of its plan's digest.
 
-    Nobody but people reads the copy, such as approval-A-8e8966ae.json. Returns its path, "" where there is nothing to
-    keep.
+    The copy, such as approval-A-8e8966ae.json, is for people alone. Returns its path, "" if there is nothing to keep.
     """
     try:
-        text = ordinary(path).read_text(encoding="utf-8")
-        said = json.loads(text)
-        about = Plan(text).digest if said.get("format") == FORMAT else str(said["plan"])
+        text = require_regular_file(path).read_text(encoding="utf-8")
+        content = json.loads(text)
+        plan_digest = FederationPlan(text).digest if content.get("format") == FORMAT else str(content["plan"])
     except (OSError, ValueError, KeyError, AttributeError, RecursionError):
         return ""
-    if about == plan.digest or not re.fullmatch("[0-9a-f]{64}", about):
+    if plan_digest == plan.digest or not re.fullmatch("[0-9a-f]{64}", plan_digest):
         return ""
-    kept = path.with_name(f"{path.stem}-{about[:8]}.json")
-    write_text(kept, text)
-    return str(kept)
+    archive = path.with_name(f"{path.stem}-{plan_digest[:8]}.json")
+    write_text(archive, text)
+    return str(archive)
 
 
-def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, str]:
-    """Sign a plan in the name of a hospital of it, or of its frame where no person does; keep both in its study."""
+def record_approval(
+    study: Study, plan: FederationPlan, identity: Identity, standing_approval: StandingApproval | None = None
+) -> dict[str, str]:
+    """Sign a plan in the name of a hospital, or by its standing approval; store plan and approval in its study."""
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
     plan_path(study).parent.mkdir(exist_ok=True)
     for path in (plan_path(study), approval_path(study, identity.name)):
-        keep_other(path, plan)
+        archive_other_plan(path, plan)
     write_text(plan_path(study), plan.text)
     document = {"site": identity.name, "plan": plan.digest, "time": datetime.now(UTC).isoformat()}
-    if frame is not None:
-        known = json.dumps(frame, sort_keys=True).encode()
-        document |= {"preapproval": frame["id"], "preapproval_sha256": hashlib.sha256(known).hexdigest()}
-    write_json(approval_path(study, identity.name), identity.signed(document, _PURPOSE))
+    if standing_approval is not None:
+        approval_json = json.dumps(standing_approval, sort_keys=True).encode()
+        document |= {
+            "preapproval": standing_approval["id"],
+            "preapproval_sha256": hashlib.sha256(approval_json).hexdigest(),
+        }
+    write_json(approval_path(study, identity.name), identity.sign_document(document, _PURPOSE))
     return document
 
 
 _SIGN_AGAIN = "sign the plan again with `wsi-fl federation approve`"
 
 
-def approved_plan(study: Study, identity: Identity) -> Plan:
-    """Return the plan that a hospital has signed; UsageError where there is none, or the file is another one now."""
+def load_approved_plan(study: Study, identity: Identity) -> FederationPlan:
+    """Return a hospital's signed plan; UsageError if there is none, or the file has changed."""
     path, approval = plan_path(study), approval_path(study, identity.name)
     if not path.exists() or not approval.exists():
         raise UsageError(
             f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
         )
-    plan = Plan.load(path)
-    if plan.keys.get(identity.name) in withdrawn(identity.root).keys:  # not of the identity, which holds
+    plan = FederationPlan.load(path)
+    if plan.keys.get(identity.name) in parse_revocation_list(identity.root).keys:  # not of the identity, which holds
         raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
     _check_approval(read_object(approval, _SIGN_AGAIN), plan, identity.root, site=identity.name)
-    frame = approved_at(study, identity.name).partition(" frame ")[2]
-    if frame and (why := ended(study, identity, frame)):
-        raise UsageError(f"site {identity.name} {why} ({plan.digest[:8]}); have it approve the plan itself")
+    approval_id = approval_time(study, identity.name).partition(" frame ")[2]
+    if approval_id and (reason := find_end_reason(study, identity, approval_id)):
+        raise UsageError(f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself")
     return plan
 
 
-def approved_at(study: Study, site: str) -> str:
-    """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
+def approval_time(study: Study, site: str) -> str:
+    """Return when a site approved its plan, valid for one run, and by which standing approval; "" if it did not."""
     path = approval_path(study, site)
-    said = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
-    return f"{said['time']} frame {said['preapproval']}" if "preapproval" in said else str(said["time"])
+    approval = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
+    return f"{approval['time']} frame {approval['preapproval']}" if "preapproval" in approval else str(approval["time"])
 
 
-def _check_approval(document: Mapping[str, object], plan: Plan, root: str, *, site: str) -> None:
-    """Refuse an approval that is not a site's signature of this very plan, by what is trusted (PEM)."""
-    holder = signer_of(document, root, _PURPOSE, f"the approval of {site}")
-    check_key(plan, str(document["certificate"]), site)
+def _check_approval(document: Mapping[str, object], plan: FederationPlan, root: str, *, site: str) -> None:
+    """Refuse an approval that is not a site's signature of this very plan, by the trusted text (PEM)."""
+    holder = verify_document(document, root, _PURPOSE, f"the approval of {site}")
+    check_pinned_key(plan, str(document["certificate"]), site)
     if (holder.name, document.get("site"), document.get("plan")) != (site, site, plan.digest):
         raise UsageError(
             f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
@@ -255,15 +257,15 @@ def _check_approval(document: Mapping[str, object], plan: Plan, root: str, *, si
         )
 
 
-class _Approvals(NamedTuple):
-    """The sites whose signature of a plan is there, in its order, and why that of every other site does not count."""
+class _ApprovalStatus(NamedTuple):
+    """The sites whose signature of a plan is there, in its order, and why every other site's does not count."""
 
     signed: tuple[str, ...]
     missing: dict[str, str]
 
 
-def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
-    """Return who has signed a plan and who has not, by the approvals in a study and by what is trusted (PEM)."""
+def collect_approvals(study: Study, plan: FederationPlan, root: str) -> _ApprovalStatus:
+    """Return the sites that have and have not signed a plan, by a study's approvals and the trusted text (PEM)."""
     missing: dict[str, str] = {}
     for site in plan.sites:
         path = approval_path(study, site)
@@ -275,91 +277,96 @@ def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
             missing[site] = str(error)
         except (TypeError, ValueError):
             missing[site] = f"{path.name} is damaged"
-    return _Approvals(tuple(site for site in plan.sites if site not in missing), missing)
+    return _ApprovalStatus(tuple(site for site in plan.sites if site not in missing), missing)
 
 
-def check_key(plan: Plan, certificate: str, site: str) -> None:
-    """Refuse a certificate (PEM) for another key than the one that a plan pins for a site."""
+def check_pinned_key(plan: FederationPlan, certificate: str, site: str) -> None:
+    """Refuse a certificate (PEM) for another key than a plan pins for a site."""
     pinned = plan.keys.get(site)
-    if pinned is not None and fingerprint(certificate) != pinned:
+    if pinned is not None and key_fingerprint(certificate) != pinned:
         raise UsageError(
             f"the plan names another key of {site} than its certificate here has; a new key needs a new plan, and one "
             f"that {site} did not ask for needs a telephone call"
         )
 
 
-def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
-    """Refuse to work with sites whose key, as the plan pins it, was withdrawn by what is trusted (PEM)."""
-    gone = withdrawn(root).keys
+def check_revoked(plan: FederationPlan, root: str, sites: Collection[str]) -> None:
+    """Refuse sites whose key, as the plan pins it, was revoked by the trusted text (PEM)."""
+    revoked_keys = parse_revocation_list(root).keys
     for site in sites:
-        if (since := gone.get(plan.keys.get(site, ""))) is not None:
+        if (revoked_on := revoked_keys.get(plan.keys.get(site, ""))) is not None:
             raise UsageError(
-                f"the plan names a key of {site} that was withdrawn on {since:%Y-%m-%d}; a new plan needs its "
+                f"the plan names a key of {site} that was withdrawn on {revoked_on:%Y-%m-%d}; a new plan needs its "
                 f"new key, or sites/{site}.toml taken away; a run goes on --without {site}"
             )
 
 
-def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
-    """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
+def check_code_version(plan: FederationPlan, site: str, accepted_codes: Collection[str] = ()) -> None:
+    """Refuse a plan for other code, or other versions of the packages behind the guarantee, than a site has installed.
 
-    Code whose digests its frame lists counts as the same.
+    Digests listed in its standing approval count as the same code.
     """
-    said, here = str(plan.document["code"]), code_digest()
-    if said != here and {said, here} <= set(listed):
+    plan_code, local_code = str(plan.document["code"]), code_digest()
+    if plan_code != local_code and {plan_code, local_code} <= set(accepted_codes):
         return
-    installed, planned = packages(), plan.document.get("packages")
-    planned = planned if isinstance(planned, dict) else installed
-    for name in sorted(installed | planned):
-        one, other = (versions.get(name, "not installed") for versions in (planned, installed))
-        if one != other:
+    local_packages, plan_packages = package_versions(), plan.document.get("packages")
+    plan_packages = plan_packages if isinstance(plan_packages, dict) else local_packages
+    for name in sorted(local_packages | plan_packages):
+        planned_version, local_version = (
+            versions.get(name, "not installed") for versions in (plan_packages, local_packages)
+        )
+        if planned_version != local_version:
             raise UsageError(
-                f"the plan is for {name} {one}, and site {site} has {other}; install the plan's version, or agree on "
-                "a new plan"
+                f"the plan is for {name} {planned_version}, and site {site} has {local_version}; "
+                "install the plan's version, or agree on a new plan"
             )
-    if said != here:
+    if plan_code != local_code:
         raise UsageError(
-            f"the plan is for wsi-fl {plan.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
-            f"({here[:8]}); install the plan's version, or agree on a new plan"
+            f"the plan is for wsi-fl {plan.document['wsi_fl']} ({plan_code[:8]}), and site {site} has {__version__} "
+            f"({local_code[:8]}); install the plan's version, or agree on a new plan"
         )
 
 
-def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
-    """Refuse a site file that promises something else than its part of a plan says."""
-    for key in PROMISES:
-        own, agreed = getattr(file, key), said.get(key)
-        if key in said and (sorted(own) != sorted(agreed or ()) if key == "allow" else own != agreed):
+def check_site_terms(plan_terms: Mapping[str, Any], file: SiteFile) -> None:
+    """Refuse a site file that differs from its part of a plan."""
+    for key in SITE_TERMS:
+        local_value, plan_value = getattr(file, key), plan_terms.get(key)
+        if key in plan_terms and (
+            sorted(local_value) != sorted(plan_value or ()) if key == "allow" else local_value != plan_value
+        ):
             raise UsageError(
-                f"the plan says {key} = {shown(agreed)} of {file.name}, and sites/{file.name}.toml says {shown(own)}; "
+                f"the plan says {key} = {format_value(plan_value)} of {file.name}, "
+                f"and sites/{file.name}.toml says {format_value(local_value)}; "
                 "have the plan made with your site file, or change your site file"
             )
 
 
-def shown(value: Any) -> str:
-    """Return a value as a TOML file has it, and "nothing" for none."""
+def format_value(value: Any) -> str:
+    """Return a value as TOML, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
 
 
-def packages() -> dict[str, str]:
-    """Return the versions of the packages that the guarantee rests on, without what a build calls itself (`+cu126`).
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that the guarantee rests on, without local build labels (`+cu126`).
 
-    Those that add methods, readers, encoders or commands are among them, since their code runs too. WsiFlError where
-    one is not installed.
+    Packages that add methods, readers, encoders or commands are included, since their code runs too. WsiFlError if one
+    is not installed.
     """
     try:
-        found = {name: version(name) for name in _RESTS_ON} | plugins.versions()
+        versions = {name: version(name) for name in _GUARANTEE_PACKAGES} | plugins.plugin_versions()
     except PackageNotFoundError as error:
         raise WsiFlError(f"{error.name} is not installed; install wsi-fl again") from None
-    return {name: number.partition("+")[0] for name, number in found.items()}
+    return {name: number.partition("+")[0] for name, number in versions.items()}
 
 
-def code_digest(package: Path = _PACKAGE) -> str:
-    """Return the SHA-256 over what runs, which all sites of a plan must have alike.
+def code_digest(package: Path = _PACKAGE_FOLDER) -> str:
+    """Return the SHA-256 of the running code, which must be the same at all sites of a plan.
 
-    That is every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
-    of `packages`. What Python compiled, hidden files and shipped pipelines are left out, since a plan has its settings
-    in itself. WsiFlError where the folder of the package cannot be read.
+    It covers every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
+    of `package_versions`, but not compiled Python, hidden files and shipped pipelines, since a plan holds its settings.
+    WsiFlError if the folder of the package cannot be read.
     """
-    digest = hashlib.sha256(json.dumps(packages(), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(package_versions(), sort_keys=True).encode())
     try:
         for path in sorted(package.rglob("*")):
             name = path.relative_to(package)

@@ -1,10 +1,10 @@
-"""Who is who between hospitals: one root per federation, and a certificate for everybody who takes part.
+"""Identities of hospitals: one root CA per federation, and a certificate for every participant.
 
-Keys never leave the machine they were made on. A hospital sends a request, whoever founded the federation approves it,
-and the hospital puts the certificate beside its key (RFC 2986, RFC 5280). The root's key can name anybody.
+Keys never leave the machine they were made on. A hospital sends a request, the holder of the root CA approves it, and
+the hospital puts the certificate beside its key (RFC 2986, RFC 5280). The root CA's key can name anybody.
 
-The root also signs a numbered list of keys whose certificates it has withdrawn, a CRL (RFC 5280, section 5). What is
-*trusted* is one PEM text: the root's certificate, and after it that list, where there is one.
+The root CA also signs a numbered list of keys whose certificates it has revoked, a CRL (RFC 5280, section 5). The
+*trusted* text is one PEM text: the root CA's certificate, followed by that list if there is one.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from wsi_fl.types import KnownToAll, UsageError, printable
+from wsi_fl.types import ReportableError, UsageError, make_printable
 
 Role = Literal["server", "coordinator", "hospital"]
 _KEY_BITS = 2048
-"""NVIDIA FLARE 2.9 has room for keys of this length alone in what it encrypts from end to end."""
+"""The only key length that fits NVIDIA FLARE 2.9's end-to-end encryption."""
 _EXPONENT = 65537
-"""The only public exponent that is taken: who may choose one soon finds a key whose fingerprint begins like another's,
-or one whose signatures need no private key."""
+"""The only accepted public exponent: with a free choice it is easy to find a key whose fingerprint begins like
+another's, or one whose signatures need no private key."""
 _ROOT_DAYS, _CERTIFICATE_DAYS = 3650, 730
-_SKEW = timedelta(minutes=10)
-"""A certificate holds from a little before it was made, for clocks that are slow."""
+_CLOCK_SKEW = timedelta(minutes=10)
+"""Validity of a certificate before its creation, for slow clocks."""
 _FLARE_ROLE = {"coordinator": "project_admin"}
-"""What FLARE reads of a certificate to know what its holder may do."""
-_KEY_OF, _OCTETS = x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20"
-"""The extension of an entry of the list that holds the SHA-256 of the key, for plans pin keys, and how DER begins its
-32 bytes. The identifier is a UUID (ITU-T X.667)."""
-_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
+"""The role that FLARE reads from a certificate."""
+_KEY_EXTENSION, _OCTETS_PREFIX = (x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20")
+"""The extension of a list entry with the SHA-256 of the key, since plans pin keys, and the DER prefix of its 32 bytes.
+The identifier is a UUID (ITU-T X.667)."""
+_SIGNATURE_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 
 
-class NotTrusted(KnownToAll):
-    """Something was not signed by whom it says it comes from."""
+class NotTrusted(ReportableError):
+    """Something was not signed by its alleged sender."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A key, its certificate (PEM) and what is trusted (PEM): what one needs to speak for a site of this name."""
+    """A key, its certificate (PEM) and the trusted text (PEM), with which a process speaks for a site."""
 
     name: str
     key: RSAPrivateKey
@@ -67,29 +67,29 @@ class Identity:
 
     @staticmethod
     def load(key: str, certificate: str, root: str) -> Identity:
-        """Return what three PEM texts make up; UsageError where they do not belong together or do not hold now."""
+        """Return the identity of three PEM texts; UsageError if they do not belong together or are not valid now."""
         try:
-            private = _private(key)
-            holder = verified(certificate, root)
+            private = _load_private_key(key)
+            holder = verify_certificate(certificate, root)
         except (ValueError, UsageError, NotTrusted) as error:
             raise UsageError(f"this kit cannot be used: {error}") from None
-        if _certificate(certificate).public_key() != private.public_key():
+        if _parse_certificate(certificate).public_key() != private.public_key():
             raise UsageError("this kit cannot be used: its certificate belongs to another key")
         return Identity(holder.name, private, certificate, root)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the signature of some bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
-        return self.key.sign(data, _PADDING, SHA256())
+        """Return the signature of bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
+        return self.key.sign(data, _SIGNATURE_PADDING, SHA256())
 
-    def signed(self, document: Mapping[str, Any], purpose: bytes) -> dict[str, object]:
-        """Return a document with its signer's certificate and a signature that is good for one purpose alone."""
-        signature = self.sign(_signed_bytes(document, purpose))
+    def sign_document(self, document: Mapping[str, Any], purpose: bytes) -> dict[str, object]:
+        """Return a document with its signer's certificate and a signature that is valid for one purpose alone."""
+        signature = self.sign(_bytes_to_sign(document, purpose))
         return {**document, "certificate": self.certificate, "signature": signature.hex()}
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Whom a certificate names, the number that the root gave it, and when it ends."""
+    """The holder that a certificate names, its serial number, and its last day."""
 
     name: str
     organization: str
@@ -97,67 +97,65 @@ class Holder:
     until: datetime
     _key: RSAPublicKey
 
-    def check(self, signature: bytes, data: bytes) -> None:
-        """Refuse (NotTrusted) what this holder's key did not sign."""
+    def verify_signature(self, signature: bytes, data: bytes) -> None:
+        """Refuse (NotTrusted) data that this holder's key did not sign."""
         try:
-            self._key.verify(signature, data, _PADDING, SHA256())
+            self._key.verify(signature, data, _SIGNATURE_PADDING, SHA256())
         except InvalidSignature:
             raise NotTrusted(f"a message in the name of {self.name} was not signed by it") from None
 
 
-def signer_of(document: Mapping[str, Any], root: str, purpose: bytes, what: str) -> Holder:
-    """Return who signed a document, once every word of it is known to be what was signed, else UsageError.
+def verify_document(document: Mapping[str, Any], root: str, purpose: bytes, label: str) -> Holder:
+    """Return the signer of a document after verifying all of it; UsageError otherwise.
 
     Args:
-        root: what is trusted, PEM.
-        what: the document is, for messages.
+        root: the trusted text, PEM.
+        label: the name of the document, for messages.
     """
     try:
-        holder = verified(str(document["certificate"]), root)
-        holder.check(bytes.fromhex(str(document["signature"])), _signed_bytes(document, purpose))
+        holder = verify_certificate(str(document["certificate"]), root)
+        holder.verify_signature(bytes.fromhex(str(document["signature"])), _bytes_to_sign(document, purpose))
     except (KeyError, ValueError, NotTrusted) as error:
-        why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
-        raise UsageError(f"{what} cannot be used: {why}") from None
+        reason = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
+        raise UsageError(f"{label} cannot be used: {reason}") from None
     return holder
 
 
-def _signed_bytes(document: Mapping[str, Any], purpose: bytes) -> bytes:
-    said = {key: value for key, value in document.items() if key not in ("certificate", "signature")}
-    return purpose + json.dumps(said, sort_keys=True).encode()
+def _bytes_to_sign(document: Mapping[str, Any], purpose: bytes) -> bytes:
+    content = {key: value for key, value in document.items() if key not in ("certificate", "signature")}
+    return purpose + json.dumps(content, sort_keys=True).encode()
 
 
-def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
-    """Return whom a certificate (PEM) names, once it is known to be one of the federation that holds at a time.
+def verify_certificate(certificate: str, root: str, *, moment: datetime | None = None) -> Holder:
+    """Return the holder of a certificate (PEM) after verifying that it is of the federation and valid at a time.
 
-    NotTrusted, by what is trusted (PEM), says in one line what is wrong.
+    NotTrusted, by the trusted text (PEM), with one line on the fault.
     """
-    if not _issued_by(certificate, root):
+    if not _is_issued_by(certificate, root):
         raise NotTrusted("a certificate does not belong to this federation")
-    found, above = _certificate(certificate), _certificate(root)
-    name, organization = _names(found.subject)
-    if (since := withdrawn(root).keys.get(fingerprint(certificate))) is not None:
-        raise NotTrusted(
-            f"the certificate of {name} was withdrawn on {since:%Y-%m-%d}; {name} needs a new key"
-        )
-    today = now or datetime.now(UTC)
-    for one, whose in ((found, name), (above, "the federation's root")):
-        if not one.not_valid_before_utc <= today <= one.not_valid_after_utc:
+    leaf, issuer = _parse_certificate(certificate), _parse_certificate(root)
+    name, organization = _subject_names(leaf.subject)
+    if (revoked_on := parse_revocation_list(root).keys.get(key_fingerprint(certificate))) is not None:
+        raise NotTrusted(f"the certificate of {name} was withdrawn on {revoked_on:%Y-%m-%d}; {name} needs a new key")
+    today = moment or datetime.now(UTC)
+    for link, owner in ((leaf, name), (issuer, "the federation's root")):
+        if not link.not_valid_before_utc <= today <= link.not_valid_after_utc:
             raise NotTrusted(
-                f"the certificate of {whose} holds from {one.not_valid_before_utc:%Y-%m-%d %H:%M} to "
-                f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
+                f"the certificate of {owner} holds from {link.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+                f"{link.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
                 "clock, or request a new certificate"
             )
-    if any(isinstance(one.value, x509.BasicConstraints) and one.value.ca for one in found.extensions):
+    if any(isinstance(extension.value, x509.BasicConstraints) and extension.value.ca for extension in leaf.extensions):
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
-    _usual(above.public_key(), "the federation's root")
-    key = _usual(found.public_key(), f"the certificate of {name}")
-    return Holder(name, organization, found.serial_number, found.not_valid_after_utc, key)
+    _require_rsa_key(issuer.public_key(), "the federation's root")
+    key = _require_rsa_key(leaf.public_key(), f"the certificate of {name}")
+    return Holder(name, organization, leaf.serial_number, leaf.not_valid_after_utc, key)
 
 
 @dataclass(frozen=True)
-class Withdrawn:
-    """The list of withdrawn certificates: its number (of two lists the higher holds), when each key was withdrawn by
-    its fingerprint, and the list alone as PEM. Where there is none: 0, nothing and "".
+class RevocationList:
+    """A revocation list: its number (the higher of two holds), the time of each key's revocation by fingerprint, and
+    the list itself as PEM. Without one: 0, nothing and "".
     """
 
     number: int
@@ -165,142 +163,138 @@ class Withdrawn:
     text: str
 
 
-def withdrawn(trusted: str) -> Withdrawn:
-    """Return the list in a PEM text that is trusted; NotTrusted where it is none that the root signed."""
-    root, end, rest = trusted.partition("-----END CERTIFICATE-----")
-    if not rest.strip():
-        return Withdrawn(0, {}, "")
+def parse_revocation_list(trusted: str) -> RevocationList:
+    """Return the list in a trusted PEM text; NotTrusted if the root CA did not sign it."""
+    root, end, list_pem = trusted.partition("-----END CERTIFICATE-----")
+    if not list_pem.strip():
+        return RevocationList(0, {}, "")
     try:
-        found, above = x509.load_pem_x509_crl(rest.encode()), _certificate(root + end)
-        if found.issuer != above.subject or not found.is_signature_valid(_usual(above.public_key(), "it")):
+        revocations, issuer = x509.load_pem_x509_crl(list_pem.encode()), _parse_certificate(root + end)
+        if revocations.issuer != issuer.subject or not revocations.is_signature_valid(
+            _require_rsa_key(issuer.public_key(), "it")
+        ):
             raise ValueError
-        number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        held = ((one, one.extensions.get_extension_for_oid(_KEY_OF).value.public_bytes()) for one in found)
-        keys = {_spelled(digest.removeprefix(_OCTETS)): one.revocation_date_utc for one, digest in held}
+        number = revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        digests = (
+            (entry, entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes())
+            for entry in revocations
+        )
+        keys = {
+            _format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc for entry, digest in digests
+        }
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
-        raise NotTrusted(
-            "the list of withdrawn certificates was not signed by this federation's root"
-        ) from None
-    return Withdrawn(number, keys, found.public_bytes(Encoding.PEM).decode())
+        raise NotTrusted("the list of withdrawn certificates was not signed by this federation's root") from None
+    return RevocationList(number, keys, revocations.public_bytes(Encoding.PEM).decode())
 
 
-def longer_list(trusted: str, root_key: str, more: Mapping[int, str]) -> str:
-    """Return the next list, PEM: that of before and more certificates: by number, the fingerprints of their keys."""
-    before, above, now = withdrawn(trusted), _certificate(trusted), datetime.now(UTC)
-    made = x509.CertificateRevocationListBuilder(above.subject, now - _SKEW, above.not_valid_after_utc)
-    made = made.add_extension(x509.CRLNumber(before.number + 1), critical=False)
-    for entry in x509.load_pem_x509_crl(before.text.encode()) if before.text else ():
-        made = made.add_revoked_certificate(entry)
-    for number, key in more.items():
-        digest = x509.UnrecognizedExtension(_KEY_OF, _OCTETS + bytes.fromhex(key.replace(":", "")))
-        entry = x509.RevokedCertificateBuilder(number, now).add_extension(digest, critical=False).build()
-        made = made.add_revoked_certificate(entry)
-    return made.sign(_private(root_key), SHA256()).public_bytes(Encoding.PEM).decode()
+def extend_revocation_list(trusted: str, root_key: str, additions: Mapping[int, str]) -> str:
+    """Return the next list, PEM: the previous one and further certificates, key fingerprints by serial number."""
+    previous, issuer, issued_on = (parse_revocation_list(trusted), _parse_certificate(trusted), datetime.now(UTC))
+    builder = x509.CertificateRevocationListBuilder(issuer.subject, issued_on - _CLOCK_SKEW, issuer.not_valid_after_utc)
+    builder = builder.add_extension(x509.CRLNumber(previous.number + 1), critical=False)
+    for entry in x509.load_pem_x509_crl(previous.text.encode()) if previous.text else ():
+        builder = builder.add_revoked_certificate(entry)
+    for number, key in additions.items():
+        digest = x509.UnrecognizedExtension(_KEY_EXTENSION, _OCTETS_PREFIX + bytes.fromhex(key.replace(":", "")))
+        entry = x509.RevokedCertificateBuilder(number, issued_on).add_extension(digest, critical=False).build()
+        builder = builder.add_revoked_certificate(entry)
+    return builder.sign(_load_private_key(root_key), SHA256()).public_bytes(Encoding.PEM).decode()
 
 
-def new_key() -> str:
+def generate_key() -> str:
     """Return a fresh private key as PEM."""
     key = generate_private_key(public_exponent=_EXPONENT, key_size=_KEY_BITS)
     return key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()).decode()
 
 
-def new_root(key: str, federation: str) -> str:
-    """Return the root certificate (PEM) of a federation, signed by its own key (PEM)."""
-    private = _private(key)
+def build_root_certificate(key: str, federation: str) -> str:
+    """Return the root CA's certificate (PEM) of a federation, signed by its own key (PEM)."""
+    private = _load_private_key(key)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    never = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
-    usage = x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **never)
-    return _issued(private, name, name, private.public_key(), _ROOT_DAYS, ca=True, extra=usage)
+    denied_usages = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
+    usage = x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **denied_usages)
+    return _sign_certificate(private, name, name, private.public_key(), _ROOT_DAYS, ca=True, extra=usage)
 
 
-def new_request(key: str, name: str, organization: str) -> str:
+def build_request(key: str, name: str, organization: str) -> str:
     """Return a certificate request (PEM) for a key (PEM)."""
     subject = x509.Name(
-        [
-            x509.NameAttribute(NameOID.COMMON_NAME, name),
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
-        ]
+        [x509.NameAttribute(NameOID.COMMON_NAME, name), x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization)]
     )
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_private(key), SHA256())
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
     return request.public_bytes(Encoding.PEM).decode()
 
 
-def approved(
-    request: str,
-    root_key: str,
-    root: str,
-    *,
-    role: Role,
-    hosts: tuple[str, ...] = (),
-    days: int = _CERTIFICATE_DAYS,
+def issue_certificate(
+    request: str, root_key: str, root: str, *, role: Role, hosts: tuple[str, ...] = (), days: int = _CERTIFICATE_DAYS
 ) -> str:
     """Return the certificate (PEM) for a request (PEM).
 
     Args:
-        root: what is trusted, PEM.
+        root: the trusted text, PEM.
         hosts: names under which a server is reached.
 
     Raises:
-        UsageError: when the request was not signed by the key that it is for, or the key is withdrawn or unusual.
+        UsageError: when the request was not signed by its own key, or the key is revoked or unusual.
     """
-    asked = _request(request)
-    if not asked.is_signature_valid:
+    signing_request = _parse_request(request)
+    if not signing_request.is_signature_valid:
         raise UsageError("this request was not signed by its own key")
     try:
-        key = _usual(asked.public_key(), "this request")
+        key = _require_rsa_key(signing_request.public_key(), "this request")
     except NotTrusted as error:
         raise UsageError(str(error)) from None
-    name, organization = _names(asked.subject)
-    if fingerprint(request) in withdrawn(root).keys:
+    name, organization = _subject_names(signing_request.subject)
+    if key_fingerprint(request) in parse_revocation_list(root).keys:
         raise UsageError(f"the key of this request was withdrawn; {name} needs a new one, in a new kit")
-    subject = [  # of the request nothing but these: whatever else it says could give its holder a role
+    subject = [  # of the request these fields alone: others could give its holder a role
         x509.NameAttribute(NameOID.COMMON_NAME, name),
         x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization or name),
     ]
     if role in _FLARE_ROLE:
         subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
-    reached = x509.SubjectAlternativeName([_general(host) for host in hosts or (name,)])
-    issuer = _certificate(root).subject
-    return _issued(_private(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=reached)
-
-
-def stranger(certificate: str, root: str) -> tuple[str, str] | None:
-    """Return (subject, issuer) of a certificate (PEM), short texts that steer no terminal; None for one of the root."""
-    if _issued_by(certificate, root):
-        return None
-    found = _certificate(certificate)
-    texts = (" ".join(one.rfc4514_string().split())[:200] for one in (found.subject, found.issuer))
-    subject, issuer = (printable(text) or "nobody" for text in texts)
-    return subject, issuer
-
-
-def request_names(request: str) -> tuple[str, str]:
-    """Return (name, organization) of a certificate request (PEM); UsageError where it is none."""
-    return _names(_request(request).subject)
-
-
-def fingerprint(pem: str) -> str:
-    """Return SHA-256 of the public key in a certificate or a request (PEM), for people to compare by telephone.
-
-    Example:
-        >>> len(fingerprint(new_request(new_key(), "C1", "a hospital")))
-        95
-    """
-    try:
-        key = (x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _certificate(pem)).public_key()
-    except ValueError:
-        raise UsageError("this is neither a certificate nor a request") from None
-    return _spelled(
-        hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
+    alternative_names = x509.SubjectAlternativeName([_general_name(host) for host in hosts or (name,)])
+    issuer = _parse_certificate(root).subject
+    return _sign_certificate(
+        _load_private_key(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=alternative_names
     )
 
 
-def _spelled(digest: bytes) -> str:
+def describe_foreign_certificate(certificate: str, root: str) -> tuple[str, str] | None:
+    """Return (subject, issuer) of a certificate (PEM), short printable texts; None for one of the root CA."""
+    if _is_issued_by(certificate, root):
+        return None
+    parsed = _parse_certificate(certificate)
+    texts = (" ".join(name.rfc4514_string().split())[:200] for name in (parsed.subject, parsed.issuer))
+    subject, issuer = (make_printable(text) or "nobody" for text in texts)
+    return subject, issuer
+
+
+def read_request_names(request: str) -> tuple[str, str]:
+    """Return (name, organization) of a certificate request (PEM); UsageError if it is none."""
+    return _subject_names(_parse_request(request).subject)
+
+
+def key_fingerprint(pem: str) -> str:
+    """Return SHA-256 of the public key in a certificate or a request (PEM), for people to compare by telephone.
+
+    Example:
+        >>> len(key_fingerprint(build_request(generate_key(), "C1", "a hospital")))
+        95
+    """
+    try:
+        key = (x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _parse_certificate(pem)).public_key()
+    except ValueError:
+        raise UsageError("this is neither a certificate nor a request") from None
+    return _format_digest(hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest())
+
+
+def _format_digest(digest: bytes) -> str:
     return digest.hex(":").upper()
 
 
-def _issued(
+def _sign_certificate(
     private: RSAPrivateKey,
     issuer: x509.Name,
     subject: x509.Name,
@@ -310,35 +304,35 @@ def _issued(
     ca: bool,
     extra: x509.ExtensionType,
 ) -> str:
-    """A certificate (PEM) for a key, signed by another or the same one."""
-    now, above = datetime.now(UTC), private.public_key()
-    made = (
+    """Return a certificate (PEM) for a key, signed by another or the same one."""
+    issued_on, issuer_key = datetime.now(UTC), private.public_key()
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _SKEW)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(issued_on - _CLOCK_SKEW)
+        .not_valid_after(issued_on + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
         .add_extension(extra, critical=ca)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(above), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
     )
-    return made.sign(private, SHA256()).public_bytes(Encoding.PEM).decode()
+    return builder.sign(private, SHA256()).public_bytes(Encoding.PEM).decode()
 
 
-def _issued_by(certificate: str, root: str) -> bool:
-    """Whether a root certificate signed another one (PEM)."""
+def _is_issued_by(certificate: str, root: str) -> bool:
+    """Return whether a root CA's certificate signed another one (PEM)."""
     try:
-        _certificate(certificate).verify_directly_issued_by(_certificate(root))
+        _parse_certificate(certificate).verify_directly_issued_by(_parse_certificate(root))
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
 
 
-def _general(host: str) -> x509.GeneralName:
-    """A host's name or IP address, as clients compare it with the one that they call."""
+def _general_name(host: str) -> x509.GeneralName:
+    """Return a host's name or IP address in the form that clients compare with the called host."""
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
@@ -346,39 +340,39 @@ def _general(host: str) -> x509.GeneralName:
 
 
 @lru_cache(maxsize=32)
-def _private(pem: str) -> RSAPrivateKey:
-    """Return a private key; it is checked when it is read, which takes a quarter of a second."""
+def _load_private_key(pem: str) -> RSAPrivateKey:
+    """Return a private key; the check when it is loaded takes a quarter of a second."""
     with suppress(ValueError):
         if isinstance(key := load_pem_private_key(pem.encode(), None), RSAPrivateKey):
             return key
     raise UsageError("this is no RSA key")
 
 
-def _usual(key: object, whose: str) -> RSAPublicKey:
-    """Return a public key, once it is an RSA key with the usual exponent."""
+def _require_rsa_key(key: object, owner: str) -> RSAPublicKey:
+    """Return a public key after verifying that it is an RSA key with the usual exponent."""
     if not isinstance(key, RSAPublicKey):
-        raise NotTrusted(f"{whose} has no RSA key")
+        raise NotTrusted(f"{owner} has no RSA key")
     if (exponent := key.public_numbers().e) != _EXPONENT:
         raise NotTrusted(
-            f"{whose} has a key with the exponent {exponent}, but {_EXPONENT} is required; make a key with `wsi-fl "
+            f"{owner} has a key with the exponent {exponent}, but {_EXPONENT} is required; make a key with `wsi-fl "
             "federation request`"
         )
     return key
 
 
-def _certificate(pem: str) -> x509.Certificate:
+def _parse_certificate(pem: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem.encode())
 
 
-def _request(pem: str) -> x509.CertificateSigningRequest:
+def _parse_request(pem: str) -> x509.CertificateSigningRequest:
     try:
         return x509.load_pem_x509_csr(pem.encode())
     except ValueError:
         raise UsageError("this is no certificate request") from None
 
 
-def _names(subject: x509.Name) -> tuple[str, str]:
-    """(name, organization), each empty where a certificate has none or several."""
-    found = (subject.get_attributes_for_oid(one) for one in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
-    name, organization = (str(one[0].value) if len(one) == 1 else "" for one in found)
+def _subject_names(subject: x509.Name) -> tuple[str, str]:
+    """Return (name, organization), each empty if a certificate has none or several."""
+    attributes = (subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
+    name, organization = (str(values[0].value) if len(values) == 1 else "" for values in attributes)
     return name, organization

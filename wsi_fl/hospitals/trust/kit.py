@@ -1,8 +1,8 @@
-"""A kit: what somebody needs to take part in a federation, in one folder; its key was made there and stays there.
+"""The startup kit of a participant: one folder with the key, which was made there and stays there.
 
-`startup/` and `local/` are what NVIDIA FLARE reads. `federation.json` says who the kit is of and how the others are
-reached: by a server, or by a folder that all can reach. The way to a server is straight, or through the HTTP proxy that
-the environment names (CONNECT, RFC 9110, 9.3.6); it is looked at step by step, each with what to do when it fails.
+`startup/` and `local/` are read by NVIDIA FLARE. `federation.json` names the holder and how the others are reached: by
+a server, or by a shared folder. A server is reached directly, or through the HTTP proxy that the environment names
+(CONNECT, RFC 9110, 9.3.6); the connection is checked step by step, each step with a remedy for its failure.
 """
 
 from __future__ import annotations
@@ -21,31 +21,38 @@ from typing import NotRequired, TypedDict, cast
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
-from wsi_fl.hospitals.trust.certificates import Identity, Role, Withdrawn, stranger, verified, withdrawn
-from wsi_fl.system.files import alone, ordinary, read_object, write_text
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    RevocationList,
+    Role,
+    describe_foreign_certificate,
+    parse_revocation_list,
+    verify_certificate,
+)
+from wsi_fl.system.files import file_lock, read_object, require_regular_file, write_text
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
-STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
-"""How FLARE calls the files of a role."""
-ROOT, LIST = "rootCA.pem", "withdrawn.pem"
-"""The root's certificate, and the certificates that it has withdrawn."""
-SOON_DAYS = 30
+FILE_STEMS = {"server": "server", "coordinator": "client", "hospital": "client"}
+"""The stem of a role's file names in FLARE."""
+ROOT_FILE, REVOCATIONS_FILE = "rootCA.pem", "withdrawn.pem"
+"""The root CA's certificate, and the list of certificates that it revoked."""
+RENEWAL_DAYS = 30
 DEFAULT_PORT = 443
-"""What nearly every hospital's firewall and proxy let out."""
-_SECONDS = 5.0
-_ANSWER = re.compile(r"Tunnel connection failed: (\d{3})\b")
-"""How the standard library says what a proxy answered."""
-_WRITE = "write it as HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
+"""The port that nearly every hospital's firewall and proxy let out."""
+_CONNECT_S = 5.0
+_PROXY_ANSWER = re.compile(r"Tunnel connection failed: (\d{3})\b")
+"""The proxy's status code in an error message of the standard library."""
+_PROXY_HINT = "write it as HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
 
 
-def trusted_in(folder: Path) -> str:
-    """Return what is trusted by the files of a folder, PEM; OSError when the root's certificate cannot be read."""
-    root, file = ordinary(folder / ROOT).read_text(), folder / LIST
-    return f"{root}\n{ordinary(file).read_text(errors='replace')}" if file.exists() else root
+def load_trusted_pem(folder: Path) -> str:
+    """Return the trusted PEM text of a folder's files; OSError if the root CA's certificate cannot be read."""
+    root, file = require_regular_file(folder / ROOT_FILE).read_text(), folder / REVOCATIONS_FILE
+    return f"{root}\n{require_regular_file(file).read_text(errors='replace')}" if file.exists() else root
 
 
 class KitDocument(TypedDict):
-    """What `federation.json` says: a server joins the federation, or a folder."""
+    """The content of `federation.json`; the federation is connected by a server or by a folder."""
 
     name: str
     role: Role
@@ -57,27 +64,25 @@ class KitDocument(TypedDict):
 
 @dataclass(frozen=True)
 class Kit:
-    """A folder with a key, its certificate and the federation's root, and what its `federation.json` says."""
+    """A folder with a key, its certificate and the federation's root CA, and the content of its `federation.json`."""
 
     path: Path
     document: KitDocument
 
     @staticmethod
     def open(path: Path) -> Kit:
-        """Read a kit; UsageError where the folder is none."""
+        """Read a kit; UsageError if the folder is none."""
         file = path / "federation.json"
         if not file.is_file():
             inner = path / "coordinator"
-            founded = (inner / "federation.json").is_file()
-            what = f"the coordinator's is {inner}" if founded else "`wsi-fl federation join` makes one"
-            raise UsageError(f"{path}: this is no kit (a folder with federation.json); {what}")
-        return Kit(
-            path.resolve(), cast(KitDocument, read_object(file, "put its backup back", ["name", "role"]))
-        )
+            is_provisioned = (inner / "federation.json").is_file()
+            hint = f"the coordinator's is {inner}" if is_provisioned else "`wsi-fl federation join` makes one"
+            raise UsageError(f"{path}: this is no kit (a folder with federation.json); {hint}")
+        return Kit(path.resolve(), cast(KitDocument, read_object(file, "put its backup back", ["name", "role"])))
 
     @property
     def name(self) -> str:
-        """Whose it is."""
+        """The name of the holder."""
         return str(self.document["name"])
 
     @property
@@ -86,134 +91,128 @@ class Kit:
 
     @property
     def folder(self) -> str | None:
-        """The address of the folder that all can reach; None where a server joins them."""
-        found = self.document.get("folder")
-        return str(found) if found else None
+        """The address of the shared folder; None if a server connects the federation."""
+        address = self.document.get("folder")
+        return str(address) if address else None
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the kit, or fail where another process has it: two of one name would take each other's letters."""
+    def lock_kit(self) -> Iterator[None]:
+        """Lock the kit, or fail if another process has it: two of one name would take each other's messages."""
         busy = f"{self.name} runs already: another process has {self.path}; end it first"
-        with alone(self.path / ".lock", busy):
+        with file_lock(self.path / ".lock", busy):
             yield
 
-    def identity(self) -> Identity:
-        """Return key and certificate; UsageError where they are incomplete, do not fit or do not hold now."""
-        stem, startup = STEM[self.role], self.path / "startup"
+    def load_identity(self) -> Identity:
+        """Return key and certificate; UsageError if they are incomplete, do not fit or are not valid now."""
+        stem, startup = FILE_STEMS[self.role], self.path / "startup"
         try:
-            key, certificate = [ordinary(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
-            trusted = trusted_in(startup)
+            key, certificate = [require_regular_file(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
+            trusted = load_trusted_pem(startup)
         except OSError as error:
-            raise UsageError(
-                f"{self.path}: this kit is incomplete: {error.filename} cannot be read"
-            ) from None
+            raise UsageError(f"{self.path}: this kit is incomplete: {error.filename} cannot be read") from None
         identity = Identity.load(key, certificate, trusted)
         if identity.name != self.name:
-            raise UsageError(
-                f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}"
-            )
+            raise UsageError(f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}")
         return identity
 
-    def withdrawn(self) -> Withdrawn:
-        """Return the kit's list of withdrawn certificates; NotTrusted when it is not the root's."""
-        return withdrawn(trusted_in(self.path / "startup"))
+    def load_revocation_list(self) -> RevocationList:
+        """Return the kit's revocation list; NotTrusted if the root CA did not sign it."""
+        return parse_revocation_list(load_trusted_pem(self.path / "startup"))
 
-    def take(self, text: str) -> bool:
-        """Keep a list (PEM, and nothing else of what is given) if it is newer, and return whether it is.
+    def update_revocation_list(self, text: str) -> bool:
+        """Store a revocation list (the PEM list alone is taken from the text) if it is newer; return whether it is.
 
-        NotTrusted where it is not the root's, wherever it comes from.
+        NotTrusted if the root CA did not sign it.
         """
         startup = self.path / "startup"
-        found = withdrawn(f"{ordinary(startup / ROOT).read_text()}\n{text}")
-        if newer := found.number > self.withdrawn().number:
-            write_text(startup / LIST, found.text)
-        return newer
+        received = parse_revocation_list(f"{require_regular_file(startup / ROOT_FILE).read_text()}\n{text}")
+        if is_newer := received.number > self.load_revocation_list().number:
+            write_text(startup / REVOCATIONS_FILE, received.text)
+        return is_newer
 
-    def reminder(self) -> str:
-        """Return how to renew a certificate that ends soon, "" where it does not; UsageError as of `identity`."""
-        identity = self.identity()
-        left = (verified(identity.certificate, identity.root).until - datetime.now(UTC)).days
-        if left >= SOON_DAYS:
+    def renewal_reminder(self) -> str:
+        """Return how to renew a certificate that ends soon, "" if it does not; UsageError if the kit is unusable."""
+        identity = self.load_identity()
+        days_left = (verify_certificate(identity.certificate, identity.root).until - datetime.now(UTC)).days
+        if days_left >= RENEWAL_DAYS:
             return ""
-        return (
-            f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
-        )
+        return f"the certificate of {self.name} ends in {days_left} days: `wsi-fl federation renew --kit {self.path}`"
 
 
-def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
-    """Let TLS refuse the certificates that the list beside a root's certificate names; return the context."""
-    if (file := root.with_name(LIST)).exists():
+def refuse_revoked(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
+    """Let TLS refuse the certificates on the revocation list beside a root CA's certificate; return the context."""
+    if (file := root.with_name(REVOCATIONS_FILE)).exists():
         context.load_verify_locations(file)
         context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
     return context
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing that was looked at, and what was found or what to do."""
+class CheckStep:
+    """One step of a check, and its result or remedy."""
 
     what: str
     ok: bool
     said: str
 
 
-def look(kit: Kit) -> Iterator[Step]:
-    """Look at certificate, name or proxy, port and handshake, and stop at the first that fails."""
+def check_connection(kit: Kit) -> Iterator[CheckStep]:
+    """Check certificate, name or proxy, port and handshake, and stop at the first that fails."""
     try:
-        identity = kit.identity()
+        identity = kit.load_identity()
     except WsiFlError as error:
-        yield Step("certificate", False, str(error))
+        yield CheckStep("certificate", False, str(error))
         return
-    until = verified(identity.certificate, identity.root).until
-    note = kit.reminder()
-    yield Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
+    until = verify_certificate(identity.certificate, identity.root).until
+    note = kit.renewal_reminder()
+    yield CheckStep("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
     if kit.folder is not None:
         return
-    host, port = server_of(kit)
-    what = "proxy"
+    host, port = server_address(kit)
+    subject = "proxy"
     try:
-        if (proxy := proxy_to(host)) is None:  # a proxy looks up the name itself
-            what = "name"
+        if (proxy := find_proxy(host)) is None:  # a proxy looks up the name itself
+            subject = "name"
             try:
-                found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+                address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
             except OSError as error:
-                unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
+                unknown = f"the name {host} is not known here ({single_line(error)}); ask your network's people"
                 raise WsiFlError(unknown) from None
-            yield Step(what, True, f"{host} is {found}")
-            what = "port"
-        connection = _connected(host, port)
+            yield CheckStep(subject, True, f"{host} is {address}")
+            subject = "port"
+        connection = _open_connection(host, port)
     except WsiFlError as error:
-        yield Step(what, False, str(error))
+        yield CheckStep(subject, False, str(error))
         return
-    through = f" of {host} through the proxy {proxy} (HTTPS_PROXY)" if proxy else ""
-    yield Step(what, True, f"TCP to port {port}{through}")
+    route = f" of {host} through the proxy {proxy} (HTTPS_PROXY)" if proxy else ""
+    yield CheckStep(subject, True, f"TCP to port {port}{route}")
     with connection:
-        yield _handshake(kit, connection, host, port)
+        yield _check_handshake(kit, connection, host, port)
 
 
-def likely_reason(kit: Kit) -> str:
-    """Return the first thing that fails in words; "" when nothing does."""
-    return next((step.said for step in look(kit) if not step.ok), "")
+def find_likely_reason(kit: Kit) -> str:
+    """Return the message of the first step that fails; "" if none does."""
+    return next((step.said for step in check_connection(kit) if not step.ok), "")
 
 
 def require_server(kit: Kit) -> None:
-    """Fail where the kit knows no server, or where there is no way through to its port."""
-    _connected(*server_of(kit)).close()
+    """Fail if the kit has no server, or its port cannot be reached."""
+    _open_connection(*server_address(kit)).close()
 
 
-def server_of(kit: Kit) -> tuple[str, int]:
-    """Return (host, port) of the kit's server; UsageError where it knows none."""
+def server_address(kit: Kit) -> tuple[str, int]:
+    """Return (host, port) of the kit's server; UsageError if it has none."""
     if not (server := kit.document.get("server")):
         raise UsageError(
             f"{kit.path}: this federation uses a folder and has no server; each hospital runs `wsi-fl federation start`"
         )
-    return address_of(str(server))
+    return parse_address(str(server))
 
 
-def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Step:
-    """Mutual TLS with the kit's certificate, and a byte more: in TLS 1.3 a server says no after the handshake."""
-    startup, stem, what = kit.path / "startup", STEM[kit.role], "mutual TLS"
-    context = refuse_withdrawn(ssl.create_default_context(cafile=startup / ROOT), startup / ROOT)
+def _check_handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> CheckStep:
+    """Check mutual TLS with the kit's certificate, and read a byte: in TLS 1.3 a server refuses after the handshake."""
+    startup, stem, subject = kit.path / "startup", FILE_STEMS[kit.role], "mutual TLS"
+    context = refuse_revoked(ssl.create_default_context(cafile=startup / ROOT_FILE), startup / ROOT_FILE)
     context.load_cert_chain(startup / f"{stem}.crt", startup / f"{stem}.key")
     try:
         with context.wrap_socket(connection, server_hostname=host) as secured:
@@ -222,27 +221,25 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
             with suppress(TimeoutError):
                 if not secured.recv(1):
                     raise ConnectionResetError("it closed the connection")
-            return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
+            return CheckStep(subject, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
-        why = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
-        return Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
+        reason = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
+        return CheckStep(subject, False, _describe_interceptor(kit, host, port) or f"{reason}right time on this clock?")
     except (OSError, ssl.SSLError) as error:
-        why = f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
-        return Step(what, False, f"{why}withdrawn, and the server's clock right?")
+        reason = (
+            f"the server refused this kit's certificate ({single_line(error)}): is it of the same federation and not "
+        )
+        return CheckStep(subject, False, f"{reason}withdrawn, and the server's clock right?")
 
 
-def _stranger(kit: Kit, host: str, port: int) -> str:
-    """Whose certificate is shown in the server's place; "" where it is one of the federation."""
+def _describe_interceptor(kit: Kit, host: str, port: int) -> str:
+    """Return the holder of the certificate shown instead of the server's; "" if it is one of the federation."""
     context = ssl.create_default_context()
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is sent
-    with (
-        suppress(OSError, WsiFlError),
-        _connected(host, port) as plain,
-        context.wrap_socket(plain) as secured,
-    ):
-        shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
-        if names := stranger(shown, (kit.path / "startup" / ROOT).read_text()):
+    context.verify_mode = ssl.CERT_NONE  # the certificate is only inspected, and nothing is sent
+    with suppress(OSError, WsiFlError), _open_connection(host, port) as plain, context.wrap_socket(plain) as secured:
+        presented_pem = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+        if names := describe_foreign_certificate(presented_pem, (kit.path / "startup" / ROOT_FILE).read_text()):
             return (
                 f"{host} port {port} shows a certificate for {names[0]}, issued by {names[1]} and not by this "
                 "federation's root: a device on the way opens TLS, for which your network's people make an exception, "
@@ -251,11 +248,11 @@ def _stranger(kit: Kit, host: str, port: int) -> str:
     return ""
 
 
-def address_of(text: str) -> tuple[str, int]:
-    """Return (host, port) of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`, without brackets; else ValueError.
+def parse_address(text: str) -> tuple[str, int]:
+    """Return (host, port) of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`, without brackets; ValueError otherwise.
 
     Example:
-        >>> address_of("fl.example.org"), address_of("[2001:db8::1]:8443")
+        >>> parse_address("fl.example.org"), parse_address("[2001:db8::1]:8443")
         (('fl.example.org', 443), ('2001:db8::1', 8443))
     """
     parts = urlsplit(f"//{text}")
@@ -264,27 +261,27 @@ def address_of(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or DEFAULT_PORT
 
 
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
+def bracket_ipv6(host: str) -> str:
+    """Return a host in the form used before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True)
-class _Proxy:
-    """An HTTP proxy, which is shown without what `headers` tell it: the user and the password."""
+class _HttpProxy:
+    """An HTTP proxy, whose representation leaves out its headers with user and password."""
 
     host: str
     port: int
     headers: dict[str, str] = field(repr=False)
 
     def __str__(self) -> str:
-        return f"{bracketed(self.host)}:{self.port}"
+        return f"{bracket_ipv6(self.host)}:{self.port}"
 
 
-def proxy_to(host: str) -> _Proxy | None:
-    """Return the proxy of `HTTPS_PROXY` to a host; None where there is none, or `NO_PROXY` leaves the host out.
+def find_proxy(host: str) -> _HttpProxy | None:
+    """Return the proxy of `HTTPS_PROXY` for a host; None if there is none, or `NO_PROXY` excludes the host.
 
-    WsiFlError where it is no HTTP proxy.
+    WsiFlError if it is no HTTP proxy.
     """
     url, headers = getproxies_environment().get("https", ""), {}
     if not url or proxy_bypass(host):
@@ -296,36 +293,36 @@ def proxy_to(host: str) -> _Proxy | None:
         if parts.username is not None:
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             headers = {"Proxy-Authorization": f"Basic {b64encode(user.encode()).decode()}"}
-        return _Proxy(*address_of(parts.netloc.rpartition("@")[2]), headers)
+        return _HttpProxy(*parse_address(parts.netloc.rpartition("@")[2]), headers)
     except ValueError:
-        raise WsiFlError(f"HTTPS_PROXY names no proxy that can be used; {_WRITE}") from None
+        raise WsiFlError(f"HTTPS_PROXY names no proxy that can be used; {_PROXY_HINT}") from None
 
 
-def _connected(host: str, port: int) -> socket.socket:
-    """Return a connection to a host, the way that `federation start` takes too; WsiFlError says what is in the way."""
-    if proxy := proxy_to(host):
-        return _connected_by(proxy, host, port)
+def _open_connection(host: str, port: int) -> socket.socket:
+    """Return a connection to a host by the same route as `federation start`; WsiFlError with the obstacle."""
+    if proxy := find_proxy(host):
+        return _connect_through_proxy(proxy, host, port)
     try:
-        return socket.create_connection((host, port), _SECONDS)
+        return socket.create_connection((host, port), _CONNECT_S)
     except OSError as error:
         raise WsiFlError(
-            f"no way through to {host} port {port} ({one_line(error)}): is the server up, and does the firewall let "
+            f"no way through to {host} port {port} ({single_line(error)}): is the server up, and does the firewall let "
             "TCP out to this port?"
         ) from None
 
 
-def _connected_by(proxy: _Proxy, host: str, port: int) -> socket.socket:
-    way = HTTPConnection(proxy.host, proxy.port, timeout=_SECONDS)
-    way.set_tunnel(bracketed(host), port, {"Host": f"{bracketed(host)}:{port}", **proxy.headers})
+def _connect_through_proxy(proxy: _HttpProxy, host: str, port: int) -> socket.socket:
+    tunnel = HTTPConnection(proxy.host, proxy.port, timeout=_CONNECT_S)
+    tunnel.set_tunnel(bracket_ipv6(host), port, {"Host": f"{bracket_ipv6(host)}:{port}", **proxy.headers})
     try:
-        way.connect()
-        return way.sock
+        tunnel.connect()
+        return tunnel.sock
     except (OSError, HTTPException) as error:
-        answer = _ANSWER.match(str(error))
-        code = answer[1] if answer else "" if way.sock else "none"
-        why = {
-            "none": f"cannot be reached ({one_line(error)}): is it up, and is this its address?",
+        answer = _PROXY_ANSWER.match(str(error))
+        code = answer[1] if answer else "" if tunnel.sock else "none"
+        reason = {
+            "none": f"cannot be reached ({single_line(error)}): is it up, and is this its address?",
             "403": f"forbids {host} port {port} (403): ask your network's people to allow it",
-            "407": f"asks for a user and a password, or does not take those given (407): {_WRITE}",
-        }.get(code, f"does not get through to {host} port {port} ({one_line(error)}): is the server up?")
-        raise WsiFlError(f"the proxy {proxy} (HTTPS_PROXY) {why}") from None
+            "407": f"asks for a user and a password, or does not take those given (407): {_PROXY_HINT}",
+        }.get(code, f"does not get through to {host} port {port} ({single_line(error)}): is the server up?")
+        raise WsiFlError(f"the proxy {proxy} (HTTPS_PROXY) {reason}") from None

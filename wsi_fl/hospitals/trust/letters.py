@@ -1,8 +1,8 @@
-"""What travels over a line that is not trusted: sealed for its receiver, signed by its sender, bound to its place.
+"""Messages for an untrusted transport: sealed for the receiver, signed by the sender, bound to session and sequence id.
 
-A letter has a head that anybody may read, a signature of the head by the sender's key (`certificates`), and a body that
-only the receiver can open: HPKE (RFC 9180) with X25519, HKDF-SHA256 and ChaCha20-Poly1305, for a key that the receiver
-made when its process began. The head names sender, receiver, session, place and the body's SHA-256.
+A message has a public header, a signature of the header by the sender's key, and a body for the receiver alone: HPKE
+(RFC 9180) with X25519, HKDF-SHA256 and ChaCha20-Poly1305, for a key that the receiver made when its process began. The
+header names sender, receiver, session, sequence id (`place`) and the body's SHA-256.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Digest, Name, NotAgreed, Words, decoded, encoded
-from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verified
+from wsi_fl.federation.documents import Digest, PrintableText, ProtocolError, SiteName, decode_document, encode_document
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verify_certificate
 
 _MAGIC = b"wsi-fl letter 1\n"
 _PREFIX = struct.Struct(f"<{len(_MAGIC)}sII")
-"""magic, bytes of the head, bytes of the signature; head, signature and body follow."""
-_MOST_HEAD, _MOST_SIGNATURE = 8192, 1024
+"""magic, bytes of the header, bytes of the signature; header, signature and body follow."""
+_MAX_HEADER_BYTES, _MAX_SIGNATURE_BYTES = 8192, 1024
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
-HELLO = "hello"
-"""The place of the first letter of each process, which is signed and not sealed: it brings certificate and key."""
-EVERYBODY = "everybody"
+HANDSHAKE = "hello"
+"""The sequence id of each process's first message, signed and not sealed, with its certificate and key."""
+ALL_RECEIVERS = "everybody"
 Buffer = bytes | bytearray | memoryview
 
 
-class Head(TypedDict):
-    """What a letter says of itself.
+class MessageHeader(TypedDict):
+    """The public header of a message.
 
     Attributes:
-        to: the receiver; "everybody" of a hello.
-        session: what all sites' hellos make; of a hello the signed plan, or empty.
-        place: "hello", "g4" for the fifth gathering, "x3.0" for hop 0 of round 3, "end", or "withdrawn" for an end
-            because the hospital withdrew what it had approved.
+        to: the receiver; "everybody" for a handshake.
+        session: derived from all sites' handshakes; of a handshake the signed plan, or empty.
+        place: the sequence id: "hello", "g4" for the fifth gathering, "x3.0" for hop 0 of round 3, "end", or
+            "withdrawn" for an end because the hospital revoked its approval.
         digest: SHA-256 of the body as it travels.
     """
 
-    sender: Name
-    to: Name
+    sender: SiteName
+    to: SiteName
     session: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
     place: Annotated[str, Field(pattern=r"^(hello|end|withdrawn|g\d{1,9}|x\d{1,9}\.\d)$")]
     digest: Digest
 
 
-class Hello(TypedDict):
-    """What a site says first, to everybody.
+class Handshake(TypedDict):
+    """A site's first message, to all.
 
     Attributes:
         certificate: PEM.
@@ -61,118 +61,124 @@ class Hello(TypedDict):
         time: seconds since 1970 by its clock.
         version: of wsi-fl.
         code: SHA-256 of the installed package.
-        gone: site → time of the hello of its process that the sender believes gone; see `lines.relayed`.
+        gone: site → time of the handshake of its process that the sender believes dropped out.
     """
 
     certificate: Annotated[str, Field(max_length=4000)]
     public: Digest
     time: Annotated[float, Field(ge=0, le=1e11)]
-    version: Words
+    version: PrintableText
     code: Digest
-    gone: dict[Name, Annotated[float, Field(ge=0, le=1e11)]]
+    gone: dict[SiteName, Annotated[float, Field(ge=0, le=1e11)]]
 
 
 @dataclass(frozen=True)
-class Letter:
-    """A letter that arrived, before anything of it is believed."""
+class SealedMessage:
+    """A message that arrived, not yet verified."""
 
-    head: Head
-    signed: bytes
+    header: MessageHeader
+    header_bytes: bytes
     signature: bytes
     body: memoryview
 
     @staticmethod
-    def read(data: Buffer) -> Letter:
-        """Take a letter apart; NotAgreed where it is none."""
+    def read(data: Buffer) -> SealedMessage:
+        """Parse a message; ProtocolError if it is none."""
         view = memoryview(data)
         if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
-            raise NotAgreed("something arrived that is no letter")
-        _, n_head, n_signature = _PREFIX.unpack_from(view)
-        if n_head > _MOST_HEAD or n_signature > _MOST_SIGNATURE:
-            raise NotAgreed("a letter with too long a head arrived")
+            raise ProtocolError("something arrived that is no message of wsi-fl")
+        _, n_header, n_signature = _PREFIX.unpack_from(view)
+        if n_header > _MAX_HEADER_BYTES or n_signature > _MAX_SIGNATURE_BYTES:
+            raise ProtocolError("a message with too long a header arrived")
         start = _PREFIX.size
-        signed, signature = bytes(view[start : start + n_head]), bytes(view[start + n_head :][:n_signature])
-        head = decoded(signed, Head, "of a letter")
-        return Letter(head, signed, signature, view[start + n_head + n_signature :])
+        header_bytes, signature = (bytes(view[start : start + n_header]), bytes(view[start + n_header :][:n_signature]))
+        header = decode_document(header_bytes, MessageHeader, "of a message")
+        return SealedMessage(header, header_bytes, signature, view[start + n_header + n_signature :])
 
-    def check(self, sender: Holder) -> None:
-        """Refuse (NotTrusted) a letter whose name, signature or body is not its sender's."""
-        if self.head["sender"] != sender.name:
-            raise NotTrusted(f"{sender.name} signed a letter in the name of {self.head['sender']}")
-        sender.check(self.signature, _MAGIC + self.signed)
-        if hashlib.sha256(self.body).hexdigest() != self.head["digest"]:
-            raise NotTrusted(f"a letter of {sender.name} was altered on its way")
+    def verify_sender(self, sender: Holder) -> None:
+        """Refuse (NotTrusted) a message whose name, signature or body is not its sender's."""
+        if self.header["sender"] != sender.name:
+            raise NotTrusted(f"{sender.name} signed a message in the name of {self.header['sender']}")
+        sender.verify_signature(self.signature, _MAGIC + self.header_bytes)
+        if hashlib.sha256(self.body).hexdigest() != self.header["digest"]:
+            raise NotTrusted(f"a message of {sender.name} was altered on its way")
 
-    def hello(self, root: str) -> tuple[Hello, Holder]:
-        """Return what a hello says, and who says it; NotAgreed or NotTrusted where it is none of this federation."""
-        said = decoded(bytes(self.body), Hello, self.head["sender"])
-        holder = verified(said["certificate"], root)
-        self.check(holder)
-        return said, holder
+    def read_handshake(self, root: str) -> tuple[Handshake, Holder]:
+        """Return a handshake and its signer; ProtocolError or NotTrusted if it is none of this federation."""
+        handshake = decode_document(bytes(self.body), Handshake, self.header["sender"])
+        holder = verify_certificate(handshake["certificate"], root)
+        self.verify_sender(holder)
+        return handshake, holder
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Writes and opens the letters of one site in one process, which began at `since`, in seconds since 1970.
+class MessageSealer:
+    """Seals and opens the messages of one site in one process, which began at a time in seconds since 1970.
 
-    `heard` has the time of the newest hello of each site that the process has met; older ones are of processes that
+    It holds the time of the newest handshake of each site that the process has met; older ones are of processes that
     ended.
     """
 
     identity: Identity
-    since: float = field(default_factory=time.time)
-    heard: dict[str, float] = field(default_factory=dict, compare=False)
-    _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
+    started_at: float = field(default_factory=time.time)
+    latest_handshakes: dict[str, float] = field(default_factory=dict, compare=False)
+    _private_key: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
 
-    def anew(self, after: float) -> Writer:
-        """Return a writer that says another hello, now and later than a time, and knows those of others."""
-        return Writer(self.identity, max(time.time(), after + 0.001), self.heard)
+    def renew_handshake(self, earliest: float) -> MessageSealer:
+        """Return a sealer with a new handshake, later than now and than a time, that keeps those of others."""
+        return MessageSealer(self.identity, max(time.time(), earliest + 0.001), self.latest_handshakes)
 
     @property
     def public(self) -> str:
-        """The X25519 key that letters to this process are sealed with, in hexadecimal digits."""
-        return self._private.public_key().public_bytes_raw().hex()
+        """The X25519 key for messages to this process, in hexadecimal digits."""
+        return self._private_key.public_key().public_bytes_raw().hex()
 
-    def hello(self, said: Hello, plan: str) -> bytes:
-        """Return the letter that introduces this process to everybody, under a signed plan."""
-        return self._signed(EVERYBODY, plan, HELLO, encoded(said, Hello, self.identity.name))
+    def write_handshake(self, handshake: Handshake, plan: str) -> bytes:
+        """Return the message that introduces this process to all, under a signed plan."""
+        return self._sign_message(
+            ALL_RECEIVERS, plan, HANDSHAKE, encode_document(handshake, Handshake, self.identity.name)
+        )
 
-    def letter(self, to: str, public: str, session: str, place: str, content: Sequence[Buffer]) -> bytes:
-        """Return a letter, of parts that are put together in order, that is sealed with the receiver's public key."""
-        info = _bound(self.identity.name, to, session, place)
-        key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
-        return self._signed(to, session, place, _SUITE.encrypt(b"".join(content), key, info))
+    def seal_message(
+        self, receiver: str, receiver_key: str, session: str, sequence_id: str, content: Sequence[Buffer]
+    ) -> bytes:
+        """Return a message, of parts joined in order, sealed with the receiver's public key."""
+        info = _binding_context(self.identity.name, receiver, session, sequence_id)
+        recipient_key = X25519PublicKey.from_public_bytes(bytes.fromhex(receiver_key))
+        return self._sign_message(
+            receiver, session, sequence_id, _SUITE.encrypt(b"".join(content), recipient_key, info)
+        )
 
-    def open(self, letter: Letter) -> memoryview:
-        """Return the content of a letter that was checked; NotTrusted where it was not sealed for this process."""
-        head = letter.head
-        info = _bound(head["sender"], self.identity.name, head["session"], head["place"])
+    def open(self, message: SealedMessage) -> memoryview:
+        """Return the content of a verified message; NotTrusted if it was not sealed for this process."""
+        header = message.header
+        info = _binding_context(header["sender"], self.identity.name, header["session"], header["place"])
         try:
-            return memoryview(_SUITE.decrypt(bytes(letter.body), self._private, info))
+            return memoryview(_SUITE.decrypt(bytes(message.body), self._private_key, info))
         except (InvalidTag, ValueError):
-            raise NotTrusted(f"a letter of {head['sender']} was not sealed for this process") from None
+            raise NotTrusted(f"a message of {header['sender']} was not sealed for this process") from None
 
-    def _signed(self, to: str, session: str, place: str, body: bytes) -> bytes:
-        head: Head = {
+    def _sign_message(self, receiver: str, session: str, sequence_id: str, body: bytes) -> bytes:
+        header: MessageHeader = {
             "sender": self.identity.name,
-            "to": to,
+            "to": receiver,
             "session": session,
-            "place": place,
+            "place": sequence_id,
             "digest": hashlib.sha256(body).hexdigest(),
         }
-        text = encoded(head, Head, self.identity.name)
+        text = encode_document(header, MessageHeader, self.identity.name)
         signature = self.identity.sign(_MAGIC + text)
         return b"".join([_PREFIX.pack(_MAGIC, len(text), len(signature)), text, signature, body])
 
 
-def session_of(hellos: Sequence[tuple[str, str]], plan: str) -> str:
-    """Return what all sites' hellos, (site, public key) in any order, and the SHA-256 of the signed plan (or "") make.
+def derive_session(handshakes: Sequence[tuple[str, str]], plan: str) -> str:
+    """Return the session of all sites' handshakes, (site, public key) in any order, and the plan's SHA-256 (or "").
 
-    So nobody's letters of an earlier process pass for letters of this one's.
+    So messages of an earlier process cannot pass for messages of this one.
     """
-    said = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(hellos))])
-    return hashlib.sha256(said.encode()).hexdigest()
+    transcript = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(handshakes))])
+    return hashlib.sha256(transcript.encode()).hexdigest()
 
 
-def _bound(sender: str, to: str, session: str, place: str) -> bytes:
-    return f"wsi-fl {session} {sender} {to} {place}".encode()
+def _binding_context(sender: str, receiver: str, session: str, sequence_id: str) -> bytes:
+    return f"wsi-fl {session} {sender} {receiver} {sequence_id}".encode()

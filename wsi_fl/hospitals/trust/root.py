@@ -1,7 +1,7 @@
-"""The root of a federation, in `root/` of the founded folder: its key gives certificates, and withdraws them.
+"""The root CA of a federation, in `root/` of the provisioned folder: its key issues certificates, and revokes them.
 
-The list of withdrawn ones is written by the root, taken by kits, and carried by a shared folder. Everybody keeps the
-list with the higher number, so nobody can put an older one in its place.
+The revocation list is written by the root CA, stored by kits, and distributed by a shared folder. Of two lists the one
+with the higher number holds, so an older list cannot replace it.
 """
 
 from __future__ import annotations
@@ -13,30 +13,36 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from wsi_fl.hospitals.flare.files import COORDINATOR
-from wsi_fl.hospitals.lines.share import Share
-from wsi_fl.hospitals.trust.certificates import NotTrusted, fingerprint, longer_list, verified, withdrawn
-from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, trusted_in
-from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.system.files import append_line, ordinary, read_lines, write_text
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.hospitals.lines.share import SharedFolder
+from wsi_fl.hospitals.trust.certificates import (
+    NotTrusted,
+    extend_revocation_list,
+    key_fingerprint,
+    parse_revocation_list,
+    verify_certificate,
+)
+from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, ROOT_FILE, Kit, load_trusted_pem
+from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.system.files import append_line, read_lines, require_regular_file, write_text
+from wsi_fl.types import UsageError, single_line
 
-_ISSUED = {"name": str, "role": str, "fingerprint": str}
-_MOST_BYTES = 1 << 20
+_ISSUED_FIELDS = {"name": str, "role": str, "fingerprint": str}
+_MAX_LIST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Root:
-    """The folder of a root, its certificate (PEM), and what its key was used for."""
+class RootCA:
+    """The folder of a root CA, its certificate (PEM), and the record of issued certificates."""
 
     path: Path
     certificate: str
 
     @staticmethod
-    def open(folder: Path) -> Root:
-        """Read the root in a founded folder; UsageError where none is there."""
+    def open(folder: Path) -> RootCA:
+        """Read the root CA in a provisioned folder; UsageError if there is none."""
         path = folder / "root"
         try:
-            return Root(path, (path / ROOT).read_text())
+            return RootCA(path, (path / ROOT_FILE).read_text())
         except OSError:
             raise UsageError(
                 f"{folder}: no federation's root/ is in it; give --kit the folder that `provision` made"
@@ -44,53 +50,49 @@ class Root:
 
     @property
     def key(self) -> str:
-        """The key, PEM; UsageError where it is kept elsewhere."""
+        """The key, PEM; UsageError if it is kept elsewhere."""
         try:
             return (self.path / "root.key").read_text()
         except OSError:
-            raise UsageError(
-                f"{self.path / 'root.key'} cannot be read; put the root's key back for this"
-            ) from None
+            raise UsageError(f"{self.path / 'root.key'} cannot be read; put the root's key back for this") from None
 
     @property
-    def trusted(self) -> str:
-        """The root's certificate, and its list where there is one, PEM."""
-        return trusted_in(self.path)
+    def trust_pem(self) -> str:
+        """The root CA's certificate, and its revocation list if there is one, PEM."""
+        return load_trusted_pem(self.path)
 
-    def issued(self) -> list[dict[str, str]]:
-        """Return a line for every certificate that was given, oldest first."""
-        return read_lines(self.path / "issued.jsonl", _ISSUED)
+    def list_issued(self) -> list[dict[str, str]]:
+        """Return a line for every certificate that was issued, oldest first."""
+        return read_lines(self.path / "issued.jsonl", _ISSUED_FIELDS)
 
-    def keys(self) -> dict[str, str]:
-        """Return the fingerprint of everybody's newest key, by name."""
-        return {one["name"]: one["fingerprint"] for one in self.issued()}
+    def load_keys(self) -> dict[str, str]:
+        """Return the fingerprint of each holder's newest key, by name."""
+        return {entry["name"]: entry["fingerprint"] for entry in self.list_issued()}
 
-    def note(self, certificate: str, line: dict[str, str]) -> bool:
-        """Note a certificate (PEM) that was given; return whether another key of its name was withdrawn by that."""
-        key, now = fingerprint(certificate), datetime.now(UTC).isoformat(timespec="seconds")
-        holder = verified(certificate, self.certificate)
-        number, until = f"{holder.number:x}", holder.until.isoformat()
-        line = line | {"fingerprint": key, "serial": number, "until": until, "time": now}
+    def record_certificate(self, certificate: str, line: dict[str, str]) -> bool:
+        """Record an issued certificate (PEM); return whether another key of its name was revoked thereby."""
+        key, timestamp = key_fingerprint(certificate), datetime.now(UTC).isoformat(timespec="seconds")
+        holder = verify_certificate(certificate, self.certificate)
+        serial, until = f"{holder.number:x}", holder.until.isoformat()
+        line = line | {"fingerprint": key, "serial": serial, "until": until, "time": timestamp}
         append_line(self.path / "issued.jsonl", line)
-        return self.withdraw(line["name"], but=key)
+        return self.revoke_certificates(line["name"], except_key=key)
 
-    def withdraw(self, name: str, *, but: str = "") -> bool:
-        """Put all certificates of a name on the list, but those of one key; return whether any were not there yet."""
-        gone = {but, *withdrawn(self.trusted).keys}
-        numbers: dict[int, str] = {}
-        for one in self.issued():
-            if one["name"] == name and (key := one["fingerprint"]) not in gone:
-                number = (
-                    one.get("serial") or key.replace(":", "")[:38]
-                )  # without one its key alone is refused
-                numbers[int(number, 16)] = key
-        if numbers:
-            write_text(self.path / LIST, longer_list(self.trusted, self.key, numbers))
-        return bool(numbers)
+    def revoke_certificates(self, name: str, *, except_key: str = "") -> bool:
+        """Revoke all certificates of a name except those of one key; return whether any was not revoked before."""
+        revoked_keys = {except_key, *parse_revocation_list(self.trust_pem).keys}
+        serials: dict[int, str] = {}
+        for entry in self.list_issued():
+            if entry["name"] == name and (key := entry["fingerprint"]) not in revoked_keys:
+                serial = entry.get("serial") or key.replace(":", "")[:38]  # without one its key alone is refused
+                serials[int(serial, 16)] = key
+        if serials:
+            write_text(self.path / REVOCATIONS_FILE, extend_revocation_list(self.trust_pem, self.key, serials))
+        return bool(serials)
 
 
-class Listed(TypedDict):
-    """What became of a list: who is on it now, which kit has it, and where it lies."""
+class RevocationResult(TypedDict):
+    """The result for a revocation list: the latest site, the kit with the list, and the list's file."""
 
     site: NotRequired[str]
     kit: NotRequired[str]
@@ -100,58 +102,65 @@ class Listed(TypedDict):
     file: NotRequired[str]
 
 
-def revoke(site: str, folder: Path) -> Listed:
-    """Withdraw all certificates of a name, by the root in a founded folder; UsageError where there are none."""
-    if not Root.open(folder).withdraw(site):
-        raise UsageError(
-            f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names"
-        )
-    return {"site": site, **handed_on(folder)}
+def revoke_site(site: str, folder: Path) -> RevocationResult:
+    """Revoke all certificates of a name, by the root CA in a provisioned folder; UsageError if there are none."""
+    if not RootCA.open(folder).revoke_certificates(site):
+        raise UsageError(f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names")
+    return {"site": site, **distribute_revocations(folder)}
 
 
-def handed_on(folder: Path) -> Listed:
-    """Give the root's list to the coordinator's kit in the founded folder; return where the list lies."""
-    file, kit = folder / "root" / LIST, folder / COORDINATOR
-    taken: Listed = take_list(file, kit) if kit.is_dir() else {"said": ""}
-    return taken | {"file": str(file)}
+def distribute_revocations(folder: Path) -> RevocationResult:
+    """Install the root CA's list in the coordinator's kit of the provisioned folder; return where the list is."""
+    file, kit = folder / "root" / REVOCATIONS_FILE, folder / COORDINATOR
+    result: RevocationResult = install_revocation_list(file, kit) if kit.is_dir() else {"said": ""}
+    return result | {"file": str(file)}
 
 
-def take_list(file: Path, kit: Path) -> Listed:
-    """Put a list into a kit, and into the folder that it shares; UsageError where the root has not signed it."""
-    opened = Kit.open(kit)
+def install_revocation_list(file: Path, kit: Path) -> RevocationResult:
+    """Install a list in a kit and in its shared folder; UsageError if the root CA has not signed it."""
+    target_kit = Kit.open(kit)
     try:
-        newer = opened.take(ordinary(file).read_text(errors="replace"))
+        is_newer = target_kit.update_revocation_list(require_regular_file(file).read_text(errors="replace"))
     except (OSError, NotTrusted) as error:
-        raise UsageError(f"{file}: {one_line(error)}; {kit} was left as it is") from None
-    number = opened.withdrawn().number
-    said = f"{kit} has list {number} of withdrawn certificates{'' if newer else ', which is not older'}"
-    laid = exchange_list(opened, opened.folder) if opened.folder else ""
-    return {"kit": str(kit), "number": number, "newer": newer, "said": f"{said}{laid and f'; {laid}'}"}
+        raise UsageError(f"{file}: {single_line(error)}; {kit} was left as it is") from None
+    number = target_kit.load_revocation_list().number
+    message = f"{kit} has list {number} of withdrawn certificates{'' if is_newer else ', which is not older'}"
+    exchange_note = sync_revocation_list(target_kit, target_kit.folder) if target_kit.folder else ""
+    return {
+        "kit": str(kit),
+        "number": number,
+        "newer": is_newer,
+        "said": f"{message}{exchange_note and f'; {exchange_note}'}",
+    }
 
 
-def exchange_list(kit: Kit, address: str) -> str:
-    """Take a newer list of withdrawn certificates from a shared folder, or lay the kit's own there; say which."""
-    share = Share(address)
+def sync_revocation_list(kit: Kit, address: str) -> str:
+    """Take a newer revocation list from a shared folder, or write the kit's own there; return a line on it."""
+    share = SharedFolder(address)
     try:
-        laid = share.read(_MOST_BYTES, LIST).decode(errors="replace") if LIST in share.entries() else ""
-        with suppress(NotTrusted):  # whoever can write to the folder may have laid anything
-            if kit.take(laid):
+        shared_list = (
+            share.read(_MAX_LIST_BYTES, REVOCATIONS_FILE).decode(errors="replace")
+            if REVOCATIONS_FILE in share.list_entries()
+            else ""
+        )
+        with suppress(NotTrusted):  # anybody with write access may have written the file
+            if kit.update_revocation_list(shared_list):
                 return "a newer list of withdrawn certificates was taken from the folder"
-        if (mine := kit.withdrawn().text) in ("", laid):
+        if (local_list := kit.load_revocation_list().text) in ("", shared_list):
             return ""
-        if laid:
-            share.remove(LIST)
-        share.write(mine.encode(), LIST)
-        return "the list of withdrawn certificates was laid into the folder"
+        if shared_list:
+            share.remove_file(REVOCATIONS_FILE)
+        share.write(local_list.encode(), REVOCATIONS_FILE)
+        return "the list of withdrawn certificates was written into the folder"
     except Exception as error:  # each kind of share fails in its own way
-        return f"the folder was not asked for withdrawn certificates: {one_line(error)}"
+        return f"the folder was not asked for withdrawn certificates: {single_line(error)}"
 
 
-def list_lines(document: Listed) -> Lines:
-    """Say who has a list, and whom to send it to."""
-    yield Line(document["said"])
+def revocation_lines(document: RevocationResult) -> Lines:
+    """Report which kit has a list, and whom to send it to."""
+    yield TextLine(document["said"])
     if "file" in document:
-        yield Line(
+        yield TextLine(
             f"send {document['file']} to all, a server first, which is to be started anew: `wsi-fl federation join "
-            f"{LIST} --kit KIT`"
+            f"{REVOCATIONS_FILE} --kit KIT`"
         )

@@ -1,7 +1,7 @@
-"""What a hospital says to the server and the coordinator of a job: one of four agreed documents, and nothing else.
+"""A hospital's replies to the server and the coordinator of a job: one of four agreed documents, and nothing else.
 
-Neither side trusts the other: the server looks at what a hospital said before it keeps it, and the coordinator at what
-the server handed on. What is not agreed on ends the job in one line that names the hospital.
+Neither side trusts the other: the server validates a hospital's reply before storing it, and the coordinator validates
+the server's. An invalid reply ends the job in one line that names the hospital.
 """
 
 from __future__ import annotations
@@ -12,91 +12,90 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Amount, Name, NotAgreed, Words, decoded
-from wsi_fl.learning.counts import N_BINS, Scores
+from wsi_fl.federation.documents import Amount, PrintableText, ProtocolError, SiteName, decode_document
+from wsi_fl.learning.counts import N_BINS, CrossSiteCounts
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.types import printable
+from wsi_fl.types import make_printable
 
-_LONGEST = 1000
-_MOST_VALUES = 1 << 21
-"""Of an answer: a hundred models that a hundred hospitals counted."""
+_MAX_ERROR_CHARS = 1000
+_MAX_VALUES = 1 << 21
+"""Of a reply: a hundred models counted by a hundred hospitals."""
 
 
-class _Ready(TypedDict):
+class _ReadyReply(TypedDict):
     """A hospital's process listens."""
 
 
-class _Failed(TypedDict):
-    """Why a hospital did not do what it was asked."""
+class _FailureReply(TypedDict):
+    """Why a hospital did not do its job."""
 
-    error: Words
+    error: PrintableText
 
 
-class Reached(TypedDict):
-    """Whom a hospital that went to see all others reached, as `taking_part.greet` says it."""
+class ReachabilityReply(TypedDict):
+    """The peers that a hospital reached in a connection check."""
 
-    site: Name
-    peers: list[Name]
+    site: SiteName
+    peers: list[SiteName]
     seconds: Amount
 
 
-class _Done(Summary):
-    """The summary of a run, and the counts that left the hospitals; None where none did."""
+class _RunReply(Summary):
+    """The summary of a run, and the counts that left the hospitals; None if none did."""
 
-    scores: Scores | None
-
-
-_KINDS: dict[str, Any] = {"ready": _Ready, "check": Reached, "work": _Done}
+    scores: CrossSiteCounts | None
 
 
-def failed(text: str) -> _Failed:
-    """Return a reason as the document that tells it: one printable line of at most 1000 characters."""
-    return {"error": printable(" ".join(text.split()))[:_LONGEST]}
+_REPLY_TYPES: dict[str, Any] = {"ready": _ReadyReply, "check": ReachabilityReply, "work": _RunReply}
 
 
-def answered(text: str, site: str, what: str) -> dict[str, Any]:
-    """Return what a hospital says in JSON, once it is known to be what was agreed on; else NotAgreed, which names it.
+def failure_reply(text: str) -> _FailureReply:
+    """Return a failure document with its reason: one printable line of at most 1000 characters."""
+    return {"error": make_printable(" ".join(text.split()))[:_MAX_ERROR_CHARS]}
+
+
+def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
+    """Return a hospital's JSON reply after validation; ProtocolError, with the hospital's name, otherwise.
 
     Args:
-        what: was asked: "ready", "check" or "work".
+        job_kind: the kind of job: "ready", "check" or "work".
     """
-    said: dict[str, Any] = decoded(
-        text.encode(errors="surrogatepass"), _KINDS[what], site, most_values=_MOST_VALUES
+    reply: dict[str, Any] = decode_document(
+        text.encode(errors="surrogatepass"), _REPLY_TYPES[job_kind], site, max_values=_MAX_VALUES
     )
-    if said.get("scores") is not None and not _whole(said["scores"]):
-        raise NotAgreed(f"site {site} told what was not agreed on: scores that do not fit together")
-    return said
+    if reply.get("scores") is not None and not _is_complete(reply["scores"]):
+        raise ProtocolError(f"site {site} told what was not agreed on: scores that do not fit together")
+    return reply
 
 
-def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
-    """Return what the server handed on of each hospital, or NotAgreed; of failures alone where any hospital failed.
+def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Any]:
+    """Return the replies that the server passed on, by hospital, or ProtocolError; failures alone if any hospital
+    failed.
 
     Args:
-        told: by site; who has said nothing yet is missing, or has an empty document.
-        sites: that were asked.
-        what: they were asked.
+        replies: by site; a site without a reply is missing, or has an empty document.
+        sites: of the job.
+        job_kind: the kind of job.
     """
-    if not isinstance(told, Mapping) or not set(told) <= set(sites):
-        raise NotAgreed(
-            "the server handed on what was not agreed on: answers of sites that are not in this job"
-        )
-    texts = {site: json.dumps(one) for site, one in told.items() if one != {}}
-    failures = [site for site in texts if isinstance(told[site], Mapping) and "error" in told[site]]
+    if not isinstance(replies, Mapping) or not set(replies) <= set(sites):
+        raise ProtocolError("the server handed on what was not agreed on: answers of sites that are not in this job")
+    texts = {site: json.dumps(reply) for site, reply in replies.items() if reply != {}}
+    failures = [site for site in texts if isinstance(replies[site], Mapping) and "error" in replies[site]]
     if failures:
-        return {site: decoded(texts[site].encode(), _Failed, site) for site in failures}
-    return {site: answered(text, site, what) for site, text in texts.items()}
+        return {site: decode_document(texts[site].encode(), _FailureReply, site) for site in failures}
+    return {site: parse_reply(text, site, job_kind) for site, text in texts.items()}
 
 
-def _whole(scores: Scores) -> bool:
-    """Whether every model has counts of every hospital, all of the shape that the number of classes asks for."""
+def _is_complete(scores: CrossSiteCounts) -> bool:
+    """Return whether every model has counts of every hospital, in the shape of the number of classes."""
     n, hospitals = len(scores["classes"]), set(scores["hospitals"])
     bins = N_BINS if n == 2 else 0
     return set(scores["counts"]) == set(scores["models"]) and all(
-        set(held) == hospitals
+        set(by_hospital) == hospitals
         and all(
-            [len(row) for row in one["confusion"]] == [n] * n
-            and len(one["positives"]) == len(one["negatives"]) == len(one.get("high", [])) == bins
-            for one in held.values()
+            [len(row) for row in counts["confusion"]] == [n] * n
+            and len(counts["positives"]) == len(counts["negatives"]) == len(counts.get("high", [])) == bins
+            for counts in by_hospital.values()
         )
-        for held in scores["counts"].values()
+        for by_hospital in scores["counts"].values()
     )

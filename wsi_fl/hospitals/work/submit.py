@@ -1,8 +1,8 @@
-"""The coordinator's side: asking all hospitals to begin, and what comes back, releases and tallies alone.
+"""The coordinator's side: starting a plan at all hospitals, and its results, releases and tallies alone.
 
-A plan that can do without a hospital goes on by itself, job after job, until it is done. A job is for the hospitals
-that are there. When one falls silent or fails, the next job is for the others, from their checkpoints; when it is there
-again, the job under way ends and the next one is for all of them.
+A plan that can do without a hospital continues, job after job, until it is done. A job is for the hospitals that are
+connected. When one times out or fails, the next job is for the others, from their checkpoints; when it is back, the
+running job ends and the next one is for all of them.
 """
 
 from __future__ import annotations
@@ -17,213 +17,215 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from wsi_fl.hospitals.flare import jobs
-from wsi_fl.hospitals.flare.files import HEARTBEAT_S, Job
-from wsi_fl.hospitals.lines.share import Share
-from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
-from wsi_fl.hospitals.trust.certificates import withdrawn
-from wsi_fl.hospitals.trust.kit import Kit, Step, look
-from wsi_fl.hospitals.trust.root import exchange_list
+from wsi_fl.hospitals.flare.files import HEARTBEAT_S, JobRequest
+from wsi_fl.hospitals.lines.share import SharedFolder
+from wsi_fl.hospitals.plans.signed import FederationPlan, check_revoked
+from wsi_fl.hospitals.trust.certificates import parse_revocation_list
+from wsi_fl.hospitals.trust.kit import CheckStep, Kit, check_connection
+from wsi_fl.hospitals.trust.root import sync_revocation_list
 from wsi_fl.hospitals.work.taking_part import LAST
-from wsi_fl.learning.counts import Scores
+from wsi_fl.learning.counts import CrossSiteCounts
 from wsi_fl.report.between import render_coordinator
-from wsi_fl.report.words import absences
-from wsi_fl.stages.site.account import spent_words
+from wsi_fl.report.words import describe_absences
+from wsi_fl.stages.site.account import describe_spending
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.system.files import append_line, read_lines, read_object, write_json, write_text
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
-_SUMMARY = "summary.json"
-_JOBS = "jobs.jsonl"
-"""A line for what the coordinator asked the hospitals for, and one for what became of it, in the kit."""
-_KNOWN = ("what", "plan", "method", "sites", "resume", "without", "asked", "run", "reason")
-"""What is known of a job; "reason" is why it failed, "run" what came of it, and None stands for neither yet."""
+_SUMMARY_FILE = "summary.json"
+_JOB_LOG = "jobs.jsonl"
+"""The kit's log: a line for each submitted job, and one for its outcome."""
+_JOB_FIELDS = ("what", "plan", "method", "sites", "resume", "without", "asked", "run", "reason")
+"""What is known of a job; "reason" is why it failed, "run" its result, and None stands for neither yet."""
 _LOOK_S = 5.0
-_TRIES = 3
-"""Times that a hospital which is connected may fail before it is left out until it was away, or for its patience."""
-_IN_VAIN = 10
-"""Jobs in a row that fail and name nobody, before people have to look."""
+_MAX_FAILURES = 3
+"""Failures after which a connected hospital is left out until it was disconnected, or for its patience."""
+_MAX_FAILED_JOBS = 10
+"""Consecutive failures without a blamed hospital after which people have to look."""
 
 
-class _Submitted(Summary):
-    """The summary of a run, where it lies, and the page."""
+class _SubmittedRun(Summary):
+    """The summary of a run, its folder, and its page."""
 
     out: str
     report: str
 
 
-def submit(
+def submit_plan(
     kit: Kit,
-    plan: Plan,
+    plan: FederationPlan,
     *,
     out: Path | None = None,
-    beside: Path = Path(),
+    parent_folder: Path = Path(),
     resume: str | None = None,
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> _Submitted:
-    """Let the hospitals of a plan do it together, and keep the summary that all of them know.
+) -> _SubmittedRun:
+    """Run a plan at its hospitals, and store the summary that all of them have.
 
     Args:
         kit: the coordinator's.
-        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`; default: a
-            new one in `beside` that is called after the run.
-        beside: the folder of the plan.
-        resume: the run to go on with, as the summary or the hospitals' folders name it.
-        without: hospitals that were lost.
+        out: a folder for `summary.json`, `report.html` and, if hospitals disclose counts, `scores.json`; default: a new
+            one in `parent_folder`, named after the run.
+        parent_folder: the folder of the plan.
+        resume: the run to resume, as the summary or the hospitals' folders name it.
+        without: hospitals that dropped out.
 
     Raises:
         UsageError: when hospitals of the plan are not connected, or `out` holds a result already.
         WsiFlError: with the reason of the first hospital that failed, or when two hospitals hold different scores.
     """
-    if out is not None and (there := out / _SUMMARY).exists():
-        before = read_object(there, "give another folder").get("run")
-        raise UsageError(f"{out} holds the result of {before}; give another folder")
+    if out is not None and (summary_file := out / _SUMMARY_FILE).exists():
+        earlier_run = read_object(summary_file, "give another folder").get("run")
+        raise UsageError(f"{out} holds the result of {earlier_run}; give another folder")
     if unknown := sorted(set(without) - set(plan.sites)):
         raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
     sites = [site for site in plan.sites if site not in without]
-    watcher = watcher or Silent()
+    watcher = watcher or SilentProgress()
     if plan.pipeline().train.min_sites is None:
-        said = _run(kit, plan, sites, _work(plan, resume, without), watcher)
+        replies = _run_job(kit, plan, sites, _work_request(plan, resume, without), watcher)
     else:
-        said = _until_done(kit, plan, sites, resume, watcher)
-    scores = _same_scores({site: one.pop("scores", None) for site, one in said.items()})
-    summary: Summary = next(iter(said.values()))
-    if out is None:  # hospitals gave the run its name
+        replies = _run_until_done(kit, plan, sites, resume, watcher)
+    scores = _require_same_scores({site: reply.pop("scores", None) for site, reply in replies.items()})
+    summary: Summary = next(iter(replies.values()))
+    if out is None:  # the hospitals named the run
         name = "result-" + re.sub(r"[^\w.-]", "_", Path(summary["run"]).name)
-        tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
-        out = next(folder for folder in tried if not folder.exists())
+        candidates = (parent_folder / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
+        out = next(folder for folder in candidates if not folder.exists())
     page = out / "report.html"
-    write_json(out / _SUMMARY, summary)
+    write_json(out / _SUMMARY_FILE, summary)
     if scores is not None:
         write_json(out / "scores.json", scores)
     write_text(page, render_coordinator(summary, scores))
     return {**summary, "out": str(out), "report": str(page)}
 
 
-def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
-    """The counts that all hospitals hold alike."""
-    first = next(iter(held))
-    if other := [site for site, scores in held.items() if scores != held[first]]:
+def _require_same_scores(scores_by_site: Mapping[str, CrossSiteCounts | None]) -> CrossSiteCounts | None:
+    """Return the scores of all hospitals; WsiFlError if they differ."""
+    first = next(iter(scores_by_site))
+    if other := [site for site, scores in scores_by_site.items() if scores != scores_by_site[first]]:
         raise WsiFlError(
             f"{first} and {other[0]} hold different scores of this run, so no page was made; each hospital's "
             "scores.json lies in its own run"
         )
-    return held[first]
+    return scores_by_site[first]
 
 
 @dataclass
-class _Absences:
-    """Which hospitals a job may be for, from when each was seen or failed last, in seconds of one clock.
+class _SiteAvailability:
+    """The hospitals that a job may be for, from when each was connected or failed last, in seconds of one clock.
 
     Args:
-        names: of the hospitals, those left out by people aside.
-        patience_s: how long one that is not there is waited for.
+        names: of the hospitals, without those that people exclude.
+        patience_s: how long a disconnected one is waited for.
     """
 
     names: Sequence[str]
     patience_s: float
-    since: dict[str, float] = field(default_factory=dict)
-    """Hospital → when it was first missed."""
+    missing_since: dict[str, float] = field(default_factory=dict)
+    """Hospital → when it was first disconnected."""
     failures: dict[str, list[float]] = field(default_factory=dict)
-    """Hospital → when it failed, since it was away or forgiven last."""
+    """Hospital → its failures since it was disconnected or forgiven last."""
 
-    def see(self, here: Sequence[str], now: float) -> None:
-        """Note who is connected now; who was away, or given up for as long as the patience, begins afresh."""
-        self.since = {name: self.since.get(name, now) for name in self.names if name not in here}
+    def update_connected(self, connected: Sequence[str], now_s: float) -> None:
+        """Record the connected hospitals; forgive failures of one that was away, or left out for the patience."""
+        self.missing_since = {name: self.missing_since.get(name, now_s) for name in self.names if name not in connected}
         for name, failed in list(self.failures.items()):
-            if len(failed) >= _TRIES and (name in self.since or now - failed[-1] >= self.patience_s):
+            if len(failed) >= _MAX_FAILURES and (name in self.missing_since or now_s - failed[-1] >= self.patience_s):
                 del self.failures[name]
 
-    def blame(self, names: Sequence[str], now: float) -> None:
-        """Note who made a job fail; who does so again and again is left out for a while."""
+    def record_failures(self, names: Sequence[str], now_s: float) -> None:
+        """Record the hospitals that made a job fail; one that does so repeatedly is left out for a while."""
         for name in names:
-            self.failures.setdefault(name, []).append(now)
+            self.failures.setdefault(name, []).append(now_s)
 
-    def there(self) -> list[str]:
+    def available_sites(self) -> list[str]:
         """Return the hospitals that a job can be for."""
-        given_up = {name for name, failed in self.failures.items() if len(failed) >= _TRIES}
-        return [name for name in self.names if name not in self.since and name not in given_up]
+        given_up = {name for name, failed in self.failures.items() if len(failed) >= _MAX_FAILURES}
+        return [name for name in self.names if name not in self.missing_since and name not in given_up]
 
-    def wanted(self) -> dict[str, float]:
-        """Return each of the others, and how long it is to be there before a job ends so that it can take part."""
-        there = self.there()
+    def return_delays(self) -> dict[str, float]:
+        """Return, by hospital left out, how long it must be back before a job ends so that it can take part."""
+        available = self.available_sites()
         return {
-            name: 0.0 if name in self.since else self.patience_s for name in self.names if name not in there
+            name: 0.0 if name in self.missing_since else self.patience_s for name in self.names if name not in available
         }
 
-    def awaited(self, now: float) -> bool:
-        """Return whether any is missed, and not yet for as long as the plan's patience."""
-        return any(now - since < self.patience_s for since in self.since.values())
+    def is_waiting(self, now_s: float) -> bool:
+        """Return whether any is disconnected, and not yet for as long as the plan's patience."""
+        return any(now_s - absent_since_s < self.patience_s for absent_since_s in self.missing_since.values())
 
 
-def _until_done(
-    kit: Kit, plan: Plan, sites: list[str], resume: str | None, watcher: Watcher
+def _run_until_done(
+    kit: Kit, plan: FederationPlan, sites: list[str], resume: str | None, watcher: Watcher
 ) -> dict[str, Any]:
-    """Ask hospitals for a plan's job until one ends well, and return what each of them said.
+    """Submit a plan's job until one succeeds, and return each hospital's reply.
 
     Args:
-        sites: of the plan, without those that people leave out.
-        resume: the run to go on with at first; afterwards it is the last one.
+        sites: of the plan, without those that people exclude.
+        resume: the run to resume at first; afterwards it is the last one.
 
     Raises:
-        WsiFlError: when the plan's day is over, or a job failed for a reason that no other job mends.
+        WsiFlError: when the plan's day is over, or a job failed for a reason that no other job resolves.
     """
     settings = plan.pipeline()
-    least, until = settings.train.min_sites or len(plan.sites), settings.train.deadline
-    missing, said, in_vain = _Absences(sites, settings.comm.timeout_s), "", 0
-    if any(one["plan"] == plan.digest and one["what"] == "work" for one in asked_for(kit).values()):
+    min_sites, deadline = settings.train.min_sites or len(plan.sites), settings.train.deadline
+    availability, last_message, n_failed_jobs = _SiteAvailability(sites, settings.comm.timeout_s), "", 0
+    if any(job["plan"] == plan.digest and job["what"] == "work" for job in load_job_log(kit).values()):
         resume = resume or LAST
 
-    def tell(text: str) -> None:
-        nonlocal said
-        if text != said:
-            watcher.say(f"  {text}", public=True)
-        said = text
+    def report_change(text: str) -> None:
+        nonlocal last_message
+        if text != last_message:
+            watcher.print_message(f"  {text}", public=True)
+        last_message = text
 
     while True:
-        if until and date.today().isoformat() > until:
-            raise WsiFlError(f"the plan was good until {until} (train.deadline); what was finished is kept")
+        if deadline and date.today().isoformat() > deadline:
+            raise WsiFlError(f"the plan was good until {deadline} (train.deadline); what was finished is kept")
         try:
-            here, trusted = jobs.connected(kit), kit.identity().root
+            connected, trusted = jobs.list_connected(kit), kit.load_identity().root
         except WsiFlError as error:
-            tell(f"{error}; it is tried again")
+            report_change(f"{error}; it is tried again")
             time.sleep(_LOOK_S)
             continue
-        now = time.monotonic()
-        missing.names = [site for site in sites if plan.keys.get(site, "") not in withdrawn(trusted).keys]
-        if len(missing.names) < least:
-            check_withdrawn(plan, trusted, sites)
-        missing.see(here, now)
-        there = missing.there()
-        left_out = [name for name in plan.sites if name not in there]
-        awaited = missing.wanted()
-        if missing.awaited(now) or len(there) < least:
-            tell(f"waiting for {', '.join(awaited)}; {len(there)} of {len(plan.sites)} are there")
+        now_s = time.monotonic()
+        availability.names = [
+            site for site in sites if plan.keys.get(site, "") not in parse_revocation_list(trusted).keys
+        ]
+        if len(availability.names) < min_sites:
+            check_revoked(plan, trusted, sites)
+        availability.update_connected(connected, now_s)
+        available = availability.available_sites()
+        left_out = [name for name in plan.sites if name not in available]
+        awaited = availability.return_delays()
+        if availability.is_waiting(now_s) or len(available) < min_sites:
+            report_change(f"waiting for {', '.join(awaited)}; {len(available)} of {len(plan.sites)} are there")
             time.sleep(_LOOK_S)
             continue
-        tell(f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(there)} are there")
+        report_change(f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(available)} are there")
         try:
-            return _run(kit, plan, there, _work(plan, resume, left_out), watcher, awaited=awaited)
-        except jobs.SiteBack as back:
-            tell(str(back))
-            in_vain = 0
-        except jobs.JobFailed as failed:
-            in_vain = 0 if failed.blamed else in_vain + 1
-            if not failed.again or in_vain >= _IN_VAIN:
+            return _run_job(kit, plan, available, _work_request(plan, resume, left_out), watcher, awaited=awaited)
+        except jobs.SiteReconnected as reconnection:
+            report_change(str(reconnection))
+            n_failed_jobs = 0
+        except jobs.JobFailed as failure:
+            n_failed_jobs = 0 if failure.blamed else n_failed_jobs + 1
+            if not failure.can_retry or n_failed_jobs >= _MAX_FAILED_JOBS:
                 raise
-            tell(str(failed))
-            missing.blame([name for name in failed.blamed if name in there], time.monotonic())
-            if " withdrew " in str(failed):  # who does so is asked no more
-                sites = [name for name in sites if name not in failed.blamed]
-                if len(sites) < least:
+            report_change(str(failure))
+            availability.record_failures([name for name in failure.blamed if name in available], time.monotonic())
+            if " withdrew " in str(failure):  # such a hospital is not asked again
+                sites = [name for name in sites if name not in failure.blamed]
+                if len(sites) < min_sites:
                     raise
             time.sleep(_LOOK_S)
         resume = LAST
 
 
-class _Checked(TypedDict):
-    """Each `Step` as JSON, who is connected, whom each site reached, and whether all is well."""
+class _KitCheck(TypedDict):
+    """Each step of the check as JSON, the connected sites, the peers that each site reached, and the verdict."""
 
     steps: list[dict[str, object]]
     connected: list[str] | None
@@ -231,152 +233,149 @@ class _Checked(TypedDict):
     ok: bool
 
 
-def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> _Checked:
-    """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
+def check_kit(kit: Kit, plan: FederationPlan | None = None, *, folder: str | None = None) -> _KitCheck:
+    """Check the connection of a kit; with the coordinator's and a plan, also between all hospitals.
 
-    Over a folder the list of withdrawn certificates is taken from it first.
+    Over a folder its revocation list is taken first.
 
     Args:
-        plan: the signed one; without it nobody is sent anywhere.
+        plan: the signed one; without it hospitals are not checked.
         folder: another address of the folder than the kit's.
     """
-    steps = [vars(step) for step in _looked(kit, folder or kit.folder)]
+    steps = [vars(step) for step in _run_check_steps(kit, folder or kit.folder)]
     ok = all(step["ok"] for step in steps)
-    document: _Checked = {"steps": steps, "connected": None, "peers": None, "ok": ok}
+    document: _KitCheck = {"steps": steps, "connected": None, "peers": None, "ok": ok}
     if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
         return document
-    document["connected"] = jobs.connected(kit)
+    document["connected"] = jobs.list_connected(kit)
     if plan is None:
         return document
     try:
-        job: Job = {"what": "check", "plan": plan.digest}
-        said = _run(kit, plan, plan.sites, job, Silent())
-        document["peers"] = {
-            name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
-        }
-        found = f"all {len(said)} hospitals have this plan, version, code and time, and reach each other"
+        job: JobRequest = {"what": "check", "plan": plan.digest}
+        replies = _run_job(kit, plan, plan.sites, job, SilentProgress())
+        document["peers"] = {name: {key: reply[key] for key in ("peers", "seconds")} for name, reply in replies.items()}
+        outcome = f"all {len(replies)} hospitals have this plan, version, code and time, and reach each other"
     except WsiFlError as error:
-        found, document["ok"] = str(error), False
-    steps.append({"what": "round trip", "ok": document["ok"], "said": found})
+        outcome, document["ok"] = str(error), False
+    steps.append({"what": "round trip", "ok": document["ok"], "said": outcome})
     return document
 
 
-def _looked(kit: Kit, address: str | None) -> Iterator[Step]:
-    """What `look` finds, and whether the folder of an address can be used, whose list counts."""
-    news = exchange_list(kit, address) if address else ""
-    found = list(look(kit))
-    yield from found
-    if address and all(step.ok for step in found):
-        yield _folder_step(Share(address), news)
+def _run_check_steps(kit: Kit, address: str | None) -> Iterator[CheckStep]:
+    """Yield the steps of the connection check, and whether the folder of an address can be used, whose list counts."""
+    news = sync_revocation_list(kit, address) if address else ""
+    steps = list(check_connection(kit))
+    yield from steps
+    if address and all(step.ok for step in steps):
+        yield _check_folder(SharedFolder(address), news)
 
 
-def _folder_step(share: Share, news: str) -> Step:
+def _check_folder(share: SharedFolder, news: str) -> CheckStep:
     try:
-        share.check()
-        share.probe()
+        share.check_address()
+        share.probe_access()
     except UsageError as error:
-        return Step("folder", False, str(error))
+        return CheckStep("folder", False, str(error))
     except Exception as error:  # each backend of fsspec has others
-        return Step("folder", False, f"the folder cannot be used: {share.address}: {one_line(error)}")
-    said = f"{share.address} can be listed, written, read and deleted in"
-    return Step("folder", True, f"{said}{news and f'; {news}'}")
+        return CheckStep("folder", False, f"the folder cannot be used: {share.address}: {single_line(error)}")
+    message = f"{share.address} can be listed, written, read and deleted in"
+    return CheckStep("folder", True, f"{message}{news and f'; {news}'}")
 
 
-def status(kit: Kit) -> dict[str, Any]:
-    """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
+def load_status(kit: Kit) -> dict[str, Any]:
+    """Return the hospitals that are connected and answer, and the newest jobs: {"connected": […], "jobs": […]}.
 
-    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `_KNOWN`. A "reason" is why it
-    failed, also where the server still calls it running.
+    A job is {"id", "name", "status", "submitted"}, and the kit's own fields of it, see `_JOB_FIELDS`. A "reason" is why
+    it failed, also if the server still calls it running.
     """
-    here, known = jobs.connected(kit), asked_for(kit)
-    rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
+    connected, job_log = jobs.list_connected(kit), load_job_log(kit)
+    rows = jobs.list_jobs(kit, [number for number, entry in job_log.items() if entry["reason"]])
     for row in rows:
-        number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(_KNOWN))
-        if row["reason"] and number in known and row["status"] != "DEAD":
-            _note_ended(kit, number, reason=row["reason"])
-        row.update(of_job | {"reason": row["reason"] or of_job["reason"]})
-    return {"connected": here, "jobs": rows}
+        number, job_fields = str(row["id"]), job_log.get(str(row["id"]), dict.fromkeys(_JOB_FIELDS))
+        if row["reason"] and number in job_log and row["status"] != "DEAD":
+            _log_end(kit, number, reason=row["reason"])
+        row.update(job_fields | {"reason": row["reason"] or job_fields["reason"]})
+    return {"connected": connected, "jobs": rows}
 
 
-def _work(plan: Plan, resume: str | None, without: Sequence[str]) -> Job:
+def _work_request(plan: FederationPlan, resume: str | None, without: Sequence[str]) -> JobRequest:
     return {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
 
 
-def _run(
+def _run_job(
     kit: Kit,
-    plan: Plan,
+    plan: FederationPlan,
     sites: list[str],
-    job: Job,
+    job: JobRequest,
     watcher: Watcher,
     *,
     awaited: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Let hospitals do a job, note in the kit what becomes of it, and return what each of them said."""
-    check_withdrawn(plan, kit.identity().root, sites)
-    if reminder := kit.reminder():
-        watcher.say(f"  {reminder}", public=True)
-    # so that every hospital has the plan, which may lie in its frame, and the newest list
-    job = job | {"text": plan.text, "withdrawn": kit.withdrawn().text}
-    settings, here = plan.pipeline(), jobs.connected(kit)
-    if missing := [site for site in sites if site not in here]:
-        why = (
+    """Run a job at hospitals, record its outcome in the kit, and return each hospital's reply."""
+    check_revoked(plan, kit.load_identity().root, sites)
+    if reminder := kit.renewal_reminder():
+        watcher.print_message(f"  {reminder}", public=True)
+    # so that every hospital has the plan, for its standing approval, and the newest list
+    job = job | {"text": plan.text, "withdrawn": kit.load_revocation_list().text}
+    settings, connected = plan.pipeline(), jobs.list_connected(kit)
+    if missing := [site for site in sites if site not in connected]:
+        reason = (
             f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
-            f"(connected: {', '.join(here) or 'nobody'})"
+            f"(connected: {', '.join(connected) or 'nobody'})"
         )
         raise (
-            UsageError(why) if settings.train.min_sites is None else jobs.JobFailed(why, missing, again=True)
+            UsageError(reason) if settings.train.min_sites is None else jobs.JobFailed(reason, missing, can_retry=True)
         )
     numbers = []
 
-    def told(number: str) -> None:
+    def note_submission(number: str) -> None:
         numbers.append(number)
-        _note_asked(kit, number, plan, job, sites)
-        watcher.say(f"  job {number}", public=True)
+        _log_submission(kit, number, plan, job, sites)
+        watcher.print_message(f"  job {number}", public=True)
 
     try:
-        said = jobs.run_job(
+        replies = jobs.run_job(
             kit,
             sites,
             job,
-            told=told,
-            waiting=lambda seconds: watcher.update("job", 0, 1, f"{seconds:.0f} s"),
+            on_submit=note_submission,
+            on_wait=lambda seconds: watcher.update("job", 0, 1, f"{seconds:.0f} s"),
             patience_s=settings.comm.timeout_s + HEARTBEAT_S,  # others wait so long for a letter
             awaited=awaited,
-            withdrawn=lambda: [site for site in sites if plan.keys.get(site, "") in kit.withdrawn().keys],
+            list_revoked=lambda: [site for site in sites if plan.keys.get(site, "") in kit.load_revocation_list().keys],
         )
     except WsiFlError as error:
         for number in numbers:
-            _note_ended(kit, number, reason=str(error))
+            _log_end(kit, number, reason=str(error))
         raise
-    _note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
-    return said
+    _log_end(kit, numbers[0], run=replies[sites[0]].get("run"))
+    return replies
 
 
-def submitted_lines(document: _Submitted) -> Lines:
-    """Say what each hospital spent, and where the result lies."""
+def submission_lines(document: _SubmittedRun) -> Lines:
+    """Report what each hospital spent, and where the result is."""
     for row in document["sites"]:
-        yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+        yield TextLine(f"  {row['site']}: {row['rounds']} rounds, {describe_spending(row)}")
     for loss in document["losses"]:
-        yield Line(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
-    yield from (Line(f"  {said}", "yellow") for said in absences(document["sites"]))
-    yield Line(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
+        yield TextLine(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
+    yield from (TextLine(f"  {note}", "yellow") for note in describe_absences(document["sites"]))
+    yield TextLine(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
 
 
-def check_lines(document: _Checked) -> Lines:
-    """Yield a line per step, and who reaches whom."""
+def check_lines(document: _KitCheck) -> Lines:
+    """Yield a line per step, and per site the peers that it reached."""
     for step in document["steps"]:
-        yield Line(
-            f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}",
-            "" if step["ok"] else "red",
+        yield TextLine(
+            f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}", "" if step["ok"] else "red"
         )
     if document["connected"] is not None:
-        yield Line(f"  connected: {', '.join(document['connected']) or 'nobody'}")
-    for site, one in (document["peers"] or {}).items():
-        yield Line(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
+        yield TextLine(f"  connected: {', '.join(document['connected']) or 'nobody'}")
+    for site, reply in (document["peers"] or {}).items():
+        yield TextLine(f"  {site} reached {', '.join(reply['peers'])} in {reply['seconds']:.1f} s")
 
 
-def _when(submitted: Any) -> str:
-    """The time at which the server took a job, in UTC; it tells seconds."""
+def _format_time(submitted: Any) -> str:
+    """Return the time at which the server took a job, in UTC, from its seconds."""
     try:
         return datetime.fromtimestamp(float(submitted), UTC).strftime("%Y-%m-%d %H:%M")
     except (TypeError, ValueError, OverflowError, OSError):
@@ -384,42 +383,42 @@ def _when(submitted: Any) -> str:
 
 
 def status_lines(document: dict[str, Any]) -> Lines:
-    """Say who is connected, and the newest jobs."""
-    yield Line(f"connected: {', '.join(document['connected']) or 'nobody'}")
+    """Report the connected hospitals, and the newest jobs."""
+    yield TextLine(f"connected: {', '.join(document['connected']) or 'nobody'}")
     rows: list[list[str] | None] = [
         [
-            *(str(job["id"]), _when(job["submitted"]), str(job["what"] or job["name"])),
+            *(str(job["id"]), _format_time(job["submitted"]), str(job["what"] or job["name"])),
             *((job["plan"] or "")[:8], job["method"] or "", Path(job["run"] or "").name),
             str(job["status"]).lower(),
         ]
         for job in document["jobs"]
     ]
-    yield Table("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
+    yield TextTable("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
     for job in document["jobs"]:
         if job["reason"]:
-            yield Line(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
+            yield TextLine(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
 
 
-def _note_asked(kit: Kit, number: str, plan: Plan, job: Job, sites: list[str]) -> None:
-    """Note by FLARE's number of it that hospitals were asked for a job."""
+def _log_submission(kit: Kit, number: str, plan: FederationPlan, job: JobRequest, sites: list[str]) -> None:
+    """Record by FLARE's id that a job was submitted."""
     line = {"id": number, "what": job["what"], "plan": plan.digest, "method": plan.method, "sites": sites}
-    rest = {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
-    append_line(kit.path / _JOBS, line | rest)
+    details = {"resume": job.get("resume"), "without": job.get("without", []), "asked": _current_time()}
+    append_line(kit.path / _JOB_LOG, line | details)
 
 
-def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | None = None) -> None:
-    """Note what became of a job: its run, or the reason why it failed."""
-    append_line(kit.path / _JOBS, {"id": number, "run": run, "reason": reason, "ended": _now()})
+def _log_end(kit: Kit, number: str, *, run: str | None = None, reason: str | None = None) -> None:
+    """Record a job's outcome: its run, or the reason why it failed."""
+    append_line(kit.path / _JOB_LOG, {"id": number, "run": run, "reason": reason, "ended": _current_time()})
 
 
-def asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
-    """Return what a kit knows of each job by its id, oldest first, with all keys of `_KNOWN`."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in read_lines(kit.path / _JOBS, {"id": str}):
-        of_job = found.setdefault(line["id"], dict.fromkeys(_KNOWN))
-        of_job |= {key: line[key] for key in _KNOWN if key in line}
-    return found
+def load_job_log(kit: Kit) -> dict[str, dict[str, Any]]:
+    """Return the fields of each job in a kit's log by its id, oldest first, with all keys of `_JOB_FIELDS`."""
+    job_log: dict[str, dict[str, Any]] = {}
+    for line in read_lines(kit.path / _JOB_LOG, {"id": str}):
+        job_fields = job_log.setdefault(line["id"], dict.fromkeys(_JOB_FIELDS))
+        job_fields |= {key: line[key] for key in _JOB_FIELDS if key in line}
+    return job_log
 
 
-def _now() -> str:
+def _current_time() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

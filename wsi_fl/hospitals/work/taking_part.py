@@ -1,4 +1,4 @@
-"""A hospital's part in a signed plan, whatever carries its letters."""
+"""A hospital's part in a signed plan, over any transport."""
 
 from __future__ import annotations
 
@@ -12,37 +12,31 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
-from wsi_fl.federation.documents import Name
-from wsi_fl.hospitals.lines.relayed import Attendance, Line, RelayedComm
-from wsi_fl.hospitals.plans.admitting import admit
-from wsi_fl.hospitals.plans.frames import ended, listed_codes
+from wsi_fl.federation.documents import SiteName
+from wsi_fl.hospitals.lines.relayed import SecureComm, SitePresence, Transport
+from wsi_fl.hospitals.plans.admitting import admit_plan
+from wsi_fl.hospitals.plans.frames import find_end_reason, list_codes
 from wsi_fl.hospitals.plans.signed import (
-    Plan,
-    approved_at,
-    approved_plan,
-    check_code,
-    check_promises,
-    check_withdrawn,
+    FederationPlan,
+    approval_time,
+    check_code_version,
+    check_revoked,
+    check_site_terms,
     code_digest,
+    load_approved_plan,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
-from wsi_fl.hospitals.trust.certificates import withdrawn as listed
-from wsi_fl.hospitals.work.said import Reached
+from wsi_fl.hospitals.trust.certificates import parse_revocation_list as listed
+from wsi_fl.hospitals.work.said import ReachabilityReply
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.carrying import own_letter
-from wsi_fl.stages.training.checks import check
-from wsi_fl.stages.training.going_on import (
-    Asked,
-    begun_under,
-    note_who_goes_on,
-    require_same,
-    taken_up,
-)
+from wsi_fl.stages.training.carrying import load_local_statistics
+from wsi_fl.stages.training.checks import check_run
+from wsi_fl.stages.training.going_on import RunRequest, find_begun_run, note_participants, open_run, require_same
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import print_message
 from wsi_fl.study.folder import Study
-from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError
+from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 
 _GREETING_S = 60.0
 LAST = "last"
@@ -52,217 +46,226 @@ LAST = "last"
 def take_part(
     study: Study,
     identity: Identity,
-    line: Line,
+    transport: Transport,
     *,
     resume: str | None = None,
     without: Sequence[str] = (),
     plan: str | None = None,
-    brought: Plan | None = None,
-    waiting: Callable[[], None] = lambda: None,
-    attendance: Attendance | None = None,
-    withdrawn: Callable[[], Mapping[str, datetime]] = dict,
+    received_plan: FederationPlan | None = None,
+    on_wait: Callable[[], None] = lambda: None,
+    presence: SitePresence | None = None,
+    load_revoked: Callable[[], Mapping[str, datetime]] = dict,
 ) -> Summary:
-    """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
+    """Do a hospital's part of its signed plan, and return the summary that all sites receive.
 
     Args:
         study: of this hospital, the only folder that is read or written.
         identity: of its kit.
-        resume: a run of this plan to go on with, or "last": the sites agree on the one of this plan that all have, or
-            begin a new one; default: a new one.
-        without: sites that were lost.
-        plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
-        brought: that plan as it came; it is approved now where the hospital's frame allows it.
-        waiting: called now and then while this process waits for others.
-        attendance: of this process, where it begins again by itself; where its sites go on without one that fell
-            silent, `without` is not given. Default: all others are needed.
-        withdrawn: what is known of withdrawn certificates by now, see `RelayedComm`.
+        resume: a run of this plan to resume, or "last": the sites agree on the one of this plan that all have, or begin
+            a new one; default: a new one.
+        without: sites that dropped out.
+        plan: SHA-256 of the requested plan, if any; another than the signed one is refused.
+        received_plan: that plan as received; it is approved now if the hospital's standing approval covers it.
+        on_wait: called now and then while this process waits for others.
+        presence: the presence known to this process, if it resumes by itself; `without` is empty if its sites go on
+            without one that timed out. Default: all others are required.
+        load_revoked: returns the certificates revoked so far, see `SecureComm`.
 
     Raises:
-        Interrupted: when a peer's process began anew, or fell silent, so that all begin again, or when a certificate
-            was withdrawn.
-        UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
+        Interrupted: when a peer's process began again, or timed out, so that all resume, or when a certificate was
+            revoked.
+        UsageError: when no plan was signed, another one is requested, or wsi-fl differs from the plan's.
     """
-    last = resume == LAST
-    with _told_to_all():
-        agreed, approved = _agreed(study, identity, plan, brought)
+    is_last = resume == LAST
+    with _disclose_errors():
+        signed_plan, approved = _load_agreed_plan(study, identity, plan, received_plan)
         if resume is None:
-            _refuse_once_more(study, agreed, approved, identity.name)
-        run = None if resume is None or last else _own_run(study, resume)
-    least = agreed.pipeline().train.min_sites
-    asked = Asked(
-        agreed.name,
+            _refuse_second_run(study, signed_plan, approved, identity.name)
+        run = None if resume is None or is_last else _find_requested_run(study, resume)
+    min_sites = signed_plan.pipeline().train.min_sites
+    request = RunRequest(
+        signed_plan.name,
         run,
-        last,
+        is_last,
         without,
-        begins_without=least is not None,
-        agreement=agreed.digest,
+        may_begin_without=min_sites is not None,
+        agreement=signed_plan.digest,
         approved=approved,
-        parameters=agreed.parameters,
+        parameters=signed_plan.parameters,
     )
-    party = RunContext.of(study, agreed.pipeline(), agreed.method)
+    context = RunContext.create(study, signed_plan.pipeline(), signed_plan.method)
     if run is not None:
-        began, finished = taken_up(study, asked)
-        with _told_to_all():
-            require_same(began, party, agreed.digest)
+        resumed_context, finished = open_run(study, request)
+        with _disclose_errors():
+            require_same(resumed_context, context, signed_plan.digest)
         if finished is not None:
-            say(f"{finished['run']} has finished already; nothing is sent again")
+            print_message(f"{finished['run']} has finished already; nothing is sent again")
             return finished
-        party = began
-    check(party, "mpi", stores=False)
-    if party.by_files and not party.site(identity.name).receives:
-        with _told_to_all():
-            own_letter(party, identity.name)
+        context = resumed_context
+    check_run(context, "mpi", stores=False)
+    if context.uses_files and not context.find_site(identity.name).is_receiver:
+        with _disclose_errors():
+            load_local_statistics(context, identity.name)
     if run is not None:
-        note_who_goes_on(party, asked)
-        running = party.running
+        note_participants(context, request)
+        running = context.running
     else:
-        if unknown := sorted(set(without) - set(party.names)):
-            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
-        left_out = without if last or least else ()
-        running = tuple(k for k, name in enumerate(party.names) if name not in left_out)
-    if least is not None and len(running) < least:
-        raise KnownToAll(f"the plan is for at least {least} hospitals, and this job for {len(running)}")
+        if unknown := sorted(set(without) - set(context.names)):
+            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(context.names)}")
+        left_out = without if is_last or min_sites else ()
+        running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
+    if min_sites is not None and len(running) < min_sites:
+        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
-    attendance = attendance or Attendance(identity, agreed.sites)
-    comm = _introduced(
+    presence = presence or SitePresence(identity, signed_plan.sites)
+    comm = _open_comm(
         study,
         identity,
-        agreed,
+        signed_plan,
         running,
-        line,
-        party.pipeline.comm.timeout_s,
+        transport,
+        context.pipeline.comm.timeout_s,
         approved=approved,
-        waiting=waiting,
-        attendance=attendance,
-        withdrawn=withdrawn,
+        on_wait=on_wait,
+        presence=presence,
+        load_revoked=load_revoked,
     )
-    if attendance.at_least is not None:
-        away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
-        why = {name: attendance.why.get(name, "gone, as other sites say") for name in away}
-        asked = replace(asked, without=away, why=why)
+    if presence.min_sites is not None:
+        dropped_out = [name for k, name in enumerate(signed_plan.sites) if k not in comm.running]
+        reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
+        request = replace(request, without=dropped_out, reasons=reasons)
     try:
-        return ranks.take_part(party, comm, asked)
+        return ranks.take_part(context, comm, request)
     finally:
         comm.close()
 
 
-def known_to_all(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
-    """Return what `take_part` did, with one more key: as "scores" the counts that all sites of a run hold, or None."""
-    run = RunFolder(study.run(str(summary["run"])))
-    return {**summary, "scores": run.site(site).kept("scores")}
+def public_summary(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
+    """Return the summary of `take_part` with a further key: "scores", the counts that all sites hold, or None."""
+    run = RunFolder(study.find_run(str(summary["run"])))
+    return {**summary, "scores": run.site_folder(site).read_document("scores")}
 
 
 @contextmanager
-def _told_to_all() -> Iterator[None]:
-    """What does not fit the plan may be told to others: it is made of the plan, and of promises that it repeats."""
+def _disclose_errors() -> Iterator[None]:
+    """Let others see what does not fit the plan: it derives from the plan, and from settings that the plan repeats."""
     try:
         yield
     except UsageError as error:
         raise NoCommonPlan(str(error)) from None
 
 
-class Seen(TypedDict):
-    """What hospitals that only go to see each other tell."""
+class SiteGreeting(TypedDict):
+    """A hospital's document in a mere connection check."""
 
-    site: Name
+    site: SiteName
 
 
-def greet(
-    study: Study, identity: Identity, line: Line, *, plan: str | None = None, brought: Plan | None = None
-) -> Reached:
-    """Go to see every other site of the signed plan and train nothing.
+def greet_sites(
+    study: Study,
+    identity: Identity,
+    transport: Transport,
+    *,
+    plan: str | None = None,
+    received_plan: FederationPlan | None = None,
+) -> ReachabilityReply:
+    """Meet every other site of the signed plan without training.
 
     Raises:
-        UsageError: when no plan was signed, or another one is asked for.
+        UsageError: when no plan was signed, or another one is requested.
         KnownToAll: when a site does not answer, or has another plan, version, code or time.
     """
-    began = time.perf_counter()
-    with _told_to_all():
-        agreed, approved = _agreed(study, identity, plan, brought)
-    everybody = tuple(range(len(agreed.sites)))
-    comm = _introduced(study, identity, agreed, everybody, line, _GREETING_S, approved=approved)
+    started_s = time.perf_counter()
+    with _disclose_errors():
+        signed_plan, approved = _load_agreed_plan(study, identity, plan, received_plan)
+    site_indices = tuple(range(len(signed_plan.sites)))
+    comm = _open_comm(study, identity, signed_plan, site_indices, transport, _GREETING_S, approved=approved)
     try:
-        told = comm.gather([Seen(site=identity.name)], Seen)
+        greetings = comm.gather([SiteGreeting(site=identity.name)], SiteGreeting)
     finally:
         comm.close()
-    peers = [one["site"] for one in told if one["site"] != identity.name]
-    return {"site": identity.name, "peers": peers, "seconds": round(time.perf_counter() - began, 3)}
+    peers = [greeting["site"] for greeting in greetings if greeting["site"] != identity.name]
+    return {"site": identity.name, "peers": peers, "seconds": round(time.perf_counter() - started_s, 3)}
 
 
-def _own_run(study: Study, asked: str) -> RunFolder:
-    """A run that somebody else asks for, once it is known to be one of this study by its plain name."""
-    name = Path(asked).name
-    if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
+def _find_requested_run(study: Study, requested: str) -> RunFolder:
+    """Return a run that somebody else requests, once verified as one of this study by its plain name."""
+    name = Path(requested).name
+    if requested not in (name, f"runs/{name}") or not (study.runs_path / name / "config.toml").is_file():
         raise UsageError("the run that is asked for is not in this hospital's runs/")
-    return RunFolder(study.runs / name)
+    return RunFolder(study.runs_path / name)
 
 
-def _refuse_once_more(study: Study, plan: Plan, approved: str, site: str) -> None:
-    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says."""
-    if (run := begun_under(study, plan.digest, approved, site)) is not None:
+def _refuse_second_run(study: Study, plan: FederationPlan, approved: str, site: str) -> None:
+    """Refuse a further run of a plan that was approved for one: each run costs its ε and discloses again."""
+    if (run := find_begun_run(study, plan.digest, approved, site)) is not None:
         raise UsageError(
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
             f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
         )
 
 
-def _introduced(
+def _open_comm(
     study: Study,
     identity: Identity,
-    agreed: Plan,
+    signed_plan: FederationPlan,
     running: tuple[int, ...],
-    line: Line,
+    transport: Transport,
     timeout_s: float,
     *,
     approved: str,
-    waiting: Callable[[], None] = lambda: None,
-    attendance: Attendance | None = None,
-    withdrawn: Callable[[], Mapping[str, datetime]] = dict,
-) -> RelayedComm:
-    """The sites of a plan, once all have said hello."""
-    sites, gone = [agreed.sites[k] for k in running], listed(identity.root).keys
-    least = attendance.at_least if attendance is not None else None
-    if least is None or sum(agreed.keys.get(name, "") not in gone for name in sites) < least:
-        with _told_to_all():
-            check_withdrawn(agreed, identity.root, sites)
-    site, frame = identity.name, approved.partition(" frame ")[2]
+    on_wait: Callable[[], None] = lambda: None,
+    presence: SitePresence | None = None,
+    load_revoked: Callable[[], Mapping[str, datetime]] = dict,
+) -> SecureComm:
+    """Return the communication of a plan's sites, once all handshakes have arrived."""
+    sites, revoked_keys = [signed_plan.sites[k] for k in running], listed(identity.root).keys
+    min_sites = presence.min_sites if presence is not None else None
+    if min_sites is None or sum(signed_plan.keys.get(name, "") not in revoked_keys for name in sites) < min_sites:
+        with _disclose_errors():
+            check_revoked(signed_plan, identity.root, sites)
+    site, approval_id = identity.name, approved.partition(" frame ")[2]
 
-    def standing() -> str:
-        known = approved_at(study, site) == approved
-        return ended(study, identity, frame) or ("" if known else "approved another plan in its frame")
+    def find_stop_reason() -> str:
+        is_current = approval_time(study, site) == approved
+        return find_end_reason(study, identity, approval_id) or (
+            "" if is_current else "approved another plan by its standing approval"
+        )
 
-    return RelayedComm(
+    return SecureComm(
         identity,
-        agreed.sites,
+        signed_plan.sites,
         running,
-        line,
+        transport,
         timeout_s,
         version=__version__,
         code=code_digest(),
-        plan=agreed.digest,
-        most_bytes=agreed.most_bytes,
-        keys=agreed.keys,
-        waiting=waiting,
-        attendance=attendance,
-        standing=standing if frame else lambda: "",
-        withdrawn=withdrawn,
+        plan=signed_plan.digest,
+        most_bytes=signed_plan.most_bytes,
+        keys=signed_plan.keys,
+        on_wait=on_wait,
+        presence=presence,
+        find_stop_reason=find_stop_reason if approval_id else lambda: "",
+        load_revoked=load_revoked,
     )
 
 
-def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> tuple[Plan, str]:
-    """The plan that a site has signed, once it is known to be the one asked for and for the code here, and when."""
-    if brought is not None and brought.digest == asked:
-        admit(study, identity, brought)
+def _load_agreed_plan(
+    study: Study, identity: Identity, requested: str | None, received_plan: FederationPlan | None
+) -> tuple[FederationPlan, str]:
+    """Return a site's signed plan, verified as the requested one and for this code, and when it was signed."""
+    if received_plan is not None and received_plan.digest == requested:
+        admit_plan(study, identity, received_plan)
     site = identity.name
-    approved, agreed = approved_at(study, site), approved_plan(study, identity)
-    if approved != approved_at(study, site):
+    approved, signed_plan = approval_time(study, site), load_approved_plan(study, identity)
+    if approved != approval_time(study, site):
         raise UsageError(f"site {site} approved another plan just now; nothing was begun, so ask again")
-    if asked is not None and asked != agreed.digest:
+    if requested is not None and requested != signed_plan.digest:
         raise UsageError(
-            f"site {site} signed plan {agreed.digest[:8]}, but this job is plan {asked[:8]}; nothing was begun"
+            f"site {site} signed plan {signed_plan.digest[:8]}, but this job is plan {requested[:8]}; nothing was begun"
         )
-    own = next(one for one in agreed.document["sites"] if one["name"] == site)
-    check_promises(own, study.site(site))
-    check_code(agreed, site, listed_codes(study, identity))
-    return agreed, approved
+    local_terms = next(terms for terms in signed_plan.document["sites"] if terms["name"] == site)
+    check_site_terms(local_terms, study.load_site(site))
+    check_code_version(signed_plan, site, list_codes(study, identity))
+    return signed_plan, approved

@@ -1,7 +1,6 @@
-"""How archives name their slides, patients, labels and annotations: Camelyon17, Camelyon16, TCGA, generic.
+"""Layouts of archives, with names of slides, patients, labels and annotations: Camelyon17, Camelyon16, TCGA, generic.
 
-`describe` looks at a whole archive and says which sites it holds; `read_site` lists the slides of one site as
-SlideRecords.
+One function lists the sites of an archive, another the slides of a site as SlideRecords.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from wsi_fl.slides.layouts.camelyon import (
     read_camelyon16,
     read_camelyon17,
 )
-from wsi_fl.slides.layouts.common import ArchiveSite, Sources, tiffs
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, list_tiffs
 from wsi_fl.slides.layouts.generic import describe_generic, read_generic
-from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, read_tcga, slides_of
-from wsi_fl.types import SetAside, SlideRecord, UsageError
+from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, list_slides, read_tcga
+from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
-__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "describe", "detect", "list_site", "read_site"]
+__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "detect_layout", "list_site", "list_sites", "read_site"]
 
 
-def detect(archive: Path) -> str:
-    """The layout of an archive: "camelyon17", "camelyon16", "tcga" or "generic".
+def detect_layout(archive: Path) -> str:
+    """Return the layout of an archive: "camelyon17", "camelyon16", "tcga" or "generic".
 
     Raises:
-        UsageError: when it is none of them, saying what was looked for.
+        UsageError: when it is none of them; lists the expected files.
     """
     if not archive.is_dir():
         raise UsageError(f"{archive}: no such folder")
     if (archive / "slides.csv").is_file():
         return "generic"
-    names = [path.name for path in tiffs(archive)]
+    names = [path.name for path in list_tiffs(archive)]
     if any(C17_SLIDE.match(name) for name in names):
         return "camelyon17"
     if any(C16_SLIDE.match(name) for name in names):
         return "camelyon16"
-    if next(slides_of(archive.resolve()), None) is not None:
+    if next(list_slides(archive.resolve()), None) is not None:
         return "tcga"
     raise UsageError(
         f"{archive}: no archive recognised; looked for slides.csv (generic), patient_PPP_node_N.tif (Camelyon17), "
@@ -48,18 +47,13 @@ def detect(archive: Path) -> str:
     )
 
 
-def describe(
-    archive: Path,
-    layout: str,
-    *,
-    group_by: str | None = None,
-    clinical: Path | None = None,
-    codes: Path | None = None,
+def list_sites(
+    archive: Path, layout: str, *, group_by: str | None = None, clinical: Path | None = None, codes: Path | None = None
 ) -> list[ArchiveSite]:
-    """The sites of an archive, in order.
+    """Return the sites of an archive, in order.
 
-    Of TCGA, a site is an "institution" (default) or a source site, "tss"; tables of diagnoses and of all source sites
-    are named where the archive does not hold them.
+    In TCGA a site is an "institution" (default) or a source site, "tss"; tables of diagnoses and of source sites are
+    given where the archive lacks them.
     """
     for option, path in (("--clinical", clinical), ("--codes", codes)):
         if path is not None and not path.is_file():
@@ -67,31 +61,31 @@ def describe(
     if group_by is not None and group_by not in GROUPINGS:
         raise UsageError(f"unknown grouping {group_by!r}; known: {', '.join(GROUPINGS)}")
     if layout == "tcga":
-        found = describe_tcga(archive.resolve(), group_by or GROUPINGS[0], codes, clinical)
+        sites = describe_tcga(archive.resolve(), group_by or GROUPINGS[0], codes, clinical)
     elif group_by is not None or clinical is not None or codes is not None:
         raise UsageError(f"--group-by, --clinical and --codes go with layout tcga; this archive is {layout}")
     else:
-        found = _DESCRIBE[layout](archive.resolve())
-    if not found:
+        sites = _DESCRIBERS[layout](archive.resolve())
+    if not sites:
         raise UsageError(f"{archive}: no slide of a {layout} archive in it")
-    return found
+    return sites
 
 
-def read_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
-    """The slides of one site in name order, and those set aside with the reason.
+def read_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
+    """Return the slides of one site in name order, and the excluded ones with reasons.
 
     Raises:
-        UsageError: when a file or folder the site file names is missing, or the site has no slide at all.
+        UsageError: when a file or folder of the site file is missing, or no slide is usable.
     """
-    records, aside = list_site(layout, sources)
+    records, excluded = list_site(layout, sources)
     if not records:
-        why = f"; the first: {aside[0].slide}: {aside[0].reason}" if aside else ""
+        why = f"; the first: {excluded[0].slide}: {excluded[0].reason}" if excluded else ""
         raise UsageError(f"{sources.label}: none of its slides can be used{why}")
-    return records, aside
+    return records, excluded
 
 
-def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
-    """As `read_site`, but a site of which no slide can be used is no failure."""
+def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
+    """Return the same as `read_site`, also for a site without usable slides."""
     if layout != "tcga" and (sources.manifests or sources.columns):
         key = "manifest" if sources.manifests else "columns"
         raise UsageError(f"{sources.label}: {key} is for layout tcga; this site's is {layout}")
@@ -100,26 +94,26 @@ def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[Se
             raise UsageError(f"{sources.label}: {key}: no such file ({path})")
     if sources.annotations is not None and not sources.annotations.is_dir():
         raise UsageError(f"{sources.label}: annotations: no such folder ({sources.annotations})")
-    records, aside = _READ[layout](sources)
-    seen: dict[str, Path] = {}
+    records, excluded = _READERS[layout](sources)
+    slide_paths: dict[str, Path] = {}
     for record in records:
-        if record.slide in seen:
+        if record.slide in slide_paths:
             raise UsageError(
-                f"{sources.label}: two slides are called {record.slide}: {seen[record.slide]}, {record.path}"
+                f"{sources.label}: two slides are called {record.slide}: {slide_paths[record.slide]}, {record.path}"
             )
-        seen[record.slide] = record.path
-    return records, aside
+        slide_paths[record.slide] = record.path
+    return records, excluded
 
 
-_DESCRIBE: dict[str, Callable[[Path], list[ArchiveSite]]] = {
+_DESCRIBERS: dict[str, Callable[[Path], list[ArchiveSite]]] = {
     "camelyon17": describe_camelyon17,
     "camelyon16": describe_camelyon16,
     "generic": describe_generic,
 }
-_READ: dict[str, Callable[[Sources], tuple[list[SlideRecord], list[SetAside]]]] = {
+_READERS: dict[str, Callable[[Sources], tuple[list[SlideRecord], list[ExcludedSlide]]]] = {
     "camelyon17": read_camelyon17,
     "camelyon16": read_camelyon16,
     "tcga": read_tcga,
     "generic": read_generic,
 }
-LAYOUTS = tuple(_READ)
+LAYOUTS = tuple(_READERS)

@@ -14,15 +14,15 @@ from pathlib import Path
 from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
-    divided,
-    label_of,
-    rows_of,
-    sites_of,
-    slide_files,
-    tiffs,
+    apply_splits,
+    group_sites,
+    list_files,
+    list_tiffs,
+    parse_label,
+    read_rows,
 )
 from wsi_fl.system.names import find_file, slide_of, stem_of
-from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
+from wsi_fl.types import ExcludedSlide, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
 _C17_FOLDER = re.compile(r"cent(?:er|re)_(\d)", re.IGNORECASE)
@@ -32,27 +32,27 @@ _C16_RADBOUD = {"normal": 100, "tumor": 70}
 
 
 def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
-    annotations = _first(
+    annotations = _find_first(
         archive, ("annotations", "lesion_annotations", "training/lesion_annotations"), Path.is_dir
     )
-    stages = _first(archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file)
-    found = []
-    for path in tiffs(archive):
+    stages = _find_first(archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file)
+    pairs = []
+    for path in list_tiffs(archive):
         match = C17_SLIDE.match(path.name)
         if not match or int(match[1]) >= _C17_TRAINING_PATIENTS or "mask" in path.name:
             continue
         folder = _C17_FOLDER.fullmatch(path.parent.name)
         stem = "*" if folder else f"patient_{match[1][:2]}?_node_*"
         site = f"C{int(match[1]) // _C17_PER_CENTRE + 1}"
-        found.append((site, f"{glob.escape(str(path.parent))}/{stem}{path.suffix}"))
-    return sites_of(found, annotations, stages)
+        pairs.append((site, f"{glob.escape(str(path.parent))}/{stem}{path.suffix}"))
+    return group_sites(pairs, annotations, stages)
 
 
-def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
-    table = rows_of(sources.labels, ("patient", "stage"))
-    # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
+    table = read_rows(sources.labels, ("patient", "stage"))
+    # patient_000_node_0.tif,negative; rows of patients (patient_000.zip,pN0) are skipped
     rows = [row for row in table if C17_SLIDE.match(stem_of(row["patient"]))]
     stages: dict[str, str] = {}
     for row in rows:
@@ -61,58 +61,58 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
             raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
     name = sources.labels.name
 
-    def judged(path: Path) -> SlideRecord | SetAside:
+    def read_slide(path: Path) -> SlideRecord | ExcludedSlide:
         match = C17_SLIDE.match(path.name)
         if match is None:
-            return SetAside(slide_of(path), "not named patient_PPP_node_N")
+            return ExcludedSlide(slide_of(path), "not named patient_PPP_node_N")
         if slide_of(path) not in stages:
-            return SetAside(slide_of(path), f"no stage in {name}")
-        return _outlined(sources, path, f"patient_{match[1]}", stages[slide_of(path)])
+            return ExcludedSlide(slide_of(path), f"no stage in {name}")
+        return _build_record(sources, path, f"patient_{match[1]}", stages[slide_of(path)])
 
-    files = slide_files(sources)
-    here = {slide_of(path) for path in files}
-    sources.account(sources.labels, rows, sum(stem_of(row["patient"]) in here for row in rows))
-    return divided(map(judged, files), sources)
+    files = list_files(sources)
+    slide_names = {slide_of(path) for path in files}
+    sources.report_rows(sources.labels, rows, sum(stem_of(row["patient"]) in slide_names for row in rows))
+    return apply_splits(map(read_slide, files), sources)
 
 
 def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
     folders = ("training/lesion_annotations", "lesion_annotations", "annotations", "training/annotations")
-    annotations = _first(archive, folders, Path.is_dir)
-    found = []
-    for path in tiffs(archive):
+    annotations = _find_first(archive, folders, Path.is_dir)
+    pairs = []
+    for path in list_tiffs(archive):
         if match := C16_SLIDE.fullmatch(slide_of(path)):
             site = "RUMC" if int(match[2]) <= _C16_RADBOUD[match[1].lower()] else "UMCU"
-            found.append((site, glob.escape(str(path))))
-    return sites_of(found, annotations, None)
+            pairs.append((site, glob.escape(str(path))))
+    return group_sites(pairs, annotations, None)
 
 
-def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
-    def judged(path: Path) -> SlideRecord | SetAside:
+def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
+    def read_slide(path: Path) -> SlideRecord | ExcludedSlide:
         match = C16_SLIDE.fullmatch(slide_of(path))
         if match is None:
-            return SetAside(slide_of(path), "not named normal_NNN or tumor_NNN")
-        return _outlined(sources, path, slide_of(path), match[1].lower())
+            return ExcludedSlide(slide_of(path), "not named normal_NNN or tumor_NNN")
+        return _build_record(sources, path, slide_of(path), match[1].lower())
 
-    return divided(map(judged, slide_files(sources)), sources)
+    return apply_splits(map(read_slide, list_files(sources)), sources)
 
 
-def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | SetAside:
-    """A slide of an archive whose tumour is outlined: a positive one without its outline cannot be used."""
+def _build_record(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | ExcludedSlide:
+    """Return the record of a slide of an outlined archive; a positive slide without outline is excluded."""
     table = sources.labels.name if sources.labels else path.name
-    negative, partial = label_of(label, f"{table}: {path.name}")
+    negative, partial = parse_label(label, f"{table}: {path.name}")
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
-    drawn = None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
-    if not negative and drawn is not None:
-        annotation = drawn
+    outline_path = None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
+    if not negative and outline_path is not None:
+        annotation = outline_path
         if not annotation.is_file():
-            return SetAside(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
+            return ExcludedSlide(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
         supervision = "partial" if partial else "annotated"
-    elif drawn is not None and drawn.is_file():
-        annotation = drawn  # of tumour, it contradicts the label
+    elif outline_path is not None and outline_path.is_file():
+        annotation = outline_path  # of tumour, it contradicts the label
     mpp, site = sources.mpp_override, sources.site
     return SlideRecord(path, slide_of(path), patient, site, supervision, not negative, annotation, None, mpp)
 
 
-def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
+def _find_first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
     return next((str(archive / name) for name in names if test(archive / name)), None)

@@ -1,4 +1,4 @@
-"""What all layouts share: tables, read strictly; where things lie; labels and splits."""
+"""Shared parts of all layouts: strict reading of tables, sources of a site, labels and splits."""
 
 from __future__ import annotations
 
@@ -14,68 +14,59 @@ from typing import TypeVar
 
 from wsi_fl.slides.layouts.spreadsheets import (
     NAMING,
-    column_names,
-    header_of,
-    number_of,
+    find_header,
+    normalize_columns,
+    parse_cell_number,
+    read_text,
     require_typed_name,
-    text_of,
 )
 from wsi_fl.slides.reading.formats import is_slide_folder
-from wsi_fl.system.files import ordinary
-from wsi_fl.system.names import (
-    compose_text,
-    describe_mismatch,
-    drop_companions,
-    file_name_of,
-    glob_paths,
-    is_missing,
-)
-from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
+from wsi_fl.system.files import require_regular_file
+from wsi_fl.system.names import compose_text, describe_mismatch, drop_companions, file_name_of, glob_paths, is_missing
+from wsi_fl.types import MPP_BOUNDS, SPLITS, ExcludedSlide, SlideRecord, UsageError, find_control_character, natural_key
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
 _DELIMITERS = (",", ";", "\t")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_NAMED = 5
-"""Other sites that a line names; it counts the rest."""
+_MAX_NAMED_SITES = 5
+"""Other sites named in a line; the rest is counted."""
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
 _POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1"}
 _PARTIAL = {"itc"}
-_CLASSES = 12
-"""Labels of a table that a hint lists."""
+_MAX_HINT_CLASSES = 12
+"""Labels of a table listed in a hint."""
 _COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 class TableRow(dict[str, str]):
-    """A row by the names of its columns, without spaces around; `where` is the table's name and the line."""
+    """A row by column, values stripped; `where` is the table's name and the line."""
 
     def __init__(self, where: str, **values: str) -> None:
         super().__init__(values)
         self.where = where
 
-    def value(self, column: str) -> str:
-        """Return what a column says; "" where there is no such column, or it says `NA`, `nan`, `null` or the like."""
+    def read_value(self, column: str) -> str:
+        """Return the value of a column; "" without such a column, and for `NA`, `nan`, `null` or the like."""
         text = self.get(column, "")
         return "" if is_missing(text) else text
 
 
-def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
-    """Read a table whose columns are separated by commas, semicolons or tabs, or as its first line says (`sep=`).
+def read_rows(path: Path, needed: Iterable[str]) -> list[TableRow]:
+    """Read a table with columns separated by commas, semicolons or tabs, or as in its first line (`sep=`).
 
-    Empty lines, and remarks before the header, are passed over. Known columns have their names however they are spelt
-    (`column_names`).
-
-    Texts are in Unicode's composed form, in which names that look alike are equal.
+    Empty lines, and remarks before the header, are skipped. Names of known columns are normalised. Texts are in
+    Unicode's composed form, so that equal-looking names are equal.
 
     Args:
-        needed: the columns that must be there.
+        needed: required columns.
 
     Raises:
         UsageError: when a column is missing, or a row has too few or too many fields, an open quote, a field over
             several lines, a control character, or a name that a spreadsheet has damaged. It names the line.
     """
     try:
-        data = ordinary(path).read_bytes()
+        data = require_regular_file(path).read_bytes()
         text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
@@ -83,96 +74,94 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
     text = compose_text(text)
     needed = tuple(needed)
-    before, header, separator = header_of(text, needed)
+    n_skipped, header, separator = find_header(text, needed)
     delimiter = separator or max(
-        _DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), []))
+        _DELIMITERS, key=lambda delimiter_choice: len(next(csv.reader([header], delimiter=delimiter_choice), []))
     )
-    records = _records(path, text, delimiter, before)
+    records = _read_records(path, text, delimiter, n_skipped)
     _, names = next(records, (0, []))
-    names = column_names([text_of(name) for name in names], needed)
+    names = normalize_columns([read_text(name) for name in names], needed)
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
-        alone = "; its columns must be separated by commas, semicolons or tabs" if len(names) == 1 else ""
-        raise UsageError(
-            f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}{alone}"
-        )
-    filled = (one for one in records if any(value.strip() for value in one[1]))
-    return [_row(names, fields, f"{path.name} line {line}") for line, fields in filled]
+        advice = "; its columns must be separated by commas, semicolons or tabs" if len(names) == 1 else ""
+        raise UsageError(f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}{advice}")
+    nonempty = (record for record in records if any(value.strip() for value in record[1]))
+    return [_build_row(names, fields, f"{path.name} line {line}") for line, fields in nonempty]
 
 
 def require_names(row: TableRow, *columns: str) -> None:
-    """Refuse a row that does not say whose it is.
+    """Refuse a row without the names in these columns.
 
     Raises:
-        UsageError: when one of the columns is empty, or says `NA`, `nan` or the like.
+        UsageError: when one of the columns is empty, `NA`, `nan` or the like.
     """
     for column in columns:
-        if not row.value(column):
-            means = f" ({row[column]!r} means that nobody knows)" if row[column] else ""
-            raise UsageError(f"{row.where}: {column} is empty{means}; name it, or delete the row")
+        if not row.read_value(column):
+            remark = f" ({row[column]!r} means unknown)" if row[column] else ""
+            raise UsageError(f"{row.where}: {column} is empty{remark}; name it, or delete the row")
 
 
 def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
-    """Return key → all values of the pairs that have it, in order."""
+    """Return key → its values in order."""
     groups: dict[_K, list[_T]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
 
 
-def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
-    """Return the rows of a site; all of them where the table has no column `site`."""
-    return [row for row in rows if site_named(row, site) == site]
+def filter_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
+    """Return the rows of a site; all rows where the table has no column `site`."""
+    return [row for row in rows if read_site_name(row, site) == site]
 
 
-def site_named(row: TableRow, default: str = "") -> str:
-    """Return the site of a row, or the default where the table has no such column."""
+def read_site_name(row: TableRow, default: str = "") -> str:
+    """Return the site of a row; the default where the table has no column `site`."""
     if not row.get("site", "a site"):
         raise UsageError(f"{row.where}: site is empty")
     return row.get("site", default)
 
 
-def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
-    """Say what became of every row of the table with a name, of which so many are the site's own."""
-    if own == len(rows):
-        return f"{name}: {own} rows, all of this site"
-    sites = sorted({row["site"] for row in rows if row.get("site", site) != site}, key=natural)
-    more = f" and {len(sites) - _NAMED} more" if len(sites) > _NAMED else ""
-    named = f" ({', '.join(sites[:_NAMED])}{more})" if sites else ""
-    return f"{name}: {len(rows)} rows, {own} of this site, {len(rows) - own} of others{named}"
+def describe_account(name: str, rows: Sequence[TableRow], n_own: int, site: str) -> str:
+    """Return a line on the numbers of a table's rows of this site and of others."""
+    if n_own == len(rows):
+        return f"{name}: {n_own} rows, all of this site"
+    sites = sorted({row["site"] for row in rows if row.get("site", site) != site}, key=natural_key)
+    more = f" and {len(sites) - _MAX_NAMED_SITES} more" if len(sites) > _MAX_NAMED_SITES else ""
+    others = f" ({', '.join(sites[:_MAX_NAMED_SITES])}{more})" if sites else ""
+    return f"{name}: {len(rows)} rows, {n_own} of this site, {len(rows) - n_own} of others{others}"
 
 
-def _records(path: Path, text: str, delimiter: str, before: int) -> Iterator[tuple[int, list[str]]]:
-    """(line, fields) of every record, the header first, which so many lines stand before."""
-    lines = islice(io.StringIO(text, newline=""), before, None)
+def _read_records(path: Path, text: str, delimiter: str, n_skipped: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, fields) of every record, the header first, after skipping the lines before it."""
+    lines = islice(io.StringIO(text, newline=""), n_skipped, None)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        line = before + reader.line_num + 1
+        line = n_skipped + reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            what = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
-            raise UsageError(f"{path}: line {line} is not a readable CSV: {what}") from None
+            problem = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
+            raise UsageError(f"{path}: line {line} is not a readable CSV: {problem}") from None
         for value in fields:
             if "\n" in value or "\r" in value:
                 raise UsageError(
                     f"{path}: line {line}: a quoted field goes on over several lines; is a quote left open?"
                 )
-            if (found := strange_character(value.replace("\t", " "))) is not None:
-                raise UsageError(f"{path}: line {line}: a field holds the character {found}")
+            if (character := find_control_character(value.replace("\t", " "))) is not None:
+                raise UsageError(f"{path}: line {line}: a field holds the character {character}")
         yield line, fields
 
 
-def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
-    """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
-    given = [text_of(field) for field in fields]
-    if len(given) < len(names) or any(given[len(names) :]):
-        raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
+def _build_row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
+    """Return the fields by column; empty fields at the end, and columns without a name, are from spreadsheets."""
+    values = [read_text(field) for field in fields]
+    if len(values) < len(names) or any(values[len(names) :]):
+        raise UsageError(f"{where}: has {len(values)} fields, but the header has {len(names)}")
     row = TableRow(where)
-    for name, value in zip(names, given, strict=False):
+    for name, value in zip(names, values, strict=False):
         if name and row.setdefault(name, value) != value:
             raise UsageError(f"{where}: column {name!r} is there twice, and says {row[name]!r} and {value!r}")
         if name in NAMING:
@@ -182,7 +171,7 @@ def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
 
 @dataclass(frozen=True)
 class ArchiveSite:
-    """One site found in an archive: what its site file will say."""
+    """One site of an archive: the values of its site file."""
 
     name: str
     slides: tuple[str, ...]
@@ -190,18 +179,18 @@ class ArchiveSite:
     labels: str | None
     n_slides: int
     manifests: tuple[str, ...] = ()
-    """Glob patterns of lists of what the archive should hold."""
+    """Glob patterns of lists of the archive's files."""
     unknown_codes: tuple[str, ...] = ()
-    """Tissue source site codes in slide names that no table maps to an institution."""
+    """Tissue source site codes without an institution in any table."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the slides of one site and what is known about them lie."""
+    """The paths of one site's slides, annotations and tables."""
 
     site: str
     label: str
-    """How to name the site file in messages."""
+    """Name of the site file in messages."""
     slides: tuple[str, ...]
     """Glob patterns."""
     annotations: Path | None = None
@@ -209,126 +198,117 @@ class Sources:
     split: Path | None = None
     mpp_override: float | None = None
     manifests: tuple[str, ...] = ()
-    """Glob patterns of lists of what there should be."""
+    """Glob patterns of lists of expected files."""
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
-    """How columns of `labels` are called where not as usual."""
+    """Column → its unusual name in the table of labels."""
     tell: Callable[[str], None] | None = None
-    """Told what became of the rows of each table."""
-    labelled: bool = True
+    """Receives a line on the rows of each table."""
+    has_labels: bool = True
     """Whether labels and annotations are read; else every slide is unlabelled."""
 
-    def account(self, table: Path, rows: Sequence[TableRow], own: int) -> None:
-        """Tell how many rows of a table are of this site, and how many of others."""
+    def report_rows(self, table: Path, rows: Sequence[TableRow], n_own: int) -> None:
+        """Report how many rows of a table are of this site, and how many of others."""
         if self.tell is not None:
-            self.tell(accounted(table.name, rows, own, self.site))
+            self.tell(describe_account(table.name, rows, n_own, self.site))
 
 
-def label_of(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, bool]:
-    """(negative, partially outlined) of a slide label.
+def parse_label(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, bool]:
+    """Return (negative, partially outlined) of a slide label.
 
     Args:
-        others: all labels of the table, which an error proposes as classes, as they are written.
+        others: all labels of the table, proposed as classes by an error.
     """
-    label, known = text.strip().lower(), _NEGATIVE | _POSITIVE | _PARTIAL
+    label, known_labels = text.strip().lower(), _NEGATIVE | _POSITIVE | _PARTIAL
     label = {"0.0": "0", "1.0": "1"}.get(label, label)  # as tables with gaps write whole numbers
-    if label in known:
+    if label in known_labels:
         return label in _NEGATIVE, label in _PARTIAL
-    classes = sorted({one.strip() for one in (text, *others) if not is_missing(one)}, key=natural)
-    some = classes if 1 < len(classes) <= _CLASSES else [text.strip(), "OTHER"]
-    named = ", ".join(json.dumps(one, ensure_ascii=False) for one in some)
-    hint = f"; classes of your own go into [subtypes] of the pipeline: any = [{named}]" if classes else ""
-    raise UsageError(f"{where}: unknown label {text!r}; known: {', '.join(sorted(known))}{hint}")
+    classes = sorted(
+        {label_text.strip() for label_text in (text, *others) if not is_missing(label_text)}, key=natural_key
+    )
+    class_names = classes if 1 < len(classes) <= _MAX_HINT_CLASSES else [text.strip(), "OTHER"]
+    names_text = ", ".join(json.dumps(name, ensure_ascii=False) for name in class_names)
+    hint = f"; classes of your own go into [subtypes] of the pipeline: any = [{names_text}]" if classes else ""
+    raise UsageError(f"{where}: unknown label {text!r}; known: {', '.join(sorted(known_labels))}{hint}")
 
 
-def slide_named(text: str, known: Collection[str]) -> str:
-    """Return the slide that a table means by its file's name, with or without a folder, of any system, and suffix."""
-    name = text if text in known else file_name_of(text)
-    return Path(name).stem if name not in known and Path(name).stem in known else name
+def match_slide_name(text: str, slide_names: Collection[str]) -> str:
+    """Return the slide of a file name in a table, with or without folder (of any system) and suffix."""
+    name = text if text in slide_names else file_name_of(text)
+    return Path(name).stem if name not in slide_names and Path(name).stem in slide_names else name
 
 
-def mpp_of(text: str, where: str) -> float:
-    """Return µm per pixel as a table has it; UsageError where that is no plausible number."""
-    least, most = MPP_BOUNDS
+def parse_mpp(text: str, where: str) -> float:
+    """Return µm per pixel from a table; UsageError for an implausible number."""
+    lowest, highest = MPP_BOUNDS
     try:
-        value = number_of(text)
+        value = parse_cell_number(text)
     except ValueError:
         value = 0.0
-    if not least <= value <= most:
-        hint = decimal_point(text)
-        raise UsageError(f"{where}: mpp is {text!r}, not a number from {least} to {most}{hint}")
+    if not lowest <= value <= highest:
+        hint = suggest_decimal_point(text)
+        raise UsageError(f"{where}: mpp is {text!r}, not a number from {lowest} to {highest}{hint}")
     return value
 
 
-def decimal_point(text: str) -> str:
+def suggest_decimal_point(text: str) -> str:
     """Return the remedy for a number with a decimal comma; "" for anything else.
 
     Example:
-        >>> decimal_point("0,25"), decimal_point("1,024.5")
+        >>> suggest_decimal_point("0,25"), suggest_decimal_point("1,024.5")
         ('; write 0.25', '')
     """
     return f"; write {text.strip().replace(',', '.')}" if _COMMA.fullmatch(text.strip()) else ""
 
 
-def slide_files(sources: Sources) -> list[Path]:
+def list_files(sources: Sources) -> list[Path]:
     files = sorted(
-        {
-            path
-            for pattern in sources.slides
-            for path in glob_paths(pattern)
-            if path.is_file() or is_slide_folder(path)
-        }
+        {path for pattern in sources.slides for path in glob_paths(pattern) if path.is_file() or is_slide_folder(path)}
     )
     if not files:
         raise UsageError(f"{sources.label}: slides matched no file ({', '.join(sources.slides)})")
     return files
 
 
-def divided(
-    found: Iterable[SlideRecord | SetAside], sources: Sources
-) -> tuple[list[SlideRecord], list[SetAside]]:
-    """The slides that can be used, with the splits of the site's split table, and those that cannot."""
-    every = list(found)
-    records = [one for one in every if isinstance(one, SlideRecord)]
-    aside = [one for one in every if isinstance(one, SetAside)]
+def apply_splits(
+    results: Iterable[SlideRecord | ExcludedSlide], sources: Sources
+) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
+    """Return the usable slides, with the splits of the site's split table, and the excluded ones."""
+    results_list = list(results)
+    records = [result for result in results_list if isinstance(result, SlideRecord)]
+    excluded = [result for result in results_list if isinstance(result, ExcludedSlide)]
     if sources.split is None:
-        return records, aside
-    rows = rows_of(sources.split, ("split",))
-    keys = [row.value("slide") or row.value("patient") for row in rows]
-    given: dict[str, str] = {}
+        return records, excluded
+    rows = read_rows(sources.split, ("split",))
+    keys = [row.read_value("slide") or row.read_value("patient") for row in rows]
+    split_of: dict[str, str] = {}
     for key, row in zip(keys, rows, strict=True):
         if not key or row["split"] not in SPLITS:
             raise UsageError(f"{row.where}: needs patient or slide, and split ({', '.join(SPLITS)})")
-        if given.setdefault(key, row["split"]) != row["split"]:
-            raise UsageError(
-                f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
-            )
-    called = [(r.slide, compose_text(r.path.name), r.patient) for r in records]
-    given |= {name: split for key, split in given.items() if (name := file_name_of(key)) not in given}
-    splits = [next((given[name] for name in names if name in given), None) for names in called]
-    here = {name for names in called for name in names}
-    sources.account(sources.split, rows, sum(bool({key, file_name_of(key)} & here) for key in keys))
+        if split_of.setdefault(key, row["split"]) != row["split"]:
+            raise UsageError(f"{sources.split.name}: {key} is in two splits ({split_of[key]} and {row['split']})")
+    name_sets = [(r.slide, compose_text(r.path.name), r.patient) for r in records]
+    split_of |= {name: split for key, split in split_of.items() if (name := file_name_of(key)) not in split_of}
+    splits = [next((split_of[name] for name in names if name in split_of), None) for names in name_sets]
+    site_names = {name for names in name_sets for name in names}
+    sources.report_rows(sources.split, rows, sum(bool({key, file_name_of(key)} & site_names) for key in keys))
     if records and not any(splits):
-        why = describe_mismatch(given, here)
-        raise UsageError(
-            f"{sources.label}: split: {sources.split.name} names none of its slides or patients: {why}"
-        )
-    return [replace(r, split=name or r.split) for r, name in zip(records, splits, strict=True)], aside
+        why = describe_mismatch(split_of, site_names)
+        raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients: {why}")
+    return [replace(r, split=name or r.split) for r, name in zip(records, splits, strict=True)], excluded
 
 
-def sites_of(
-    found: Iterable[tuple[str, str]], annotations: str | None, labels: str | None
-) -> list[ArchiveSite]:
-    """The sites of an archive in order, of the (site, glob pattern) of each of its slides."""
+def group_sites(pairs: Iterable[tuple[str, str]], annotations: str | None, labels: str | None) -> list[ArchiveSite]:
+    """Return the sites of an archive in order, from (site, glob pattern) of each slide."""
     patterns: dict[str, list[str]] = {}
-    for site, pattern in found:
+    for site, pattern in pairs:
         patterns.setdefault(site, []).append(pattern)
     return [
-        ArchiveSite(site, tuple(sorted(set(some))), annotations, labels, len(some))
-        for site, some in sorted(patterns.items())
+        ArchiveSite(site, tuple(sorted(set(site_patterns))), annotations, labels, len(site_patterns))
+        for site, site_patterns in sorted(patterns.items())
     ]
 
 
-def tiffs(archive: Path) -> list[Path]:
-    found = (path for path in archive.rglob("*") if path.suffix.lower() in {".tif", ".tiff"})
-    return drop_companions(path for path in found if path.is_file())
+def list_tiffs(archive: Path) -> list[Path]:
+    paths = (path for path in archive.rglob("*") if path.suffix.lower() in {".tif", ".tiff"})
+    return drop_companions(path for path in paths if path.is_file())

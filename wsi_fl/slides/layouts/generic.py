@@ -10,85 +10,85 @@ from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
     TableRow,
-    divided,
+    apply_splits,
+    filter_site,
     group_pairs,
-    label_of,
-    mpp_of,
-    of_site,
+    group_sites,
+    list_files,
+    parse_label,
+    parse_mpp,
+    read_rows,
+    read_site_name,
     require_names,
-    rows_of,
-    site_named,
-    sites_of,
-    slide_files,
 )
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, find_file
-from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
+from wsi_fl.types import SPLITS, ExcludedSlide, SlideRecord, Supervision, UsageError
 
 
 def describe_generic(archive: Path) -> list[ArchiveSite]:
     table = archive / "slides.csv"
     pattern = f"{glob.escape(str(archive / 'slides'))}/*"
-    rows = rows_of(table, ("slide", "patient", "site", "label"))
-    return sites_of(((site_named(row), pattern) for row in rows), None, str(table))
+    rows = read_rows(table, ("slide", "patient", "site", "label"))
+    return group_sites(((read_site_name(row), pattern) for row in rows), None, str(table))
 
 
-def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
-    files, table = slide_files(sources), sources.labels
+    files, table = list_files(sources), sources.labels
     by_name = group_pairs((compose_text(path.name), path) for path in files)
     by_stem = group_pairs((slide_name(path), path) for path in files)
-    rows = rows_of(table, ("slide", "patient", "site", *["label"] * sources.labelled))
-    mine = of_site(rows, sources.site)
-    labels = [row["label"] for row in mine] if sources.labelled else []
+    rows = read_rows(table, ("slide", "patient", "site", *["label"] * sources.has_labels))
+    site_rows = filter_site(rows, sources.site)
+    labels = [row["label"] for row in site_rows] if sources.has_labels else []
 
-    def judged(row: TableRow) -> SlideRecord | SetAside:
+    def read_row(row: TableRow) -> SlideRecord | ExcludedSlide:
         require_names(row, "slide", "patient")
-        if sources.labelled and not row.value("label"):
-            return SetAside(row["slide"], f"has no label ({row.where})")
+        if sources.has_labels and not row.read_value("label"):
+            return ExcludedSlide(row["slide"], f"has no label ({row.where})")
         name = file_name_of(row["slide"])
-        named = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
-        if named is None:  # a suffix in other letters, ".SVS"
-            named = [path for path in by_stem.get(Path(name).stem, ()) if _same_suffix(path, name)]
-        if len(named) == 1:
-            return _generic_record(sources, row, named[0], labels)
-        several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
-        return SetAside(row["slide"], f"{several if named else _missing(name, files)} ({row.where})")
+        matches = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
+        if matches is None:  # a suffix in another case, ".SVS"
+            matches = [path for path in by_stem.get(Path(name).stem, ()) if _is_same_suffix(path, name)]
+        if len(matches) == 1:
+            return _generic_record(sources, row, matches[0], labels)
+        several = f"several files are called so ({', '.join(path.name for path in matches)}); add the suffix"
+        return ExcludedSlide(row["slide"], f"{several if matches else _describe_missing(name, files)} ({row.where})")
 
-    if not mine:
+    if not site_rows:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
-    sources.account(table, rows, len(mine))
-    return divided([judged(row) for row in mine], sources)
+    sources.report_rows(table, rows, len(site_rows))
+    return apply_splits([read_row(row) for row in site_rows], sources)
 
 
-def _same_suffix(path: Path, name: str) -> bool:
+def _is_same_suffix(path: Path, name: str) -> bool:
     return path.suffix.lower() == Path(name).suffix.lower()
 
 
-def _missing(name: str, files: Sequence[Path]) -> str:
-    """Say that a row's file is not there, and which file it may mean."""
-    _, differ, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
-    return f"no such slide file; {why}" if differ else "no such slide file"
+def _describe_missing(name: str, files: Sequence[Path]) -> str:
+    """Return a line on a row's missing file, with the most similar name."""
+    _, separator, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
+    return f"no such slide file; {why}" if separator else "no such slide file"
 
 
 def _generic_record(sources: Sources, row: TableRow, path: Path, labels: Sequence[str]) -> SlideRecord:
     assert sources.labels is not None
     where = row.where
-    negative, partial = label_of(row["label"], where, labels) if sources.labelled else (False, False)
+    negative, partial = parse_label(row["label"], where, labels) if sources.has_labels else (False, False)
     annotation = None
-    if sources.labelled and row.value("annotation"):
+    if sources.has_labels and row.read_value("annotation"):
         base, outlines = sources.annotations or sources.labels.parent, row["annotation"]
         annotation = find_file(base / outlines)
         if not annotation.is_file() and "\\" in outlines:
             annotation = find_file(base / file_name_of(outlines))
         if not annotation.is_file():
             raise UsageError(f"{where}: no such annotation ({base / outlines})")
-    split = row.value("split") or None
+    split = row.read_value("split") or None
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    mpp = mpp_of(row["mpp"], where) if row.get("mpp") else sources.mpp_override
-    supervision: Supervision = "negative" if negative else "weak" if sources.labelled else "unlabelled"
+    mpp = parse_mpp(row["mpp"], where) if row.get("mpp") else sources.mpp_override
+    supervision: Supervision = "negative" if negative else "weak" if sources.has_labels else "unlabelled"
     if annotation is not None and not negative:
         supervision = "partial" if partial else "annotated"
     return SlideRecord(
@@ -97,10 +97,10 @@ def _generic_record(sources: Sources, row: TableRow, path: Path, labels: Sequenc
         row["patient"],
         sources.site,
         supervision,
-        sources.labelled and not negative,
+        sources.has_labels and not negative,
         annotation,
         split,
         mpp,
-        diagnosis=row.value("diagnosis"),
-        tumor_type=row.value("tumor_type"),
+        diagnosis=row.read_value("diagnosis"),
+        tumor_type=row.read_value("tumor_type"),
     )

@@ -1,4 +1,4 @@
-"""What spreadsheets write into tables beside what was typed: separators, formulas, errors, numbers cut short."""
+"""Traces of spreadsheets in tables: separators, formulas, errors, shortened numbers."""
 
 from __future__ import annotations
 
@@ -9,119 +9,114 @@ from collections.abc import Collection, Sequence
 from wsi_fl.types import UsageError
 
 _WIDTHLESS = "\ufeff\u200b\u2060"
-"""Characters without width that spreadsheets and web pages leave at the ends of texts."""
+"""Characters without width at the ends of texts from spreadsheets and web pages."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?[\s,;"]*', re.IGNORECASE)
 _FORMULA = re.compile(r'=\s*"([^"]*)"')
 _SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d{2,3}", re.IGNORECASE)
 _ERROR = re.compile(r"#(REF!|NAME\?|VALUE!|DIV/0!|NUM!|NULL!|SPILL!|CALC!|#+)", re.IGNORECASE)
-PATIENT_NAMES = (
-    *("patient", "patient_id", "case_id"),
-    *("case_submitter_id", "cases.submitter_id", "submitter_id"),
-)
-"""What a column of patients may be called; the first that is there counts."""
+PATIENT_NAMES = (*("patient", "patient_id", "case_id"), *("case_submitter_id", "cases.submitter_id", "submitter_id"))
+"""Possible names of the column of patients; the first present counts."""
 NAMING = frozenset({"slide", "slide_id", "site", *PATIENT_NAMES})
-"""Columns that say whose a row is."""
+"""Columns with the slide, patient or site of a row."""
 _OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumor_type"})
 _PLURAL = {"annotations": "annotation"}
 
 
-def separator_of(text: str) -> str:
-    """Return the separator that the first line of a table declares for Excel; "" where none does.
+def read_separator(text: str) -> str:
+    """Return the separator declared for Excel in the first line of a table; "" for none.
 
     Example:
-        >>> separator_of("sep=;"), separator_of("slide,patient")
+        >>> read_separator("sep=;"), read_separator("slide,patient")
         (';', '')
     """
-    found = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
-    return found[1] if found else ""
+    match = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
+    return match[1] if match else ""
 
 
-def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
-    """Return (how many lines stand before the header, the header, its separator where the first line declares one).
+def find_header(text: str, needed: Collection[str]) -> tuple[int, str, str]:
+    """Return (number of lines before the header, the header, its separator if the first line declares one).
 
-    Before it may stand empty lines and remarks, which begin with `#`, as in the tables of cBioPortal. A line that
-    begins so is the header where it has the columns that are looked for, and the line below all remarks has not.
+    Empty lines and remarks (`#`, as in tables of cBioPortal) may precede the header. A line with `#` is the header
+    where it has the needed columns, and the line below all remarks has not.
 
     Args:
         text: the table.
-        needed: the columns that must be there.
+        needed: required columns.
 
     Example:
-        >>> header_of("#Patient Identifier,Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
+        >>> find_header("#Patient Identifier,Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
         (1, 'PATIENT_ID,SEX', '')
     """
     separator, lines = "", io.StringIO(text, newline=None)
-    headed: tuple[int, str] | None = None
+    header_line: tuple[int, str] | None = None
     number = -1
     for number, line in enumerate(lines):
-        if number == 0 and (separator := separator_of(line)):
+        if number == 0 and (separator := read_separator(line)):
             continue
         if not line.strip():
             continue
         if not line.lstrip('"').startswith("#"):
-            if headed is None or _has_columns(line, needed):
-                headed = number, line.rstrip("\n")
+            if header_line is None or _has_columns(line, needed):
+                header_line = number, line.rstrip("\n")
             break
-        if headed is None and _has_columns(line, needed):
-            headed = number, line.rstrip("\n")
-    before, header = headed or (number + 1, "")
-    return before, header, separator
+        if header_line is None and _has_columns(line, needed):
+            header_line = number, line.rstrip("\n")
+    n_skipped, header = header_line or (number + 1, "")
+    return n_skipped, header, separator
 
 
 def _has_columns(line: str, needed: Collection[str]) -> bool:
-    """Return whether a line names the columns that are needed, or else two of those that are known."""
-    names = {_folded(text_of(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
-    wanted = {_folded(name) for name in needed}
-    return wanted <= names if wanted else len(names & (NAMING | _OPTIONAL)) > 1
+    """Return whether a line has the needed columns, or, if none are needed, two known ones."""
+    names = {_normalize_name(read_text(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
+    needed_names = {_normalize_name(name) for name in needed}
+    return needed_names <= names if needed_names else len(names & (NAMING | _OPTIONAL)) > 1
 
 
-def text_of(value: str) -> str:
-    """Return a field as somebody typed it: without spaces around, and out of a formula that guards its zeros.
+def read_text(value: str) -> str:
+    """Return a field as typed: stripped, without a formula around leading zeros.
 
     Example:
-        >>> text_of(' ="007" '), text_of("=A1")
+        >>> read_text(' ="007" '), read_text("=A1")
         ('007', '=A1')
     """
     plain = value.strip().strip(_WIDTHLESS).strip()
-    found = _FORMULA.fullmatch(plain)
-    return found[1].strip() if found else plain
+    match = _FORMULA.fullmatch(plain)
+    return match[1].strip() if match else plain
 
 
-def number_of(text: str) -> float:
-    """Return a number as people write it; ValueError for others, and for Python's 1_000, which is a name."""
+def parse_cell_number(text: str) -> float:
+    """Return the number of a text; ValueError for other texts, and for Python's 1_000, a name."""
     if "_" in text:
         raise ValueError(f"{text!r} is no number")
     return float(text)
 
 
-def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
-    """Return the header's names, those of known columns in the one way that they are looked for.
+def normalize_columns(header: Sequence[str], needed: Collection[str]) -> list[str]:
+    """Return the header's names, those of known columns normalised.
 
-    Case, spaces and hyphens make no other column: a `Split` that nobody reads would be lost in silence. A column that
-    is asked for as it is written stays as it is, and so does one beside a column of the right name.
+    Case, spaces and hyphens are ignored, so that a `Split` is not lost in silence. A needed column keeps its spelling,
+    and so does one beside a column of the normalised name.
 
     Args:
-        needed: the columns that are asked for.
+        needed: required columns.
 
     Example:
-        >>> column_names(["Slide", "Patient ID", "Age"], ()), column_names(["Split", "split"], ())
+        >>> normalize_columns(["Slide", "Patient ID", "Age"], ()), normalize_columns(["Split", "split"], ())
         (['slide', 'patient_id', 'Age'], ['Split', 'split'])
     """
-    known = NAMING | _OPTIONAL
-    spelling = {_folded(name): name for name in (*(known - {"site"}), *needed)}
-    names = [name if name in needed else spelling.get(_folded(name), name) for name in header]
-    return [
-        old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)
-    ]
+    known_names = NAMING | _OPTIONAL
+    spelling = {_normalize_name(name): name for name in (*(known_names - {"site"}), *needed)}
+    names = [name if name in needed else spelling.get(_normalize_name(name), name) for name in header]
+    return [old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)]
 
 
-def _folded(name: str) -> str:
+def _normalize_name(name: str) -> str:
     plain = re.sub(r"[\s_-]+", "_", name.strip().lower())
     return _PLURAL.get(plain, plain)
 
 
 def require_typed_name(column: str, value: str, where: str) -> None:
-    """Refuse a name that a spreadsheet has made a rounded number or an error, under which many would be one.
+    """Refuse a name turned by a spreadsheet into a rounded number or an error.
 
     Raises:
         UsageError: names the column and the remedy.

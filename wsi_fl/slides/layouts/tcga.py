@@ -1,9 +1,9 @@
-"""TCGA as the GDC's client leaves it: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table of each patient's
-diagnosis and type of tumour.
+"""TCGA as downloaded by the GDC's client: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table with diagnosis and
+tumour type of each patient.
 
-The second field of a barcode is a tissue source site: an institution *and* a study, so an institution has many. Here
-are those of the four institutions that ProxyFL's study of TCGA has for sites; the table of all, tissueSourceSite.tsv
-of the GDC's code tables, is read where there is one.
+The second field of a barcode is a tissue source site: an institution *and* a study, so an institution has many. Built
+in are the codes of the four institutions in ProxyFL's study of TCGA; the table of all, tissueSourceSite.tsv of the
+GDC's code tables, is read where there is one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, rows_of, sites_of, slide_files
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, apply_splits, group_sites, list_files, read_rows
 from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
-from wsi_fl.types import SetAside, SlideRecord, UsageError
+from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
-_BUILT_IN = {
+_INSTITUTION_CODES = {
     "University of Pittsburgh": "34 50 61 AZ B0 B1 BD BG BH BI BJ BT CI CN EJ ER FZ IC IN K1 LK N6 P8",
     "Indivumed": "05 66 A8 AA AG C4 CG CH",
     "Asterand": "85 86 BR E7 E8 E9 EA EB EC ED F4 F5 F6 F7 F9 FA FB FC IG UE",
@@ -54,14 +54,14 @@ _SPELLINGS = (
     (r"st\.? joseph'?s hospital[ (]+(az|arizona)\)?", "st-josephs-arizona"),
     (r"st\.? joseph'?s medical center[ (-]+md\)?", "st-josephs-maryland"),
 )
-"""How one institution is written in several ways: the whole name in lower case, and what its site is called."""
+"""(pattern of an institution's lower-case names, name of its site)."""
 
 
-def site_of(institution: str) -> str:
-    """The site that stands for an institution, however it is spelt.
+def name_site(institution: str) -> str:
+    """Return the site of an institution, whatever its spelling.
 
     Example:
-        >>> site_of("MSKCC"), site_of("Memorial Sloan Kettering"), site_of("University of São Paulo")
+        >>> name_site("MSKCC"), name_site("Memorial Sloan Kettering"), name_site("University of São Paulo")
         ('tcga-mskcc', 'tcga-mskcc', 'tcga-university-of-sao-paulo')
     """
     plain = unicodedata.normalize("NFKD", institution).encode("ascii", "ignore").decode()
@@ -73,10 +73,10 @@ def site_of(institution: str) -> str:
     return "tcga-" + re.sub(r"[^a-z0-9]+", "-", name.replace("'", "")).strip("-")
 
 
-def _manifest_of(sources: Sources) -> dict[str, str]:
-    """The size that the site's manifests give each of its slides, by file name; other sites' files are left out.
+def _read_manifests(sources: Sources) -> dict[str, str]:
+    """Return file name → size in the manifests, for the slides of the site.
 
-    `gdc-client` compares MD5 digests itself; a size tells what was cut on a later way.
+    `gdc-client` compares MD5 digests itself; sizes detect files cut later.
     """
     names = [Path(pattern).name for pattern in sources.slides]
     expected: dict[str, str] = {}
@@ -85,10 +85,10 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
         if not paths:
             raise UsageError(f"{sources.label}: manifest: no such file ({pattern})")
         for path in paths:
-            for row in rows_of(path, ("id", "filename", "size")):
+            for row in read_rows(path, ("id", "filename", "size")):
                 name = file_name_of(row["filename"])
-                known = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
-                if known and expected.setdefault(name, row["size"]) != row["size"]:
+                is_own = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+                if is_own and expected.setdefault(name, row["size"]) != row["size"]:
                     raise UsageError(f"{row.where}: {name} has another size than in a line above")
     return expected
 
@@ -96,13 +96,13 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
 _SUFFIXES = (".svs", ".tif", ".tiff")
 GROUPINGS = ("institution", "tss")
 _DIAGNOSTIC = ("DX",)
-"""Slides of embedded tissue, from which diagnoses are made; TS and BS are frozen sections beside the samples."""
+"""Diagnostic slides of embedded tissue; TS and BS are frozen sections beside the samples."""
 _BARCODE = re.compile(
     r"TCGA-(?P<tss>[A-Z0-9]{2})-(?P<participant>[A-Z0-9]{4})-(?P<sample>\d{2})[A-Z]"
     r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[^.]+))?"
 )
 _NORMAL = range(10, 20)
-"""Sample types that are healthy tissue or blood."""
+"""Sample types of healthy tissue or blood."""
 
 
 class _Barcode(NamedTuple):
@@ -121,7 +121,7 @@ class _Barcode(NamedTuple):
 
 
 def parse_barcode(name: str) -> _Barcode | None:
-    """The barcode that a slide's file is named by, or None.
+    """Return the barcode in a slide's file name, or None.
 
     Example:
         >>> parse_barcode("TCGA-05-4244-01Z-00-DX1.d4ff32cd-38cf-40ea-8213-45c2b100ac01.svs")[:5]
@@ -132,8 +132,8 @@ def parse_barcode(name: str) -> _Barcode | None:
     return _Barcode(**match.groupdict()) if match else None
 
 
-def slides_of(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
-    """The slides below a folder that are named by barcodes, in order."""
+def list_slides(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
+    """Yield the slides named by barcodes below a folder, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
     for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
         path = Path(name)
@@ -145,91 +145,88 @@ def slides_of(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
 def describe_tcga(
     archive: Path, group_by: str = "institution", codes: Path | None = None, clinical: Path | None = None
 ) -> list[ArchiveSite]:
-    """The institutions of an archive, or with "tss" its source sites; a site's slides are those of its codes.
+    """Return the institutions of an archive, or with "tss" its source sites; codes assign slides to sites.
 
-    The tables of all source sites and of diagnoses are by default the archive's own.
+    The tables of source sites and diagnoses are by default the archive's own.
     """
-    known = {code: name for name, some in _BUILT_IN.items() for code in some.split()}
-    if table := codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"):
-        rows = rows_of(table, ("TSS Code", "Source Site"))
-        known |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
-    found: list[tuple[str, str]] = []
+    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
+    if table := codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"):
+        rows = read_rows(table, ("TSS Code", "Source Site"))
+        institutions |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+    pairs: list[tuple[str, str]] = []
     unknown: dict[str, set[str]] = {}
-    for path, barcode in slides_of(archive):
+    for path, barcode in list_slides(archive):
         if barcode.kind not in _DIAGNOSTIC:
             continue
-        institution = known.get(barcode.tss) if group_by == "institution" else None
-        name = site_of(institution) if institution else f"tcga-{barcode.tss.lower()}"
-        found.append((name, f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}"))
+        institution = institutions.get(barcode.tss) if group_by == "institution" else None
+        name = name_site(institution) if institution else f"tcga-{barcode.tss.lower()}"
+        pairs.append((name, f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}"))
         if group_by == "institution" and institution is None:
             unknown.setdefault(name, set()).add(barcode.tss)
-    table = clinical or (_one_of(archive, "clinical*.tsv", "--clinical") if found else None)
-    if found and table is None:
-        raise UsageError(
-            f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE"
-        )
+    table = clinical or (_find_only(archive, "clinical*.tsv", "--clinical") if pairs else None)
+    if pairs and table is None:
+        raise UsageError(f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE")
     manifests = tuple(
         glob.escape(str(path))
         for path in sorted(archive.glob("*.txt"))
         if "manifest" in path.name.lower() and path.is_file() and not is_companion(path)
     )
-    sites = sites_of(found, None, str(table.resolve()) if table else None)
+    sites = group_sites(pairs, None, str(table.resolve()) if table else None)
     return [
-        replace(site, manifests=manifests, unknown_codes=tuple(sorted(unknown.get(site.name, ()))))
-        for site in sites
+        replace(site, manifests=manifests, unknown_codes=tuple(sorted(unknown.get(site.name, ())))) for site in sites
     ]
 
 
-def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
-    """The archive's only file of this name, at its top or else one folder further down."""
+def _find_only(archive: Path, pattern: str, option: str) -> Path | None:
+    """Return the archive's only file of this pattern, at its top or else one folder below."""
     for depth in ("", "*/"):
-        found = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
-        if len(found) > 1:
-            names = " and ".join(path.relative_to(archive).as_posix() for path in found[:2])
+        paths = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
+        if len(paths) > 1:
+            names = " and ".join(path.relative_to(archive).as_posix() for path in paths[:2])
             raise UsageError(f"{archive}: has {names}; choose with {option} FILE")
-        if found:
-            return found[0]
+        if paths:
+            return paths[0]
     return None
 
 
-def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at the clinical table")
-    clinical = _Clinical(sources.labels, sources.columns)
-    expected = _manifest_of(sources)
-    files = sorted(slide_files(sources), key=lambda path: path.name)
+    clinical = _ClinicalTable(sources.labels, sources.columns)
+    expected = _read_manifests(sources)
+    files = sorted(list_files(sources), key=lambda path: path.name)
     patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
-    sources.account(sources.labels, clinical.rows, sum(one in patients for one in clinical.patients))
-    found: list[SlideRecord | SetAside] = []
+    sources.report_rows(sources.labels, clinical.rows, sum(patient in patients for patient in clinical.patients))
+    results: list[SlideRecord | ExcludedSlide] = []
     for path in files:
         barcode = parse_barcode(path.name)
         if barcode is None:
-            found.append(SetAside(path.stem, "not named by a TCGA barcode"))
+            results.append(ExcludedSlide(path.stem, "not named by a TCGA barcode"))
         elif barcode.kind in sources.slide_types:
-            found.append(_judged(path, barcode, clinical, sources, expected.get(path.name)))
+            results.append(_read_slide(path, barcode, clinical, sources, expected.get(path.name)))
     for name in expected.keys() - {path.name for path in files}:
         barcode = parse_barcode(name)
         if barcode is not None and barcode.kind in sources.slide_types:
-            found.append(SetAside(Path(name).stem, "in the manifest but not in the archive"))
-    if not found:
+            results.append(ExcludedSlide(Path(name).stem, "in the manifest but not in the archive"))
+    if not results:
         kinds = ", ".join(sources.slide_types)
         raise UsageError(f"{sources.label}: none of its {len(files)} slides is of slide_types {kinds}")
-    records, aside = divided(found, sources)
-    return records, sorted(aside, key=lambda one: one.slide)
+    records, excluded = apply_splits(results, sources)
+    return records, sorted(excluded, key=lambda slide: slide.slide)
 
 
-def _judged(
-    path: Path, barcode: _Barcode, clinical: _Clinical, sources: Sources, expected: str | None
-) -> SlideRecord | SetAside:
-    """A slide of which the manifest says a size, where there is one."""
+def _read_slide(
+    path: Path, barcode: _Barcode, clinical: _ClinicalTable, sources: Sources, expected: str | None
+) -> SlideRecord | ExcludedSlide:
+    """Return the record of a slide, or the slide as excluded; its size must be that of the manifest."""
     if int(barcode.sample) in _NORMAL:
-        return SetAside(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
-    labels = clinical.labels(barcode.patient)
+        return ExcludedSlide(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
+    labels = clinical.find_labels(barcode.patient)
     if isinstance(labels, str):
-        return SetAside(path.stem, labels)
+        return ExcludedSlide(path.stem, labels)
     if expected is not None and expected != str(n_bytes := path.stat().st_size):
-        said = f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
-        return SetAside(path.stem, said)
+        reason = f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
+        return ExcludedSlide(path.stem, reason)
     return SlideRecord(
         path,
         path.stem,
@@ -243,63 +240,63 @@ def _judged(
     )
 
 
-_NAMES = {
+_COLUMN_NAMES = {
     "patient": ("bcr_patient_barcode", "case_submitter_id", "cases.submitter_id"),
     "diagnosis": ("primary_diagnosis", "diagnoses.primary_diagnosis"),
     "tumor_type": ("tumor_type",),
     "project": ("project", "project_id", "project.project_id"),
 }
-"""What columns are called where the site file does not say."""
-_NEEDED = ("patient", "diagnosis")
+"""Names of columns by default."""
+_NEEDED_COLUMNS = ("patient", "diagnosis")
 _PATIENT_CHARS = len("TCGA-BH-A0B3")
 
 
-class _Clinical:
-    """The patients of a clinical table, as `rows_of` reads it; several rows of a patient must agree.
+class _ClinicalTable:
+    """The patients of a clinical table; several rows of a patient must agree.
 
-    `columns` says how columns are called (patient, diagnosis, tumor_type, project) where not as usual. `patients` holds
-    the patient of each of the `rows`.
+    `columns` gives unusual names of columns (patient, diagnosis, tumor_type, project). `patients` holds the patient of
+    each of the `rows`.
     """
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        self.path, self.rows = path, rows_of(path, columns.values())
+        self.path, self.rows = path, read_rows(path, columns.values())
         if not self.rows:
             raise UsageError(f"{path}: has no patient")
-        named = {key: _named(path, key, self.rows[0], columns) for key in _NAMES}
+        column_names = {key: _find_column(path, key, self.rows[0], columns) for key in _COLUMN_NAMES}
         self.patients: list[str] = []
         self._cases: dict[str, tuple[list[str], list[str]]] = {}
         for row in self.rows:
-            value = {key: row.value(name) for key, name in named.items()}
+            value = {key: row.read_value(name) for key, name in column_names.items()}
             patient = value["patient"].upper()[:_PATIENT_CHARS]
             self.patients.append(patient)
-            said = value["diagnosis"], value["tumor_type"] or value["project"]
-            for known, one in zip(self._cases.setdefault(patient, ([], [])), said, strict=True):
-                if one and one not in known:
-                    known.append(one)
+            case_values = value["diagnosis"], value["tumor_type"] or value["project"]
+            for values, case_value in zip(self._cases.setdefault(patient, ([], [])), case_values, strict=True):
+                if case_value and case_value not in values:
+                    values.append(case_value)
 
-    def labels(self, patient: str) -> tuple[str, str] | str:
-        """Diagnosis and tumour type of a patient, the latter may be empty; or why no slide of theirs has a label."""
+    def find_labels(self, patient: str) -> tuple[str, str] | str:
+        """Return (diagnosis, tumour type or "") of a patient; or why the patient's slides have no label."""
         if patient not in self._cases:
             return f"patient {patient} is not in {self.path.name}"
         diagnoses, tumor_types = self._cases[patient]
         if not diagnoses:
             return f"patient {patient} has no diagnosis in {self.path.name}"
-        for found in (diagnoses, tumor_types):
-            if len(found) > 1:
+        for values in (diagnoses, tumor_types):
+            if len(values) > 1:
                 raise UsageError(
                     f"{self.path.name}: rows of patient {patient} contradict each other "
-                    f"({found[0]!r} and {found[1]!r}); keep the right one"
+                    f"({values[0]!r} and {values[1]!r}); keep the right one"
                 )
         return diagnoses[0], tumor_types[0] if tumor_types else ""
 
 
-def _named(path: Path, key: str, there: Collection[str], columns: Mapping[str, str]) -> str:
-    """The column of this key; "" where there is none and none is needed."""
-    names = (columns[key],) if key in columns else _NAMES[key]
-    found = next((name for name in names if name in there), "")
-    if not found and key in _NEEDED:
+def _find_column(path: Path, key: str, header: Collection[str], columns: Mapping[str, str]) -> str:
+    """Return the column of a key; "" where an optional one is missing."""
+    names = (columns[key],) if key in columns else _COLUMN_NAMES[key]
+    column = next((name for name in names if name in header), "")
+    if not column and key in _NEEDED_COLUMNS:
         raise UsageError(
-            f"{path}: column {names[0]!r} is missing; has {', '.join(there)}; "
+            f"{path}: column {names[0]!r} is missing; has {', '.join(header)}; "
             f"name another with --column {key}=NAME, or {key} in the site file's [columns]"
         )
-    return found
+    return column

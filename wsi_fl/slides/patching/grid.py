@@ -13,14 +13,14 @@ _TOLERANCE_PX = 1e-6
 _SNAP_PX = 0.01
 
 
-def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
-    """Side of a patch in level-0 pixels.
+def patch_side_l0(spec: GridSpec, slide_mpp: float) -> float:
+    """Return the side of a patch in level-0 pixels.
 
-    Files store µm per pixel rounded; a side that misses a whole number by less than a hundredth of a pixel is
-    that number, so that patches which only touch an outline share no area with it.
+    Files store rounded µm per pixel: a side within a hundredth of a pixel of a whole number is that number, so that
+    patches which only touch an outline share no area with it.
 
     Example:
-        >>> size_in_l0(GridSpec(96, 0.972, 96), slide_mpp=0.9719999), size_in_l0(GridSpec(96, 0.5, 96), 0.23)
+        >>> patch_side_l0(GridSpec(96, 0.972, 96), slide_mpp=0.9719999), patch_side_l0(GridSpec(96, 0.5, 96), 0.23)
         (96.0, 208.69565217391303)
     """
     side = spec.size_px * spec.mpp / slide_mpp
@@ -28,7 +28,7 @@ def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
 
 
 def grid_positions(size_l0: tuple[int, int], spec: GridSpec, slide_mpp: float) -> NDArray[np.int64]:
-    """Top-left corners (x, y) int64[n, 2] of all patches, row by row.
+    """Return the top-left corners (x, y) int64[n, 2] of all patches, row by row.
 
     Per axis there are ceil((extent − size) / step) + 1 patches, so the last row and column are never lost: the
     last patch may reach beyond the edge, where the reader pads with white. Positions are rounded one by one,
@@ -38,7 +38,7 @@ def grid_positions(size_l0: tuple[int, int], spec: GridSpec, slide_mpp: float) -
         >>> grid_positions((250, 100), GridSpec(size_px=100, mpp=0.5, stride_px=100), slide_mpp=0.5).tolist()
         [[0, 0], [100, 0], [200, 0]]
     """
-    size = size_in_l0(spec, slide_mpp)
+    size = patch_side_l0(spec, slide_mpp)
     step = spec.stride_px * spec.mpp / slide_mpp
     columns, rows = (
         np.round(np.arange(max(0, ceil((extent - size - _TOLERANCE_PX) / step)) + 1) * step).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Yottixel's mosaic: a few patches that stand for a slide (Kalra et al., Medical Image Analysis 2020).
+"""Yottixel's mosaic: a few patches as a sample of a slide (Kalra et al., Medical Image Analysis 2020).
 
-Patches full of tissue are grouped by their mean colour, each group is spread over the slide, and the patch nearest each
-place is kept.
+Patches full of tissue are clustered by mean colour, each cluster is clustered by position, and the patch nearest each
+centre is selected.
 """
 
 from __future__ import annotations
@@ -15,84 +15,84 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from wsi_fl.slides.patching.regions import area_mean
-from wsi_fl.slides.patching.survey import SlideSurvey, survey
+from wsi_fl.slides.patching.survey import SlideSurvey, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
-_STARTS = 4
-"""Times k-means begins anew; the best is taken."""
+_N_STARTS = 4
+"""Starts of k-means; the best is taken."""
 _PATCH_IN_THUMBNAIL_PX = 16
-_LEAST_OF_BEST = 0.5
-_ONE_AT_A_TIME = threading.Lock()
-"""The limit on threads is the process's."""
+_MIN_SHARE_OF_BEST = 0.5
+_THREAD_LIMIT_LOCK = threading.Lock()
+"""The limit on threads holds for the whole process."""
 
 
 @dataclass(frozen=True)
 class MosaicParams:
-    """What a mosaic is made of."""
+    """Parameters of a mosaic."""
 
     min_tissue: float = 0.7
     clusters: int = 9
-    """Groups of patches alike in colour."""
+    """Number of colour clusters."""
     fraction: float = 0.05
-    """Share of each group that is kept."""
+    """Share of each cluster that is selected."""
     seed: int = 0
     tissue: TissueParams = field(default_factory=TissueParams)
 
 
 @dataclass(frozen=True)
-class Mosaic:
-    """The m patches that stand for n candidates."""
+class MosaicSelection:
+    """The m patches selected from n candidates."""
 
     rows: NDArray[np.int64]
     """[m] of the candidates, ascending."""
     cluster: NDArray[np.int64]
-    """[n] colour group of every candidate, from 0, dark to light."""
+    """[n] colour cluster of every candidate, from 0, dark to light."""
     weight: NDArray[np.float32]
-    """[m] share of all candidates that a kept patch stands for; they add up to 1."""
+    """[m] share of the candidates that a patch represents; the sum is 1."""
 
 
 @dataclass(frozen=True)
 class MosaicPlan:
-    """The mosaic of one slide, before any of its pixels but a thumbnail's were read."""
+    """The mosaic of one slide, planned on its thumbnail."""
 
-    seen: SlideSurvey
+    survey: SlideSurvey
     xy_l0: NDArray[np.int64]
     """[n, 2] corners (x, y) of the candidates, row by row."""
-    mosaic: Mosaic
+    mosaic: MosaicSelection
     note: str
-    """What people should know of it, or ""."""
+    """A note for users, or ""."""
 
     @property
-    def kept_l0(self) -> NDArray[np.int64]:
+    def mosaic_xy_l0(self) -> NDArray[np.int64]:
         """int64[m, 2]"""
         return self.xy_l0[self.mosaic.rows]
 
     @property
-    def kept_cluster(self) -> NDArray[np.int64]:
+    def mosaic_cluster(self) -> NDArray[np.int64]:
         """int64[m]"""
         return self.mosaic.cluster[self.mosaic.rows]
 
 
 def plan_mosaic(record: SlideRecord, spec: GridSpec, params: MosaicParams, *, reader: Reader) -> MosaicPlan:
-    """Choose the mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
+    """Choose the mosaic of a slide from its thumbnail, with bounded memory.
 
-    The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
+    The mean colour of a patch is the same at every magnification, so the thumbnail's replaces that at 5×.
     """
     patch_px = _PATCH_IN_THUMBNAIL_PX
-    seen = survey(record, spec, params.tissue, patch_px=patch_px, section="mosaic", reader=reader)
-    rows, note = _candidates(seen.tissue, params.min_tissue, params.clusters)
-    xy_l0 = seen.xy_l0[rows]
-    colour = _mean_colour(seen, xy_l0)
-    mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
-    return MosaicPlan(seen, xy_l0, mosaic, note)
+    survey = survey_slide(record, spec, params.tissue, patch_px=patch_px, section="mosaic", reader=reader)
+    rows, note = _find_candidates(survey.tissue, params.min_tissue, params.clusters)
+    xy_l0 = survey.xy_l0[rows]
+    colors = _mean_colors(survey, xy_l0)
+    mosaic = choose_mosaic(colors, xy_l0, params.clusters, params.fraction, params.seed)
+    return MosaicPlan(survey, xy_l0, mosaic, note)
 
 
-def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
-    """Which of the patches with these shares of tissue float32[n] may stand for the slide: (rows, note).
+def _find_candidates(tissue: NDArray[np.float32], min_tissue: float, max_patches: int) -> tuple[NDArray[np.int64], str]:
+    """Return (rows, note) of the patches with enough tissue, by their shares of tissue float32[n].
 
-    Where none has enough, the best few (one at least, each with half the best one's tissue or more) and a note.
+    If none has enough: the best few (at least one, each with half the best one's tissue or more) and a note.
     """
     rows = np.flatnonzero(tissue >= max(min_tissue, 1e-6))
     if len(rows):
@@ -100,56 +100,56 @@ def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tup
     best = float(tissue.max(initial=0))
     if best == 0:
         raise WsiFlError("no patch of the grid touches the tissue")
-    order = np.argsort(-tissue, kind="stable")[:few]
-    rows = np.sort(order[tissue[order] >= _LEAST_OF_BEST * best])
-    of_best = f"{100 * best:.4g}%"
-    shares = f"{100 * tissue[rows].min():.4g}% to {of_best}" if len(rows) > 1 else of_best
-    stand = f"the best {len(rows)} stand" if len(rows) > 1 else "the best one stands"
-    return rows, f"no patch holds {100 * min_tissue:.4g}% tissue; {stand} for the slide ({shares})"
+    order = np.argsort(-tissue, kind="stable")[:max_patches]
+    rows = np.sort(order[tissue[order] >= _MIN_SHARE_OF_BEST * best])
+    best_text = f"{100 * best:.4g}%"
+    shares = f"{100 * tissue[rows].min():.4g}% to {best_text}" if len(rows) > 1 else best_text
+    subject = f"the best {len(rows)} stand" if len(rows) > 1 else "the best one stands"
+    return rows, f"no patch holds {100 * min_tissue:.4g}% tissue; {subject} for the slide ({shares})"
 
 
-def _mean_colour(seen: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Mean red, green and blue float64[n, 3] (0 to 255) of patches, as far as they lie on the slide."""
-    everywhere = np.ones(seen.thumbnail.shape[:2], bool)
-    inside = tissue_fraction(everywhere, xy_l0, seen.side_l0, seen.downsample)
-    corner, side = xy_l0 / seen.downsample, seen.side_l0 / seen.downsample
-    found = np.stack([area_mean(seen.thumbnail[..., k], corner, side) for k in range(3)], axis=1)
-    return found / np.maximum(inside, 1e-6)[:, None]
+def _mean_colors(survey: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the mean red, green and blue float64[n, 3] (0 to 255) of the parts of patches on the slide."""
+    full_mask = np.ones(survey.thumbnail.shape[:2], bool)
+    inside_share = tissue_fraction(full_mask, xy_l0, survey.side_l0, survey.downsample)
+    corner, side = xy_l0 / survey.downsample, survey.side_l0 / survey.downsample
+    sums = np.stack([area_mean(survey.thumbnail[..., k], corner, side) for k in range(3)], axis=1)
+    return sums / np.maximum(inside_share, 1e-6)[:, None]
 
 
-def choose(
-    colour: NDArray[np.float64], xy: NDArray[np.int64], clusters: int, fraction: float, seed: int
-) -> Mosaic:
-    """The mosaic of n ≥ 1 candidates with these mean colours [n, 3] and places [n, 2], whatever the threads."""
-    with _ONE_AT_A_TIME, threadpool_limits(1):  # sums over threads depend on their order
-        cluster = _colour_clusters(colour, clusters, seed)
+def choose_mosaic(
+    colors: NDArray[np.float64], xy: NDArray[np.int64], clusters: int, fraction: float, seed: int
+) -> MosaicSelection:
+    """Return the mosaic of n ≥ 1 candidates with mean colours [n, 3] and positions [n, 2], independent of threads."""
+    with _THREAD_LIMIT_LOCK, threadpool_limits(1):  # sums over threads depend on their order
+        cluster = _cluster_colors(colors, clusters, seed)
         rows: list[int] = []
         weight: list[float] = []
         for group in range(int(cluster.max()) + 1):
             members = np.flatnonzero(cluster == group)
-            for kept, share in _spread(xy[members], max(1, round(fraction * len(members))), seed):
-                rows.append(int(members[kept]))
-                weight.append(share / len(colour))
+            for row, share in _choose_spread(xy[members], max(1, round(fraction * len(members))), seed):
+                rows.append(int(members[row]))
+                weight.append(share / len(colors))
     order = np.argsort(rows)
-    return Mosaic(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
+    return MosaicSelection(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
 
 
-def _colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
-    """Group int64[n] of each colour [n, 3], numbered from dark to light; no more groups than there are colours."""
-    n_clusters = min(clusters, len(np.unique(colour, axis=0)))
-    from sklearn.cluster import KMeans  # seconds, which other commands need not wait for
+def _cluster_colors(colors: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
+    """Return the cluster int64[n] of each colour [n, 3], from dark to light; at most as many as distinct colours."""
+    n_clusters = min(clusters, len(np.unique(colors, axis=0)))
+    from sklearn.cluster import KMeans  # takes seconds, and only mosaics need it
 
-    means = KMeans(n_clusters, n_init=_STARTS, random_state=seed).fit(colour)
+    means = KMeans(n_clusters, n_init=_N_STARTS, random_state=seed).fit(colors)
     order = np.argsort(means.cluster_centers_.sum(axis=1), kind="stable")
     return np.asarray(np.argsort(order)[means.labels_], np.int64)
 
 
-def _spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> Iterator[tuple[int, int]]:
-    """(row, how many places it stands for) of at most n_kept places spread over all [n, 2]."""
+def _choose_spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield (row, number of positions it represents) of at most n_kept positions spread over all [n, 2]."""
     from sklearn.cluster import KMeans
 
-    means = KMeans(n_kept, n_init=_STARTS, random_state=seed).fit(xy.astype(np.float64))
+    means = KMeans(n_kept, n_init=_N_STARTS, random_state=seed).fit(xy.astype(np.float64))
     for k in range(n_kept):
-        if len(own := np.flatnonzero(means.labels_ == k)):
-            distance = ((xy[own] - means.cluster_centers_[k]) ** 2).sum(axis=1)
-            yield int(own[np.argmin(distance)]), len(own)
+        if len(members := np.flatnonzero(means.labels_ == k)):
+            distance = ((xy[members] - means.cluster_centers_[k]) ** 2).sum(axis=1)
+            yield int(members[np.argmin(distance)]), len(members)

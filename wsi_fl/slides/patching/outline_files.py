@@ -1,4 +1,4 @@
-"""Files of outlines: ASAP XML and QuPath GeoJSON, told apart by content; what in them is an area, and what is not.
+"""Files of outlines, ASAP XML and QuPath GeoJSON by content: their areas, and counts of other objects.
 
 Sources: ASAP's `annotation/XmlRepository.cpp` and `Annotation.cpp`; QuPath's `QuPathTypeAdapters`, which reads the
 spellings of all its versions.
@@ -19,49 +19,49 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.system.files import ordinary
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import WsiFlError
 
 Corner = Literal["bounds", "slide"]
-"""From where a file counts: the corner of the scanned area, as QuPath does, or that of the slide, as OpenSlide does."""
+"""The origin of coordinates: the corner of the scanned area, as in QuPath, or that of the slide, as in OpenSlide."""
 _Geometry: TypeAlias = Any
 _Ring: TypeAlias = NDArray[np.float64]
 
-_REASON_CHARS = 200
-"""The longest reason that a message repeats from a file."""
-_PLURAL = {"TMA core": "TMA cores", "object without a shape": "objects without a shape"} | {
+_MAX_REASON_CHARS = 200
+"""Length of a file's text in messages."""
+_PLURALS = {"TMA core": "TMA cores", "object without a shape": "objects without a shape"} | {
     "outline without area": "outlines without area"
 }
-_ROOT = ""
+_ROOT_KIND = ""
 _ANALYSIS_KINDS = {
     **dict.fromkeys(("tile", "PathTileObject"), "tile"),
     **dict.fromkeys(("cell", "PathCellObject"), "cell"),
     **dict.fromkeys(("detection", "PathDetectionObject"), "detection"),
     **dict.fromkeys(("tma_core", "tmaCore", "TMACoreObject"), "TMA core"),
-    **dict.fromkeys(("root", "PathRootObject"), _ROOT),
+    **dict.fromkeys(("root", "PathRootObject"), _ROOT_KIND),
 }
-"""QuPath's objects that an analysis made, not a person, in the spellings of its versions."""
+"""QuPath's objects made by an analysis, not by a person, in the spellings of its versions."""
 _ANNOTATION_KINDS = {"annotation", "PathAnnotationObject"}
 _ASAP_AREAS = ("polygon", "rectangle", "spline", "")
 _ASAP_POINTS = ("dot", "pointset")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_MOST_CROSSINGS = 100_000
-"""How often an outline may cross itself; repairing it takes time and memory for each crossing."""
-_PROBES = 256
-"""Sides of an outline that are looked at to estimate how often it crosses itself."""
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+_MAX_CROSSINGS = 100_000
+"""Most self-crossings of an outline; repairing takes time and memory for each."""
+_SAMPLED_SIDES = 256
+"""Sampled sides of an outline for the estimate of its self-crossings."""
+_JSON_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 _T = TypeVar("_T", dict[str, Any], list[Any])
 
 
 @dataclass
 class Outlines:
-    """What a file outlines, in the file's own coordinates.
+    """The outlines of a file, in the file's coordinates.
 
     Attributes:
         path: of the file.
         areas: (group as spelled, shapely Polygon) of every outline with area; the group is "" for none.
-        omissions: kind → how many things of the file are no outlined areas.
-        corner: from where such files count, where nobody says otherwise.
+        omissions: kind → number of objects of the file that are no outlined areas.
+        corner: the usual origin of such files.
     """
 
     path: Path
@@ -70,59 +70,59 @@ class Outlines:
     corner: Corner = "slide"
 
     def add(self, group: str, polygons: Sequence[_Geometry]) -> None:
-        """Take an outline as its valid polygons; without any it is left out."""
+        """Add an outline as its valid polygons, or count it as one without area."""
         self.areas += [(group, polygon) for polygon in polygons]
         self.omissions["outline without area"] += not polygons
 
     @property
     def remark(self) -> str:
-        """What people should know of the file, as "left out as no outlined areas: 12 cells"; "" if nothing."""
-        parts = [f"{n} {_plural(kind, n)}" for kind, n in sorted(self.omissions.items()) if n]
+        """A note on the file, as "left out as no outlined areas: 12 cells", or ""."""
+        parts = [f"{n} {_pluralize_kind(kind, n)}" for kind, n in sorted(self.omissions.items()) if n]
         if not parts:
             return "" if self.areas else "holds no outline"
-        listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-        taken = "" if self.areas else "nothing was taken from it; "
-        return f"{taken}left out as no outlined areas: {listed}"
+        enumeration = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+        prefix = "" if self.areas else "nothing was taken from it; "
+        return f"{prefix}left out as no outlined areas: {enumeration}"
 
 
-def shorten(text: str, most: int) -> str:
-    """Return a text of a file in one line of at most so many characters."""
+def shorten_text(text: str, max_chars: int) -> str:
+    """Return a text of a file in one line, shortened."""
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
-def polygons_of(geometry: _Geometry) -> list[_Geometry]:
+def list_polygons(geometry: _Geometry) -> list[_Geometry]:
     """Return the polygons with area in a shapely geometry of any kind."""
     flat = shapely.get_parts(shapely.get_parts(np.atleast_1d(geometry)))
     return [part for part in flat if part.geom_type == "Polygon" and part.area > 0]
 
 
-def _plural(kind: str, n: int) -> str:
+def _pluralize_kind(kind: str, n: int) -> str:
     if n == 1:
         return kind
-    return _PLURAL.get(kind) or (
+    return _PLURALS.get(kind) or (
         kind.replace("annotation", "annotations", 1) if kind.startswith("annotation") else f"{kind}s"
     )
 
 
-class _Wrong(ValueError):
-    """What is wrong with a file, in words for people."""
+class _FormatError(ValueError):
+    """An error in a file, in words for users."""
 
 
-def outlines_of(path: Path) -> Outlines:
-    """Return what a file outlines.
+def read_outlines(path: Path) -> Outlines:
+    """Return the outlines of a file.
 
     Raises:
-        WsiFlError: when the file cannot be read, or is no such file.
+        WsiFlError: when the file cannot be read, or has another format.
     """
     try:
-        data = ordinary(path).read_bytes()
+        data = require_regular_file(path).read_bytes()
     except OSError as error:
         raise WsiFlError(f"{path}: cannot read the annotation: {error.strerror}") from None
     try:
-        return _asap(data, path) if _is_xml(data) else _geojson(data, path)
-    except _Wrong as error:
-        reason = shorten(str(error), _REASON_CHARS)
+        return _parse_asap(data, path) if _is_xml(data) else _parse_geojson(data, path)
+    except _FormatError as error:
+        reason = shorten_text(str(error), _MAX_REASON_CHARS)
         raise WsiFlError(f"{path}: not ASAP XML or QuPath GeoJSON: {reason}") from None
     except (ElementTree.ParseError, json.JSONDecodeError) as error:
         reason = str(error)
@@ -141,10 +141,10 @@ def _is_xml(data: bytes) -> bool:
     return data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
 
 
-def _repaired(shell: _Ring, holes: Sequence[_Ring] = ()) -> list[_Geometry]:
-    """Valid polygons of a ring [n, 2] and its holes; none when it has fewer than three points."""
+def _repair_ring(shell: _Ring, holes: Sequence[_Ring] = ()) -> list[_Geometry]:
+    """Return the valid polygons of a ring [n, 2] and its holes; [] for fewer than three points."""
     if any(not np.isfinite(ring).all() for ring in (shell, *holes)):
-        raise _Wrong("a coordinate is not a finite number")
+        raise _FormatError("a coordinate is not a finite number")
     if len(shell) < 3:
         return []
     polygon = shapely.Polygon(shell, [ring for ring in holes if len(ring) >= 3])
@@ -152,91 +152,91 @@ def _repaired(shell: _Ring, holes: Sequence[_Ring] = ()) -> list[_Geometry]:
         for ring in (shell, *holes):
             _refuse_tangled(ring)
         polygon = shapely.make_valid(polygon, method="structure", keep_collapsed=False)
-    return polygons_of(polygon)
+    return list_polygons(polygon)
 
 
 def _refuse_tangled(ring: _Ring) -> None:
-    """Refuse an outline that crosses itself so often that nobody can have drawn it, by a sample of its sides."""
+    """Refuse an outline with implausibly many self-crossings, by a sample of its sides."""
     n = len(ring)
-    if n * (n - 1) // 2 <= _MOST_CROSSINGS:
+    if n * (n - 1) // 2 <= _MAX_CROSSINGS:
         return
     sides = shapely.linestrings(np.stack([ring, np.roll(ring, -1, 0)], 1))
-    probes = sides[np.linspace(0, n - 1, _PROBES).astype(np.int64)]
-    met, _ = shapely.STRtree(sides).query(probes, predicate="intersects")
-    crossings = max(0, len(met) - 3 * len(probes)) * n // (2 * len(probes))  # itself and its two neighbours
-    if crossings > _MOST_CROSSINGS:
-        raise _Wrong(
+    probes = sides[np.linspace(0, n - 1, _SAMPLED_SIDES).astype(np.int64)]
+    hits, _ = shapely.STRtree(sides).query(probes, predicate="intersects")
+    crossings = max(0, len(hits) - 3 * len(probes)) * n // (2 * len(probes))  # itself and its two neighbours
+    if crossings > _MAX_CROSSINGS:
+        raise _FormatError(
             f"an outline of {n} points crosses itself about {crossings} times, which no drawing does; draw it anew"
         )
 
 
-def _asap(data: bytes, path: Path) -> Outlines:
+def _parse_asap(data: bytes, path: Path) -> Outlines:
     root = ElementTree.fromstring(data)
     if root.tag != "ASAP_Annotations":
-        raise _Wrong(f"its root element is {root.tag}, not ASAP_Annotations")
+        raise _FormatError(f"its root element is {root.tag}, not ASAP_Annotations")
     outlines = Outlines(path)
     for annotation in root.iter("Annotation"):
         points = annotation.findall("Coordinates/Coordinate")
-        points.sort(key=lambda point: _number(point, "Order", "0"))
-        ring = np.array([(_number(point, "X"), _number(point, "Y")) for point in points], np.float64)
+        points.sort(key=lambda point: _parse_number(point, "Order", "0"))
+        ring = np.array([(_parse_number(point, "X"), _parse_number(point, "Y")) for point in points], np.float64)
         kind = annotation.get("Type", "")
         if kind.casefold() in _ASAP_AREAS:
             if kind.casefold() == "rectangle" and len(ring) == 2:  # two corners
                 ring = shapely.get_coordinates(shapely.box(*ring.ravel()))
-            outlines.add(annotation.get("PartOfGroup", ""), _repaired(ring.reshape(-1, 2)))
+            outlines.add(annotation.get("PartOfGroup", ""), _repair_ring(ring.reshape(-1, 2)))
         elif kind.casefold() in _ASAP_POINTS:
             outlines.omissions["point"] += len(ring)
         elif kind.casefold() == "measurement":
             outlines.omissions["measurement"] += 1
         else:
-            outlines.omissions[f'annotation of type "{shorten(kind, 20)}"'] += 1
+            outlines.omissions[f'annotation of type "{shorten_text(kind, 20)}"'] += 1
     return outlines
 
 
-def _number(point: ElementTree.Element, name: str, default: str | None = None) -> float:
+def _parse_number(point: ElementTree.Element, name: str, default: str | None = None) -> float:
     text = point.get(name, default)
     if text is None:
-        raise _Wrong(f"a Coordinate has no {name}")
+        raise _FormatError(f"a Coordinate has no {name}")
     try:
         return float(text)
     except ValueError:
-        raise _Wrong(f"a Coordinate has {name} = {text!r}, which is no number") from None
+        raise _FormatError(f"a Coordinate has {name} = {text!r}, which is no number") from None
 
 
-def _geojson(data: bytes, path: Path) -> Outlines:
+def _parse_geojson(data: bytes, path: Path) -> Outlines:
     document, outlines = json.loads(data), Outlines(path)
     if not isinstance(document, list):
-        document = _a(dict, document, "it").get("features", [document])
-    for value in _a(list, document, "features"):
-        _take_feature(_a(dict, value, "a feature"), outlines)
+        document = _require_kind(dict, document, "it").get("features", [document])
+    for value in _require_kind(list, document, "features"):
+        _add_feature(_require_kind(dict, value, "a feature"), outlines)
     return outlines
 
 
-def _take_feature(feature: dict[str, Any], outlines: Outlines) -> None:
-    """Take what a feature and its children outline."""
-    if _of(feature, "type", "a feature") != "Feature":
-        return _take_geometry(feature, "", outlines)
-    properties = _a(dict, feature.get("properties") or {}, "properties")
+def _add_feature(feature: dict[str, Any], outlines: Outlines) -> None:
+    """Add the outlines of a feature and its children."""
+    if _require_key(feature, "type", "a feature") != "Feature":
+        return _add_geometry(feature, "", outlines)
+    properties = _require_kind(dict, feature.get("properties") or {}, "properties")
     kind = _object_type(feature, properties)
     if kind is not None or "classification" in properties:
         outlines.corner = "bounds"
-    # QuPath leaves out the geometry of what has none
-    geometry = _of(feature, "geometry", "a feature") if kind is None else feature.get("geometry")
+    # QuPath leaves out the geometry of objects without one
+    geometry = _require_key(feature, "geometry", "a feature") if kind is None else feature.get("geometry")
     if kind in _ANALYSIS_KINDS:
         outlines.omissions[_ANALYSIS_KINDS[kind]] += kind not in {"root", "PathRootObject"}
     elif geometry is None:
         outlines.omissions["object without a shape"] += 1
     else:
-        _take_geometry(geometry, _geojson_group(properties), outlines)
+        _add_geometry(geometry, _geojson_group(properties), outlines)
     children = properties.get("childObjects", properties.get("children"))
     for child in children if isinstance(children, list) else ():
         if isinstance(child, dict) and "type" in child:
-            _take_feature(child, outlines)
+            _add_feature(child, outlines)
     return None
 
 
 def _object_type(feature: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """What QuPath calls the object of a feature, where its files say that; None of other tools' features."""
+    """Return QuPath's object type of a feature; None for features of other tools."""
     for key in ("objectType", "object_type"):
         if key in properties:
             return str(properties[key])
@@ -247,9 +247,9 @@ def _object_type(feature: Mapping[str, Any], properties: Mapping[str, Any]) -> s
 
 
 def _geojson_group(properties: Mapping[str, Any]) -> str:
-    """QuPath's classification, a derived class as "base: derived", else the object's name.
+    """Return QuPath's classification, a derived class as "base: derived", else the object's name.
 
-    Tables of shapes hold it as a text of JSON, or its name in a column of its own (LazySlide).
+    Tables of shapes (LazySlide) have it as JSON text, or its name in a column.
     """
     classification = properties.get("classification") or properties.get("classification_name") or ""
     if isinstance(classification, str) and classification.lstrip().startswith("{"):
@@ -261,63 +261,62 @@ def _geojson_group(properties: Mapping[str, Any]) -> str:
 
 
 def _class_names(classification: Mapping[str, Any]) -> list[str]:
-    """The names of a class of QuPath, the base first: in `name`, in `names`, or by `parentClass`."""
+    """Return the names of a class of QuPath, the base first: from `name`, `names` or `parentClass`."""
     parent = classification.get("parentClass")
-    names = _a(list, classification.get("names") or [], "names")
-    given = classification.get("name")
-    return [
-        *(_class_names(parent) if isinstance(parent, Mapping) else []),
-        *([str(given)] if given else map(str, names)),
-    ]
+    names = _require_kind(list, classification.get("names") or [], "names")
+    name = classification.get("name")
+    return [*(_class_names(parent) if isinstance(parent, Mapping) else []), *([str(name)] if name else map(str, names))]
 
 
-def _take_geometry(given: Any, group: str, outlines: Outlines) -> None:
-    geometry = _a(dict, given, "a geometry")
-    kind = _of(geometry, "type", "a geometry")
+def _add_geometry(value: Any, group: str, outlines: Outlines) -> None:
+    geometry = _require_kind(dict, value, "a geometry")
+    kind = _require_key(geometry, "type", "a geometry")
     if kind == "GeometryCollection":
-        for member in _a(list, _of(geometry, "geometries", "a collection"), "geometries"):
-            _take_geometry(member, group, outlines)
+        for member in _require_kind(list, _require_key(geometry, "geometries", "a collection"), "geometries"):
+            _add_geometry(member, group, outlines)
         return
     if kind not in ("Polygon", "MultiPolygon", "Point", "MultiPoint", "LineString", "MultiLineString"):
-        raise _Wrong(f"unknown geometry {kind}")
-    places = _a(list, _of(geometry, "coordinates", "a geometry"), "coordinates")
+        raise _FormatError(f"unknown geometry {kind}")
+    coordinates = _require_kind(list, _require_key(geometry, "coordinates", "a geometry"), "coordinates")
     if kind in ("Polygon", "MultiPolygon"):
-        parts = [_a(list, rings, "a polygon") for rings in ([places] if kind == "Polygon" else places)]
-        drawn = [[_ring(ring) for ring in rings] for rings in parts]
-        outlines.add(group, [area for rings in drawn if rings for area in _repaired(rings[0], rings[1:])])
+        parts = [
+            _require_kind(list, rings, "a polygon") for rings in ([coordinates] if kind == "Polygon" else coordinates)
+        ]
+        polygons = [[_parse_ring(ring) for ring in rings] for rings in parts]
+        outlines.add(group, [area for rings in polygons if rings for area in _repair_ring(rings[0], rings[1:])])
     elif kind in ("Point", "MultiPoint"):
-        outlines.omissions["point"] += 1 if kind == "Point" else len(places)
+        outlines.omissions["point"] += 1 if kind == "Point" else len(coordinates)
     else:
         outlines.omissions["line"] += 1
 
 
-def _ring(given: Any) -> _Ring:
-    """The points [n, 2] of a ring; a third number of a point is passed over."""
-    points = _a(list, given, "a ring")
+def _parse_ring(value: Any) -> _Ring:
+    """Return the points [n, 2] of a ring; a third number of a point is ignored."""
+    points = _require_kind(list, value, "a ring")
     for point in points:
         if not isinstance(point, list) or len(point) < 2:
-            raise _Wrong(f"a point is {_kind(point)}, not a list of two numbers")
-        if strange := [value for value in point[:2] if type(value) not in (int, float)]:
-            raise _Wrong(f"a coordinate is {_kind(strange[0])}, not a number")
+            raise _FormatError(f"a point is {_kind_name(point)}, not a list of two numbers")
+        if wrong_values := [value for value in point[:2] if type(value) not in (int, float)]:
+            raise _FormatError(f"a coordinate is {_kind_name(wrong_values[0])}, not a number")
     try:
         return np.array([point[:2] for point in points], np.float64).reshape(-1, 2)
     except OverflowError:
-        raise _Wrong("a coordinate is not a finite number") from None
+        raise _FormatError("a coordinate is not a finite number") from None
 
 
-def _a(kind: type[_T], value: Any, what: str) -> _T:
-    """The value, which must be of a kind of JSON."""
+def _require_kind(kind: type[_T], value: Any, subject: str) -> _T:
+    """Return the value if it is of a kind of JSON; else raise."""
     if not isinstance(value, kind):
-        raise _Wrong(f"{what} is {_kind(value)}, not {_KINDS[kind]}")
+        raise _FormatError(f"{subject} is {_kind_name(value)}, not {_JSON_KINDS[kind]}")
     return value
 
 
-def _of(value: Mapping[str, Any], key: str, what: str) -> Any:
+def _require_key(value: Mapping[str, Any], key: str, subject: str) -> Any:
     if key not in value:
-        raise _Wrong(f"{what} has no {key!r}")
+        raise _FormatError(f"{subject} has no {key!r}")
     return value[key]
 
 
-def _kind(value: Any) -> str:
-    """What a JSON value is, in words."""
-    return _KINDS.get(type(value), "a number") if not isinstance(value, list) or value else "an empty list"
+def _kind_name(value: Any) -> str:
+    """Return the kind of a JSON value, in words."""
+    return _JSON_KINDS.get(type(value), "a number") if not isinstance(value, list) or value else "an empty list"

@@ -1,4 +1,4 @@
-"""Regions of masks, grown, closed and without small ones; means of masks over squares."""
+"""Morphology of masks, and means of images over squares."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
+def dilate_mask(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
     """Return the dilation of a mask bool[h, w] with a disc.
 
-    As a stack of runs of pixels, which is many times faster than by distances.
+    By runs of pixels, many times faster than by distances.
     """
     reach, (height, width) = int(radius_px), mask.shape
-    room = np.pad(mask, reach)
-    run = room[:, reach : reach + width].copy()  # of so many pixels to each side
+    padded = np.pad(mask, reach)
+    run = padded[:, reach : reach + width].copy()  # k pixels to each side
     out = np.zeros_like(mask)
     for k in range(reach + 1):
         if k:
-            run |= room[:, reach - k : reach - k + width]
-            run |= room[:, reach + k : reach + k + width]
+            run |= padded[:, reach - k : reach - k + width]
+            run |= padded[:, reach + k : reach + k + width]
         for row in range(-reach, reach + 1):
             if int(sqrt(radius_px**2 - row**2)) == k:
                 out |= run[reach + row : reach + row + height]
     return out
 
 
-def without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
-    """Return a mask bool[h, w] without its connected objects of fewer than min_px pixels."""
+def drop_small_objects(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
+    """Return a mask bool[h, w] without connected objects of fewer than min_px pixels."""
     if not mask.any():
         return mask
     from skimage.measure import label
 
     objects = label(mask, connectivity=1)
-    large = np.bincount(objects.ravel()) >= min_px
-    large[0] = False
-    return np.asarray(np.take(large, objects), bool)
+    is_large = np.bincount(objects.ravel()) >= min_px
+    is_large[0] = False
+    return np.asarray(np.take(is_large, objects), bool)
 
 
-def closed(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
-    """Return the closing of a mask bool[h, w] with a disc, which bridges gaps of less than its diameter."""
-    return ~dilated(~dilated(mask, radius_px), radius_px)
+def close_mask(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
+    """Return the closing of a mask bool[h, w] with a disc: gaps below its diameter are bridged."""
+    return ~dilate_mask(~dilate_mask(mask, radius_px), radius_px)
 
 
 def area_mean(
     image: NDArray[np.bool_] | NDArray[np.uint8], corner: NDArray[np.float64], side: float
 ) -> NDArray[np.float64]:
-    """Mean float64[n] of an image [h, w] of at most 4096² pixels over squares; beyond its edge it counts as zero.
+    """Return the means float64[n] of an image [h, w] of at most 4096² pixels over squares; beyond its edge it is zero.
 
     Exact also where squares cut pixels: the integral image is bilinear within a pixel. Corners (x, y) [n, 2] and side
     of the squares are in pixels of the image.
     """
     height, width = image.shape
     integral = np.zeros((width + 1, height + 1), np.uint32)  # by column and row: sums along memory are fast
-    across = np.cumsum(image, axis=1, dtype=np.uint32)
-    np.cumsum(np.ascontiguousarray(across.T), axis=1, out=integral[1:, 1:])
+    row_sums = np.cumsum(image, axis=1, dtype=np.uint32)
+    np.cumsum(np.ascontiguousarray(row_sums.T), axis=1, out=integral[1:, 1:])
 
-    def below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum above and left of each point."""
+    def sum_below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the sum above and left of each point."""
         x, y = np.clip(x, 0, width), np.clip(y, 0, height)
         column = np.minimum(x.astype(np.int64), width - 1)
         row = np.minimum(y.astype(np.int64), height - 1)
@@ -68,8 +68,8 @@ def area_mean(
         total: NDArray[np.float64] = upper * (1 - v) + lower * v
         return total
 
-    left, top = corner[:, 0], corner[:, 1]
-    right, bottom = left + side, top + side
-    total = below(right, bottom) - below(left, bottom) - below(right, top) + below(left, top)
-    mean: NDArray[np.float64] = total / side**2
+    x_min, y_min = corner[:, 0], corner[:, 1]
+    x_max, y_max = x_min + side, y_min + side
+    sums = sum_below(x_max, y_max) - sum_below(x_min, y_max) - sum_below(x_max, y_min) + sum_below(x_min, y_min)
+    mean: NDArray[np.float64] = sums / side**2
     return mean

@@ -9,12 +9,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.copies import persons_of
+from wsi_fl.slides.patching.copies import find_persons
 from wsi_fl.types import SlideRecord, UsageError
 
 SEED = 0
-"""Of the random choices among slides and patches. Whoever wants other test patients names them in a table, or trains
-in folds."""
+"""Seed of random choices among slides and patches. Other test patients are named in a table, or come with folds."""
 
 
 def assign_splits(
@@ -24,10 +23,10 @@ def assign_splits(
     seed: int = SEED,
     marks: Mapping[str, frozenset[str]] | None = None,
 ) -> list[SlideRecord]:
-    """The records with a split each; all slides of a patient share it, and so do patients who share a scan.
+    """Return the records with a split each, one for all slides of a patient and for patients who share a scan.
 
-    Where the archive prescribes splits it must do so for every slide. Otherwise about `test_fraction` of the
-    patients, stratified by whether they have a positive slide, are held out: at least one when there are two.
+    Splits prescribed by the archive must cover every slide. Otherwise about `test_fraction` of the patients,
+    stratified by whether they have a positive slide, are held out: at least one of two.
 
     Args:
         marks: slide → digests of its content, see `copies`.
@@ -45,26 +44,24 @@ def assign_splits(
     if prescribed:
         for record in records:
             if record.patient not in prescribed:
-                raise UsageError(
-                    f"site {record.site}: patient {record.patient} has no split, others have one"
-                )
+                raise UsageError(f"site {record.site}: patient {record.patient} has no split, others have one")
         return [replace(record, split=prescribed[record.patient]) for record in records]
-    person = persons_of(records, marks or {})
-    positive = {person[r.patient]: False for r in records}
-    positive |= {person[r.patient]: True for r in records if r.positive}
-    test = _held_out(positive, test_fraction, np.random.default_rng(seed))
-    return [replace(r, split="test" if person[r.patient] in test else "train") for r in records]
+    person = find_persons(records, marks or {})
+    is_positive = {person[r.patient]: False for r in records}
+    is_positive |= {person[r.patient]: True for r in records if r.positive}
+    test_patients = _choose_test_patients(is_positive, test_fraction, np.random.default_rng(seed))
+    return [replace(r, split="test" if person[r.patient] in test_patients else "train") for r in records]
 
 
-def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
-    """Patients of the test split: each stratum's share, the rounding carried on to the next."""
-    n_test = min(max(round(fraction * len(positive)), 1), len(positive) - 1) if fraction > 0 else 0
+def _choose_test_patients(is_positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
+    """Choose the patients of the test split: each stratum's share, with rounding carried on to the next."""
+    n_test = min(max(round(fraction * len(is_positive)), 1), len(is_positive) - 1) if fraction > 0 else 0
     chosen: set[str] = set()
-    passed = 0
+    n_passed = 0
     for stratum in (True, False):
-        patients = sorted(patient for patient, value in positive.items() if value is stratum)
-        passed += len(patients)
-        share = round(n_test * passed / len(positive)) - len(chosen) if patients else 0
+        patients = sorted(patient for patient, value in is_positive.items() if value is stratum)
+        n_passed += len(patients)
+        share = round(n_test * n_passed / len(is_positive)) - len(chosen) if patients else 0
         chosen |= {patients[k] for k in rng.permutation(len(patients))[:share]}
     return chosen
 
@@ -80,23 +77,22 @@ def sample_rows(
 ) -> NDArray[np.bool_]:
     """Choose the patches bool[n] to keep: at most `max_per_slide` of each slide, then equally many of each label.
 
-    Each slide draws alone, from the seed and its name. So without `balance` nothing that is decided about a slide
-    depends on another slide, and what ε promises holds from the slides on. Balancing draws from the labels with too
-    many, evenly at random over the site: a slide more or less then changes which patches of others are kept, and the
-    promise of ε begins at the store that is made, not at the slides. With a label missing altogether there is
-    nothing to balance and all are kept.
+    Each slide has its own random draw, from the seed and its name. So without `balance` no slide's patches depend on
+    another slide, and the guarantee of ε holds from the slides on. Balancing drops patches of the larger labels,
+    uniformly over the site: a slide more or less then changes the selection in others, and the guarantee of ε holds
+    from the finished store on, not from the slides. With only one label all are kept.
 
     Args:
-        label, slide: int64[n], the label of each patch, and the place of its slide in `names`.
+        label, slide: int64[n], the label of each patch, and the index of its slide in `names`.
     """
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:
         order = np.argsort(slide, kind="stable")
         for rows in np.split(order, np.searchsorted(slide[order], np.arange(1, len(names)))):
             if len(rows) > max_per_slide:
-                said = f"{seed} {names[slide[rows[0]]]}".encode()
-                own = np.random.default_rng(int.from_bytes(hashlib.sha256(said).digest(), "big"))
-                keep[rows[own.permutation(len(rows))[max_per_slide:]]] = False
+                seed_text = f"{seed} {names[slide[rows[0]]]}".encode()
+                slide_rng = np.random.default_rng(int.from_bytes(hashlib.sha256(seed_text).digest(), "big"))
+                keep[rows[slide_rng.permutation(len(rows))[max_per_slide:]]] = False
     counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""A slide seen in its thumbnail: the grid over it, and the tissue that is found here or that others outlined."""
+"""Survey of a slide by its thumbnail: the grid over it, and its tissue, segmented here or read from a mask."""
 
 from __future__ import annotations
 
@@ -13,27 +13,34 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
-from wsi_fl.slides.patching.outline_files import Corner, outlines_of
-from wsi_fl.slides.patching.placing import Ground, Origin, better_corner, mask_of, place, transform
-from wsi_fl.slides.patching.tissue import Found, NoTissueError, TissueParams, find_tissue, tissue_fraction
-from wsi_fl.slides.reading.orientation import orientation_of
+from wsi_fl.slides.patching.grid import grid_positions, patch_side_l0
+from wsi_fl.slides.patching.outline_files import Corner, read_outlines
+from wsi_fl.slides.patching.placing import (
+    Origin,
+    SlideGeometry,
+    choose_corner,
+    place_outlines,
+    rasterize_area,
+    transform_area,
+)
+from wsi_fl.slides.patching.tissue import NoTissueError, TissueParams, TissueSegmentation, find_tissue, tissue_fraction
+from wsi_fl.slides.reading.orientation import read_orientation
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.system.names import find_file
-from wsi_fl.types import GridSpec, SlideRecord, WsiFlError, one_line
+from wsi_fl.types import GridSpec, SlideRecord, WsiFlError, single_line
 
 _UPSAMPLING_TOLERANCE = 0.1
 PICTURE_PX = 1024
-_MOST_THUMBNAIL_PX = 2048
-_MOST_MASK_PX = 1 << 26
+_MAX_THUMBNAIL_PX = 2048
+_MAX_MASK_PX = 1 << 26
 _SHAPE_TOLERANCE = 0.05
-_TURNED = "plain picture"
-"""The one kind of slide that is turned as it asks."""
+_TURNED_VENDOR = "plain picture"
+"""Vendor of the only slides that are turned by their orientation tag."""
 
 
 @dataclass(frozen=True)
 class SlideFacts:
-    """A slide, and how patches of a grid and a thumbnail lie on it."""
+    """Facts of a slide, and the positions of a grid and a thumbnail on it."""
 
     record: SlideRecord
     spec: GridSpec
@@ -41,14 +48,14 @@ class SlideFacts:
     """µm per level-0 pixel."""
     size_l0: tuple[int, int]
     bounds_l0: tuple[int, int, int, int]
-    """(left, top, right, bottom) of the area that was scanned."""
+    """(left, top, right, bottom) of the scanned area."""
     quickhash: str
     in_tiles: bool
-    """Whether patches are whole native tiles of the slide, but for those over its edge."""
+    """Whether patches are whole native tiles of the slide, except those over its edge."""
     downsample: float
     """Level-0 pixels per thumbnail pixel."""
     notes: tuple[str, ...]
-    """What people should know of the slide, its mask and its outlines, a line each."""
+    """Notes on the slide, its mask and its outlines, a line each."""
 
 
 @dataclass(frozen=True)
@@ -56,166 +63,162 @@ class SlideSurvey(SlideFacts):
     """The grid over a slide and the tissue in it."""
 
     reader: Reader
-    """As what the slide was opened."""
+    """The reader of the slide."""
     thumbnail: NDArray[np.uint8]
     """[h, w, 3]"""
-    found: Found
+    segmentation: TissueSegmentation
     side_l0: float
-    """Of a patch, in level-0 pixels."""
+    """Side of a patch in level-0 pixels."""
     xy_l0: NDArray[np.int64]
     """[n, 2] corners (x, y) of all patches of the grid, row by row."""
     tissue: NDArray[np.float32]
-    """[n] share of each patch that is tissue."""
-    ground: Ground
+    """[n] share of tissue of each patch."""
+    slide_geometry: SlideGeometry
 
 
-def survey(
+def survey_slide(
     record: SlideRecord, spec: GridSpec, tissue: TissueParams, *, patch_px: int, section: str, reader: Reader
 ) -> SlideSurvey:
-    """Look for tissue in a slide's thumbnail, in which a patch should have `patch_px` a side; its pixels are not read.
+    """Find the tissue of a slide in its thumbnail, with patches of about `patch_px` a side.
 
     Raises:
-        WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser by over 10 % than the `spec` in a
-            `section` of the configuration, without tissue.
+        WsiFlError: for an unusable slide: unreadable, without mpp, coarser by over 10 % than the `spec` in a `section`
+            of the configuration, without tissue.
     """
     with Slide(record.path, record.mpp_override, reader) as slide:
         mpp, size_l0, bounds_l0 = slide.mpp, slide.size_l0, slide.bounds_l0
         quickhash, levels = slide.quickhash, slide.level_downsamples
-        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):  # nobody invents detail that the slide does not have
+        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):  # no detail is made up
             raise WsiFlError(
                 f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
                 f"set {section}.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
             )
-        side_l0, in_tiles = size_in_l0(spec, mpp), slide.has_tiles_of(spec)
-        wanted_px = ceil(max(size_l0) / side_l0 * patch_px)
-        thumbnail, downsample = slide.thumbnail(min(max(wanted_px, PICTURE_PX), _MOST_THUMBNAIL_PX))
-        notes = [*slide.notes, *([] if slide.vendor == _TURNED else _turn_of(record.path))]
-    ground = Ground(size_l0, bounds_l0, mpp, downsample, thumbnail.shape[:2], levels)
+        side_l0, in_tiles = patch_side_l0(spec, mpp), slide.has_whole_tiles(spec)
+        thumbnail_px = ceil(max(size_l0) / side_l0 * patch_px)
+        thumbnail, downsample = slide.thumbnail(min(max(thumbnail_px, PICTURE_PX), _MAX_THUMBNAIL_PX))
+        notes = [*slide.notes, *([] if slide.vendor == _TURNED_VENDOR else _note_turn(record.path))]
+    slide_geometry = SlideGeometry(size_l0, bounds_l0, mpp, downsample, thumbnail.shape[:2], levels)
     try:
         if tissue.masks:
-            if ground.is_cropped:
-                ground = replace(ground, tissue=_tissue_or_none(thumbnail, ground))
-            mask, remarks = _read_mask(_mask_file(Path(tissue.masks), record.slide), ground, tissue.origin)
+            if slide_geometry.is_cropped:
+                slide_geometry = replace(slide_geometry, tissue=_find_tissue_or_none(thumbnail, slide_geometry))
+            mask, remarks = _read_mask(_find_mask_file(Path(tissue.masks), record.slide), slide_geometry, tissue.origin)
             notes += remarks
-            found = Found(mask, "masks", nan)
+            segmentation = TissueSegmentation(mask, "masks", nan)
         else:
-            found = find_tissue(thumbnail, downsample * mpp, tissue)
+            segmentation = find_tissue(thumbnail, downsample * mpp, tissue)
     except WsiFlError as error:
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
-    shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
+    shares = tissue_fraction(segmentation.mask, xy_l0, side_l0, downsample)
     facts = record, spec, mpp, size_l0, bounds_l0, quickhash, in_tiles, downsample, tuple(notes)
-    ground = replace(ground, tissue=found.mask)
-    return SlideSurvey(*facts, reader, thumbnail, found, side_l0, xy_l0, shares, ground)
+    slide_geometry = replace(slide_geometry, tissue=segmentation.mask)
+    return SlideSurvey(*facts, reader, thumbnail, segmentation, side_l0, xy_l0, shares, slide_geometry)
 
 
-def ground_of(slide: Slide, tissue: TissueParams) -> Ground:
-    """Return a slide as outlines lie on it, with its tissue where its scanned area begins elsewhere than the slide."""
+def build_slide_geometry(slide: Slide, tissue: TissueParams) -> SlideGeometry:
+    """Return the geometry of a slide for outlines, with its tissue if the scanned area has another corner."""
     downsample = max(1.0, max(slide.size_l0) / PICTURE_PX)
     width, height = (ceil(extent / downsample) for extent in slide.size_l0)
     facts = slide.size_l0, slide.bounds_l0, slide.mpp
-    ground = Ground(*facts, downsample, (height, width), slide.level_downsamples)
-    if not ground.is_cropped:
-        return ground
+    slide_geometry = SlideGeometry(*facts, downsample, (height, width), slide.level_downsamples)
+    if not slide_geometry.is_cropped:
+        return slide_geometry
     thumbnail, downsample = slide.thumbnail(PICTURE_PX)
-    ground = replace(ground, downsample=downsample, shape=thumbnail.shape[:2])
-    return replace(ground, tissue=_tissue_or_none(thumbnail, ground, tissue))
+    slide_geometry = replace(slide_geometry, downsample=downsample, shape=thumbnail.shape[:2])
+    return replace(slide_geometry, tissue=_find_tissue_or_none(thumbnail, slide_geometry, tissue))
 
 
-def _turn_of(path: Path) -> list[str]:
-    orientation = orientation_of(path)
+def _note_turn(path: Path) -> list[str]:
+    orientation = read_orientation(path)
     if orientation == 1:
         return []
-    return [
-        f"asks to be turned (TIFF orientation {orientation}); it is read as it lies, as OpenSlide shows it"
-    ]
+    return [f"has TIFF orientation {orientation}, which is ignored; it is read unrotated, as OpenSlide shows it"]
 
 
-def _tissue_or_none(
-    thumbnail: NDArray[np.uint8], ground: Ground, params: TissueParams | None = None
+def _find_tissue_or_none(
+    thumbnail: NDArray[np.uint8], slide_geometry: SlideGeometry, params: TissueParams | None = None
 ) -> NDArray[np.bool_] | None:
     try:
-        return find_tissue(thumbnail, ground.downsample * ground.mpp, params).mask
+        return find_tissue(thumbnail, slide_geometry.downsample * slide_geometry.mpp, params).mask
     except NoTissueError:
         return None
 
 
-def mask_digest(folder: Path, slide: str) -> str:
-    """Return the SHA-256 of the mask of a slide that others made."""
-    return hashlib.sha256(_mask_file(folder, slide).read_bytes()).hexdigest()
+def digest_mask(folder: Path, slide: str) -> str:
+    """Return the SHA-256 of the mask file of a slide."""
+    return hashlib.sha256(_find_mask_file(folder, slide).read_bytes()).hexdigest()
 
 
-def _mask_file(folder: Path, slide: str) -> Path:
+def _find_mask_file(folder: Path, slide: str) -> Path:
     for suffix in (".geojson", ".json", ".png"):
         if (path := find_file(folder / f"{slide}{suffix}")).is_file():
             return path
-    raise WsiFlError(
-        f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.method names the folder"
-    )
+    raise WsiFlError(f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.method names the folder")
 
 
-def _read_mask(path: Path, ground: Ground, origin: Origin = None) -> tuple[NDArray[np.bool_], list[str]]:
-    """Return a mask bool[h, w] over a slide's thumbnail, as QuPath, TRIDENT and people make them, and notes on it.
+def _read_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin = None) -> tuple[NDArray[np.bool_], list[str]]:
+    """Return a mask bool[h, w] over a slide's thumbnail, from QuPath, TRIDENT or by hand, and notes on it.
 
-    Outlines of a GeoJSON file, of whatever class, are in level-0 pixels; a PNG covers the whole slide or its scanned
+    Outlines of a GeoJSON file, of any class, are in level-0 pixels; a PNG covers the whole slide or its scanned
     area at any scale. Opaque pixels are tissue; without an alpha channel, pixels brighter than half the maximum.
 
     Raises:
-        WsiFlError: when the file is damaged, too large, in another unit, or holds no tissue.
+        WsiFlError: when the file is damaged, too large, in another unit, or without tissue.
     """
     if path.suffix == ".png":
-        mask, notes = _of_png(path, ground, origin)
+        mask, notes = _read_png_mask(path, slide_geometry, origin)
     else:
-        outlines = outlines_of(path)
-        corner, notes = place(outlines, ground, origin)
-        tissue = transform(shapely.unary_union([area for _, area in outlines.areas]), corner)
-        mask = mask_of(tissue, ground.shape, ground.downsample)
+        outlines = read_outlines(path)
+        corner, notes = place_outlines(outlines, slide_geometry, origin)
+        tissue = transform_area(shapely.unary_union([area for _, area in outlines.areas]), corner)
+        mask = rasterize_area(tissue, slide_geometry.shape, slide_geometry.downsample)
         notes = [note for note in (outlines.remark, *notes) if note]
     if not mask.any():
         raise WsiFlError("; ".join([f"{path}: holds no tissue on the slide", *notes]))
     return mask, [f"{path.name}: {note}" for note in notes]
 
 
-def _of_png(path: Path, ground: Ground, origin: Origin) -> tuple[NDArray[np.bool_], list[str]]:
-    grey = _picture_of(path)
+def _read_png_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin) -> tuple[NDArray[np.bool_], list[str]]:
+    gray = _open_mask_picture(path)
     windows: dict[Corner, tuple[slice, slice]] = {
-        "slide": (slice(0, ground.shape[0]), slice(0, ground.shape[1]))
+        "slide": (slice(0, slide_geometry.shape[0]), slice(0, slide_geometry.shape[1]))
     }
-    if ground.is_cropped:
-        left, top, right, bottom = (round(v / ground.downsample) for v in ground.bounds_l0)
-        left, top = min(left, ground.shape[1] - 1), min(top, ground.shape[0] - 1)
-        windows["bounds"] = slice(top, max(bottom, top + 1)), slice(left, max(right, left + 1))
-    whole = np.zeros(ground.shape, bool)
+    if slide_geometry.is_cropped:
+        x_min, y_min, x_max, y_max = (round(v / slide_geometry.downsample) for v in slide_geometry.bounds_l0)
+        x_min, y_min = min(x_min, slide_geometry.shape[1] - 1), min(y_min, slide_geometry.shape[0] - 1)
+        windows["bounds"] = slice(y_min, max(y_max, y_min + 1)), slice(x_min, max(x_max, x_min + 1))
+    blank = np.zeros(slide_geometry.shape, bool)
     masks: dict[Corner, NDArray[np.bool_]] = {}
     for corner, window in windows.items():
-        height, width = whole[window].shape
-        if abs(grey.width / grey.height * height / width - 1) <= _SHAPE_TOLERANCE:
-            masks[corner] = whole.copy()
-            values = np.asarray(grey.resize((width, height)), np.uint8)
+        height, width = blank[window].shape
+        if abs(gray.width / gray.height * height / width - 1) <= _SHAPE_TOLERANCE:
+            masks[corner] = blank.copy()
+            values = np.asarray(gray.resize((width, height)), np.uint8)
             masks[corner][window] = values > values.max() / 2
-    if not masks or (origin is not None and ground.is_cropped and origin not in masks):
+    if not masks or (origin is not None and slide_geometry.is_cropped and origin not in masks):
         raise WsiFlError(
-            f"{path}: {grey.width} × {grey.height} pixels are not of the slide's shape ({ground.shape[1]} × "
-            f"{ground.shape[0]} in its thumbnail)"
+            f"{path}: {gray.width} × {gray.height} pixels are not of the slide's shape ({slide_geometry.shape[1]} × "
+            f"{slide_geometry.shape[0]} in its thumbnail)"
         )
     if len(masks) == 1:
         return next(iter(masks.values())), []
-    tissue = whole if ground.tissue is None else ground.tissue
+    tissue = blank if slide_geometry.tissue is None else slide_geometry.tissue
     shares = {corner: float((mask & tissue).sum() / max(mask.sum(), 1)) for corner, mask in masks.items()}
-    corner, notes = better_corner(shares, "slide", origin, "its tissue")
+    corner, notes = choose_corner(shares, "slide", origin, "its tissue")
     return masks[corner], notes
 
 
-def _picture_of(path: Path) -> Image.Image:
-    """A PNG's alpha channel, or its brightness where it has none."""
+def _open_mask_picture(path: Path) -> Image.Image:
+    """Return a PNG's alpha channel, or its brightness if it has none."""
     try:
         with PngImageFile(path) as image:
-            if image.width * image.height > _MOST_MASK_PX:
+            if image.width * image.height > _MAX_MASK_PX:
                 raise WsiFlError(
                     f"{path}: {image.width} × {image.height} pixels are more than a mask needs; make it smaller"
                 )
             alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
-            opaque = alpha is None or np.asarray(alpha).min() == 255
-            return image.convert("L") if alpha is None or opaque else alpha
+            is_opaque = alpha is None or np.asarray(alpha).min() == 255
+            return image.convert("L") if alpha is None or is_opaque else alpha
     except (OSError, ValueError, SyntaxError) as error:
-        raise WsiFlError(f"{path}: not a readable PNG ({one_line(error)})") from None
+        raise WsiFlError(f"{path}: not a readable PNG ({single_line(error)})") from None

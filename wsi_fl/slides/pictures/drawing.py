@@ -1,4 +1,4 @@
-"""What the pictures of slides share: type, round lengths, a scale bar, PNG."""
+"""Elements of pictures of slides: type, colours, a scale bar, PNG."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Color = tuple[int, int, int]
 
 INK, PAPER = (30, 30, 30), (255, 255, 255)
 _LUMINANCE = np.array([0.299, 0.587, 0.114])
-_DARKEST, _PALEST = 40, 190
-"""Luminance between which a line shows on paper, and is not taken for ink."""
+_MIN_LUMINANCE, _MAX_LUMINANCE = 40, 190
+"""Bounds of the luminance of lines, between ink and paper."""
 
 
 @cache
-def distinct_colors(first: tuple[Color, ...], n: int) -> tuple[Color, ...]:
-    """Return n colours: the first ones, then each as far as can be from all before it.
+def distinct_colors(first_colors: tuple[Color, ...], n: int) -> tuple[Color, ...]:
+    """Return n colours: the first ones, then each as far as possible from all earlier ones.
 
     Example:
         >>> distinct_colors(((0, 114, 178),), 3)
         ((0, 114, 178), (255, 0, 0), (102, 255, 0))
     """
     levels = np.array(list(product(range(0, 256, 51), repeat=3)))
-    light = levels @ _LUMINANCE
-    levels = levels[(light >= _DARKEST) & (light <= _PALEST)]
-    chosen = list(first[:n])
-    while len(chosen) < n:
-        apart = ((levels[:, None] - np.array(chosen)) ** 2 @ np.array([2, 4, 3])).min(1)
-        red, green, blue = levels[apart.argmax()].tolist()
-        chosen.append((red, green, blue))
-    return tuple(chosen)
+    luminance = levels @ _LUMINANCE
+    levels = levels[(luminance >= _MIN_LUMINANCE) & (luminance <= _MAX_LUMINANCE)]
+    colors = list(first_colors[:n])
+    while len(colors) < n:
+        distances = ((levels[:, None] - np.array(colors)) ** 2 @ np.array([2, 4, 3])).min(1)
+        red, green, blue = levels[distances.argmax()].tolist()
+        colors.append((red, green, blue))
+    return tuple(colors)
 
 
-def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int, float]]:
-    """Return (row, place in it) of things side by side, each in the next row where its own has no room left for it.
+def wrap_rows(widths: Sequence[float], row_widths: Sequence[float]) -> list[tuple[int, float]]:
+    """Return (row, position in it) of items side by side, continued in the next row where they do not fit.
 
     Args:
-        room: pixels of each row; of all further rows as many as of the last.
+        row_widths: pixels of each row; the last value holds for all further rows.
 
     Example:
         >>> wrap_rows([40, 40, 90, 10], [100, 50])
@@ -51,7 +51,7 @@ def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int,
     """
     places, row, x = [], 0, 0.0
     for width in widths:
-        if x > 0 and x + width > room[min(row, len(room) - 1)]:
+        if x > 0 and x + width > row_widths[min(row, len(row_widths) - 1)]:
             row, x = row + 1, 0.0
         places.append((row, x))
         x += width
@@ -59,64 +59,62 @@ def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int,
 
 
 @cache
-def font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """Matplotlib's DejaVu Sans: Pillow's own font has no µ."""
+def load_font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """Load Matplotlib's DejaVu Sans: Pillow's font has no µ."""
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
     from matplotlib import get_data_path
 
     return ImageFont.truetype(Path(get_data_path(), "fonts/ttf", name), size_px)
 
 
-def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.FreeTypeFont) -> str:
-    """The text, or as much of its beginning and end as fits into `room` pixels."""
-    keep = len(text)
-    shown = text
-    while keep > 4 and draw.textlength(shown, face) > room:
-        keep -= 1
-        shown = f"{text[: keep - keep // 2]}…{text[len(text) - keep // 2 :]}"
-    return shown
+def shorten_to_fit(draw: ImageDraw.ImageDraw, text: str, max_px: float, face: ImageFont.FreeTypeFont) -> str:
+    """Return the text, or as much of its beginning and end as fits into `max_px` pixels."""
+    n_chars = len(text)
+    shortened = text
+    while n_chars > 4 and draw.textlength(shortened, face) > max_px:
+        n_chars -= 1
+        shortened = f"{text[: n_chars - n_chars // 2]}…{text[len(text) - n_chars // 2 :]}"
+    return shortened
 
 
-def _round_length(most: float) -> float:
-    """The longest of 1, 2 and 5 times a power of ten that is no longer than `most`.
+def _round_length(max_length: float) -> float:
+    """Return the longest of 1, 2 and 5 times a power of ten up to `max_length`.
 
     Example:
         >>> _round_length(740), _round_length(2.5)
         (500.0, 2.0)
     """
-    power = float(10 ** floor(log10(most)))
-    return next(k * power for k in (5, 2, 1) if k * power <= most)
+    power = float(10 ** floor(log10(max_length)))
+    return next(k * power for k in (5, 2, 1) if k * power <= max_length)
 
 
-def draw_scale_bar(
-    draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, most_px: float
-) -> float:
-    """A bar of a round length of at most `most_px` that ends at `end`, its length above it; returns its pixels."""
-    length_um = _round_length(um_per_px * most_px)
+def draw_scale_bar(draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, max_px: float) -> float:
+    """Draw a bar of a round length of at most `max_px` up to `end`, with its length above it; return its pixels."""
+    length_um = _round_length(um_per_px * max_px)
     length_px = length_um / um_per_px
     x, y = end
     draw.line((x - length_px, y, x, y), fill=INK, width=4)
     text = f"{length_um:g} µm" if length_um < 1000 else f"{length_um / 1000:g} mm"
-    draw.text((x, y - 7), text, INK, font(), anchor="rb")
+    draw.text((x, y - 7), text, INK, load_font(), anchor="rb")
     return length_px
 
 
-def draw_title(draw: ImageDraw.ImageDraw, y: int, slide: str, said: str, width: int) -> None:
-    """A line across a page: the slide's name on the left, as much as there is room for, and what is said of it."""
-    draw.text((width - 12, y), said, INK, font(), anchor="rm")
-    name = fitted(draw, slide, width - 36 - draw.textlength(said, font()), font())
-    draw.text((12, y), name, INK, font(), anchor="lm", stroke_width=0.4)
+def draw_title(draw: ImageDraw.ImageDraw, y: int, slide: str, caption: str, width: int) -> None:
+    """Draw a title line: the slide's name on the left, shortened to fit, and a caption on the right."""
+    draw.text((width - 12, y), caption, INK, load_font(), anchor="rm")
+    name = shorten_to_fit(draw, slide, width - 36 - draw.textlength(caption, load_font()), load_font())
+    draw.text((12, y), name, INK, load_font(), anchor="lm", stroke_width=0.4)
 
 
-def enlarged(picture: Image.Image, long_side_px: int) -> tuple[Image.Image, float]:
-    """The picture with so long a side, and the zoom that makes it so."""
+def enlarge_picture(picture: Image.Image, long_side_px: int) -> tuple[Image.Image, float]:
+    """Return the picture enlarged to a longer side of that length, and the zoom."""
     zoom = long_side_px / max(picture.size)
     width, height = (max(1, round(side * zoom)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC), zoom
 
 
-def png(picture: Image.Image) -> bytes:
-    """The picture as PNG."""
+def encode_png(picture: Image.Image) -> bytes:
+    """Return the picture as PNG."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", compress_level=3)
     return buffer.getvalue()

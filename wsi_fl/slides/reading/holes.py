@@ -1,7 +1,7 @@
-"""Places where a file holds no pixels, and whether it should: what one level lacks, another may show.
+"""Damage detection: regions without pixels in one level of a slide and with tissue in another.
 
-Scanners leave out what they did not scan, in all levels alike. A level that holds nothing where another shows tissue
-is damaged.
+Scanners leave out unscanned areas in all levels alike. A level without pixels where another level shows tissue is
+damaged.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from wsi_fl.types import WsiFlError
 
 _Mask = NDArray[np.bool_]
 _ReadRegion = Callable[[tuple[int, int], int, tuple[int, int]], Image.Image]
-"""(level-0 corner, level, (width, height) in its pixels) → RGBA; WsiFlError where it is damaged."""
+"""(level-0 corner, level, (width, height) in its pixels) → RGBA; WsiFlError for a damaged region."""
 
-_SAMPLES = 256
-"""Along each side of a region; more are not looked at."""
-_LEAST = 16
-"""Samples that must differ."""
-_APART, _FAR_APART, _CHROMA = 32, 80, 16
-"""Grey levels from the background: of what has some colour, and of what is grey, as glass is."""
-_PLACES, _PLACE_PX = 64, 4
-"""Where finer levels are looked at, and how many of their pixels along a side."""
+_MAX_SAMPLES = 256
+"""Of pixels along each side of a region."""
+_MIN_SAMPLES = 16
+"""Differing samples from which a region counts as damaged."""
+_COLOR_DISTANCE, _GRAY_DISTANCE, _MIN_CHROMA = 32, 80, 16
+"""Grey levels from the background: of coloured and of grey pixels (glass is grey), and least chroma of the former."""
+_MAX_PROBES, _PROBE_PX = 64, 4
+"""Places compared with the next finer level, and their side in its pixels."""
 
 
-class Place(NamedTuple):
-    """Where a region lies.
+class LevelRegion(NamedTuple):
+    """The position of a region in a slide, and its background.
 
     Attributes:
         corner_l0: its corner in level-0 pixels.
         level: the number of its level.
         downsamples: level-0 pixels per pixel of every level.
-        background: what stands for pixels that the file does not hold.
-        is_filled: whether they have that colour themselves, instead of being transparent.
+        background: colour of pixels that are not in the file.
+        is_filled: whether these pixels have that colour instead of being transparent.
     """
 
     corner_l0: tuple[int, int]
@@ -47,16 +47,16 @@ class Place(NamedTuple):
     is_filled: bool
 
 
-def holes_in(
-    region: Image.Image, fill: tuple[int, int, int] | None, inside_px: tuple[int, int, int, int]
+def find_holes(
+    region: Image.Image, fill: tuple[int, int, int] | None, slide_box_px: tuple[int, int, int, int]
 ) -> _Mask | None:
-    """Return bool[h, w] of the pixels of an RGBA region that the file may not hold; None where it holds about all.
+    """Return bool[h, w] of the pixels of an RGBA region that may be missing from the file; None if about all are there.
 
     Args:
-        fill: the colour of what the file does not hold, where it is not transparent.
-        inside_px: (left, top, right, bottom) of the slide in pixels of the region, which may lie beyond it.
+        fill: the colour of missing pixels; None if they are transparent.
+        slide_box_px: (left, top, right, bottom) of the slide in pixels of the region, which may reach beyond the slide.
     """
-    left, top, right, bottom = (max(0, v) for v in inside_px)
+    x_min, y_min, x_max, y_max = (max(0, v) for v in slide_box_px)
     if fill is None:
         alpha = np.asarray(region.getchannel("A"))
         if alpha.all():
@@ -64,71 +64,69 @@ def holes_in(
         holes = alpha == 0
     else:
         holes = (np.asarray(region)[..., :3] == fill).all(axis=-1)
-    for beyond in (np.s_[:top], np.s_[bottom:], np.s_[:, :left], np.s_[:, right:]):
-        holes[beyond] = False
-    return holes if np.count_nonzero(holes) >= _LEAST else None
+    for margin in (np.s_[:y_min], np.s_[y_max:], np.s_[:, :x_min], np.s_[:, x_max:]):
+        holes[margin] = False
+    return holes if np.count_nonzero(holes) >= _MIN_SAMPLES else None
 
 
-def is_lost(holes: _Mask, place: Place, read: _ReadRegion) -> bool:
+def has_lost_pixels(holes: _Mask, region: LevelRegion, read: _ReadRegion) -> bool:
     """Return whether other levels show something in the holes of a level's region.
 
-    Coarser levels are compared as a whole, the next finer one at some places alone.
+    Coarser levels are compared as a whole, the next finer one at a sample of places.
 
     Args:
         holes: bool[h, w] in pixels of the level.
     """
-    step = -(-max(holes.shape) // _SAMPLES)
+    step = -(-max(holes.shape) // _MAX_SAMPLES)
     holes = holes[::step, ::step]
-    for other in range(place.level + 1, len(place.downsamples)):
-        ratio = place.downsamples[place.level] / place.downsamples[other]
+    for coarser in range(region.level + 1, len(region.downsamples)):
+        ratio = region.downsamples[region.level] / region.downsamples[coarser]
         rows, columns = (((np.arange(n) * step + 0.5) * ratio).astype(int) for n in holes.shape)
         try:
-            seen = np.asarray(read(place.corner_l0, other, (int(columns[-1]) + 1, int(rows[-1]) + 1)))
+            pixels = np.asarray(read(region.corner_l0, coarser, (int(columns[-1]) + 1, int(rows[-1]) + 1)))
         except WsiFlError:
             continue
-        there = seen[np.ix_(rows, columns)]
-        sure = _inner(holes, 2 / (ratio * step))
-        if int((sure & _shows(there, place.background)).sum()) >= _LEAST:
+        samples = pixels[np.ix_(rows, columns)]
+        inner_holes = _erode_holes(holes, 2 / (ratio * step))
+        if int((inner_holes & _find_foreground(samples, region.background)).sum()) >= _MIN_SAMPLES:
             return True
-        blank = (there[..., 3] == 0) | (place.is_filled & (there[..., :3] == place.background).all(axis=-1))
+        blank = (samples[..., 3] == 0) | (region.is_filled & (samples[..., :3] == region.background).all(axis=-1))
         holes = holes & blank
         if not holes.any():
             return False
-    return place.level > 0 and _is_shown_finer(holes, step, place, read)
+    return region.level > 0 and _has_finer_pixels(holes, step, region, read)
 
 
-def _is_shown_finer(holes: _Mask, step: int, place: Place, read: _ReadRegion) -> bool:
-    """Return whether the next finer level shows something at some places that are spread over the holes."""
-    rows, columns = np.nonzero(_inner(holes, 2 / step))
+def _has_finer_pixels(holes: _Mask, step: int, region: LevelRegion, read: _ReadRegion) -> bool:
+    """Return whether the next finer level shows something at places spread over the holes."""
+    rows, columns = np.nonzero(_erode_holes(holes, 2 / step))
     if not len(rows):
         return False
-    n, downsample = 0, place.downsamples[place.level]
-    for k in np.unique(np.linspace(0, len(rows) - 1, _PLACES).astype(int)).tolist():
-        at = (int(columns[k]), int(rows[k]))
-        x, y = (
-            round(v + (pixel * step + 0.5) * downsample) for v, pixel in zip(place.corner_l0, at, strict=True)
-        )
+    n_samples, downsample = 0, region.downsamples[region.level]
+    for k in np.unique(np.linspace(0, len(rows) - 1, _MAX_PROBES).astype(int)).tolist():
+        sample = (int(columns[k]), int(rows[k]))
+        x, y = (round(v + (pixel * step + 0.5) * downsample) for v, pixel in zip(region.corner_l0, sample, strict=True))
         try:
-            seen = np.asarray(read((x, y), place.level - 1, (_PLACE_PX, _PLACE_PX)))
+            pixels = np.asarray(read((x, y), region.level - 1, (_PROBE_PX, _PROBE_PX)))
         except WsiFlError:
             continue
-        n += int(_shows(seen, place.background).sum())
-        if n >= _LEAST:
+        n_samples += int(_find_foreground(pixels, region.background).sum())
+        if n_samples >= _MIN_SAMPLES:
             return True
     return False
 
 
-def _shows(pixels: NDArray[np.uint8], background: tuple[int, int, int]) -> _Mask:
-    """Where RGBA pixels [h, w, 4] are there and differ from the background by more than empty glass may."""
-    colours = pixels[..., :3].astype(np.int16)
-    apart = np.abs(colours - np.array(background, np.int16)).max(axis=-1)
-    chroma = colours.max(axis=-1) - colours.min(axis=-1)
-    differs = (apart > _FAR_APART) | ((apart > _APART) & (chroma > _CHROMA))
+def _find_foreground(pixels: NDArray[np.uint8], background: tuple[int, int, int]) -> _Mask:
+    """Return bool[h, w] of opaque RGBA pixels [h, w, 4] that differ from the background by more than empty glass."""
+    colors = pixels[..., :3].astype(np.int16)
+    distance = np.abs(colors - np.array(background, np.int16)).max(axis=-1)
+    chroma = colors.max(axis=-1) - colors.min(axis=-1)
+    differs = (distance > _GRAY_DISTANCE) | ((distance > _COLOR_DISTANCE) & (chroma > _MIN_CHROMA))
     return np.asarray((pixels[..., 3] == 255) & differs, bool)
 
 
-def _inner(holes: _Mask, margin: float) -> _Mask:
-    """The holes without a margin of so many samples, whose pixels are mixed with those beside them."""
+def _erode_holes(holes: _Mask, margin: float) -> _Mask:
+    """Return the holes without a margin of so many samples, where resampling mixed pixels."""
     from scipy.ndimage import binary_erosion
 
     n = int(np.ceil(margin))

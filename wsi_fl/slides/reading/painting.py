@@ -1,4 +1,4 @@
-"""Pictures that are made of parts, of which some cannot be read; and pictures resampled."""
+"""Pictures composed of readable and unreadable parts; resampling."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from wsi_fl.types import WsiFlError
 
 Area = tuple[slice, slice]
 """Rows and columns of a picture."""
-_MOST_FAILURES, _MOST_MISSING = 400, 0.5
+_MAX_FAILURES, _MAX_MISSING_SHARE = 400, 0.5
 
 
-class Unpainted(NamedTuple):
-    """What could not be painted of a picture.
+class MissingParts(NamedTuple):
+    """The missing parts of a picture.
 
     Attributes:
-        areas: its parts.
-        error: why the last of them could not; None where all could.
-        hopeless: whether so much failed that the rest was not tried.
+        areas: the parts that could not be read.
+        error: the error of the last of them; None where there are none.
+        is_hopeless: whether so much failed that the remaining parts were skipped.
     """
 
     areas: list[Area]
     error: WsiFlError | None
-    hopeless: bool
+    is_hopeless: bool
 
 
-def paint(
+def paint_areas(
     shape: tuple[int, int], areas: Sequence[Area], painter: Callable[[Area], None], step: int
-) -> Unpainted:
-    """Call `painter` for strips, of so many rows, of the areas of a picture [rows, columns].
+) -> MissingParts:
+    """Call `painter` for strips of `step` rows of the areas of a picture [rows, columns].
 
-    Where it raises WsiFlError it is called for halves of halves.
+    After a WsiFlError it is called for halves, and for halves of these.
     """
     smallest_px = max(8, max(shape) // 64)
     missing: list[Area] = []
-    n_failures, n_missing, last = 0, 0, None
-    waiting = [
+    n_failures, n_missing, last_error = 0, 0, None
+    queue = [
         (slice(top, min(top + step, rows.stop)), columns)
         for rows, columns in areas
         for top in range(rows.start, rows.stop, step)
     ][::-1]
-    while waiting:
-        area = waiting.pop()
+    while queue:
+        area = queue.pop()
         try:
             painter(area)
         except WsiFlError as error:
-            n_failures, last = n_failures + 1, error
+            n_failures, last_error = n_failures + 1, error
             sides = [part.stop - part.start for part in area]
             axis = int(np.argmax(sides))
             is_smallest = sides[axis] <= smallest_px
@@ -60,14 +60,14 @@ def paint(
             else:
                 middle = (area[axis].start + area[axis].stop) // 2
                 halves = (slice(middle, area[axis].stop), slice(area[axis].start, middle))
-                waiting += [(half, area[1]) if axis == 0 else (area[0], half) for half in halves]
-            if n_failures > _MOST_FAILURES or n_missing > _MOST_MISSING * shape[0] * shape[1]:
-                return Unpainted(missing + waiting[::-1], last, hopeless=True)
-    return Unpainted(missing, last if missing else None, hopeless=False)
+                queue += [(half, area[1]) if axis == 0 else (area[0], half) for half in halves]
+            if n_failures > _MAX_FAILURES or n_missing > _MAX_MISSING_SHARE * shape[0] * shape[1]:
+                return MissingParts(missing + queue[::-1], last_error, is_hopeless=True)
+    return MissingParts(missing, last_error if missing else None, is_hopeless=False)
 
 
-def continue_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8]:
-    """Return a picture [rows, columns, 3] whose pixels in some areas are the nearest ones outside them."""
+def fill_from_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8]:
+    """Return a picture [rows, columns, 3] with some areas filled by the nearest pixels outside them."""
     if not areas:
         return out
     from scipy.ndimage import distance_transform_edt
@@ -75,19 +75,19 @@ def continue_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDAr
     missing = np.zeros(out.shape[:2], bool)
     for area in areas:
         missing[area] = True
-    nearest = distance_transform_edt(missing, return_distances=False, return_indices=True)
-    return np.asarray(out[tuple(nearest)])
+    nearest_pixels = distance_transform_edt(missing, return_distances=False, return_indices=True)
+    return np.asarray(out[tuple(nearest_pixels)])
 
 
-def resample(
+def resample_box(
     region: Image.Image, size: tuple[int, int], reduction: float, box: tuple[float, float, float, float]
 ) -> Image.Image:
-    """The box of a region as a picture of that size, averaged by area where it shrinks."""
-    left, top, right, bottom = (round(v) for v in box)
-    whole = all(v == round(v) for v in (reduction, *box))
-    if whole and right - left == size[0] * reduction:
-        small = region.reduce(round(reduction), (left, top, right, bottom))
+    """Return the box of a region as a picture of that size, averaged by area where it shrinks."""
+    x_min, y_min, x_max, y_max = (round(v) for v in box)
+    is_integral = all(v == round(v) for v in (reduction, *box))
+    if is_integral and x_max - x_min == size[0] * reduction:
+        small = region.reduce(round(reduction), (x_min, y_min, x_max, y_max))
         if small.size == size:
             return small
-    how = Image.Resampling.BOX if reduction > 1 else Image.Resampling.BILINEAR
-    return region.resize(size, how, box=box)
+    resampling = Image.Resampling.BOX if reduction > 1 else Image.Resampling.BILINEAR
+    return region.resize(size, resampling, box=box)

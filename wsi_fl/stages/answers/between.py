@@ -1,35 +1,35 @@
-"""What hospitals told of the models that travelled, by counts on their own test parts alone."""
+"""Cross-site scores of the released models, from counts of the hospitals' test parts."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from wsi_fl.learning.counts import Between, Scores, results
-from wsi_fl.report.words import area_words, number
+from wsi_fl.learning.counts import CrossSiteCounts, CrossSiteScores, score_cross_site
+from wsi_fl.report.words import format_auroc, format_number
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.work.console import MOST_COLUMNS, Lines, Table
+from wsi_fl.stages.work.console import MAX_SITE_COLUMNS, Lines, TextTable
 
 
-def between_of(party: RunContext) -> Between | None:
-    """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
+def load_cross_site_scores(context: RunContext) -> CrossSiteScores | None:
+    """Return the scores of the released models on each hospital's test part and on all; None without counts.
 
-    Every site of a run keeps the same counts, so those of the first that lies here are taken.
+    Every site of a run stores the same counts, so those of the first site here are read.
     """
-    for name in party.here:
-        if (kept := party.run.site(name).kept("scores")) is not None:
-            return results(cast(Scores, kept))
+    for name in context.local_names:
+        if (counts := context.run.site_folder(name).read_document("scores")) is not None:
+            return score_cross_site(cast(CrossSiteCounts, counts))
     return None
 
 
-def between_lines(between: Between) -> Lines:
-    """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
-    hospitals = between["hospitals"]
-    hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
+def render_cross_site_lines(cross_site: CrossSiteScores) -> Lines:
+    """Yield a table of each model's accuracy on each hospital's test part, and of its scores on all parts."""
+    hospitals = cross_site["hospitals"]
+    hospitals = hospitals if len(hospitals) <= MAX_SITE_COLUMNS else []  # the report has room for them
     headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
     rows: list[list[str] | None] = []
-    for name, model in between["models"].items():
-        whole = model["merged"]
-        parts = [*(model["hospitals"][hospital] for hospital in hospitals), whole]
-        areas = [number(whole["macro_accuracy"]), area_words(whole), str(whole["n"])]
-        rows.append([name, *(number(part["accuracy"]) for part in parts), *areas])
-    yield Table("between hospitals: accuracy of what travelled", headings, rows)
+    for name, model in cross_site["models"].items():
+        merged = model["merged"]
+        parts = [*(model["hospitals"][hospital] for hospital in hospitals), merged]
+        areas = [format_number(merged["macro_accuracy"]), format_auroc(merged), str(merged["n"])]
+        rows.append([name, *(format_number(part["accuracy"]) for part in parts), *areas])
+    yield TextTable("cross-site accuracy of released models", headings, rows)

@@ -1,5 +1,4 @@
-"""The runs that `compare` sets side by side, found by name and checked; and their baseline, every hospital alone, found
-among the runs of the study or trained."""
+"""The runs of a comparison, resolved by name and checked, and their baseline of local models, found or trained."""
 
 from __future__ import annotations
 
@@ -11,33 +10,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.federation.methods import ALONE, SHARED
+from wsi_fl.federation.methods import LOCAL_METHOD, SHARED_HEAD
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.data import kind_of
-from wsi_fl.stages.site.party import RunContext, method_for
-from wsi_fl.stages.site.targets import question
-from wsi_fl.stages.training.train import Member, train
-from wsi_fl.stages.work.console import OneOf, Watcher
-from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Audit, Pipeline
+from wsi_fl.stages.site.data import find_example_kind
+from wsi_fl.stages.site.party import RunContext, find_method
+from wsi_fl.stages.site.targets import describe_target
+from wsi_fl.stages.training.train import SeriesMember, train
+from wsi_fl.stages.work.console import NestedProgress, Watcher
+from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.study.pipeline import AuditSettings, Pipeline
 from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
-_FITTED = ("linear_head", "mean_head")
-"""Models that are fitted at once where they may choose their settings."""
-_OF_ROUNDS = (
+_CLOSED_FORM_HEADS = ("linear_head", "mean_head")
+"""Models that are fitted in closed form with `train.tune`."""
+_ROUND_SETTINGS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
     *("train.weight_decay", "train.balance", "model.proxy"),
 )
-"""Settings that are nothing to them."""
+"""Settings without effect on models that are fitted in closed form."""
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run.
 
     Attributes:
-        inputs: digest of the store of every site that lies here and learned from it.
+        inputs: digest of the training store of every site here.
         summary: the document of `train --json`.
     """
 
@@ -48,16 +47,16 @@ class Run:
     summary: Mapping[str, Any]
 
     @classmethod
-    def of(cls, path: Path) -> Run:
-        """Return the run in a folder.
+    def load(cls, path: Path) -> FinishedRun:
+        """Load the run in a folder.
 
         Raises:
-            WsiFlError: when it has not finished.
+            WsiFlError: when it is not finished.
         """
         folder = RunFolder(path)
-        summary, pipeline = folder.finished(), load_pipeline(path / "config.toml")
+        summary, pipeline = folder.require_summary(), load_run_pipeline(path / "config.toml")
         receivers = summary.get("inference_sites", ())
-        inputs = {name: digest for name, digest in folder.inputs().items() if name not in receivers}
+        inputs = {name: digest for name, digest in folder.store_digests().items() if name not in receivers}
         return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
 
     @property
@@ -65,53 +64,53 @@ class Run:
         return self.pipeline.train.seed
 
     @property
-    def member(self) -> Member:
-        """Which repetition it is: by seed, fold and the site that was left out."""
-        return Member.of(self.pipeline)
+    def repetition(self) -> SeriesMember:
+        """The repetition: seed, fold and left-out site."""
+        return SeriesMember.read_member(self.pipeline)
 
     @property
     def division(self) -> tuple[int | None, bool]:
-        """How patients were divided: the number of folds, and whether a whole site is for testing."""
+        """The division of patients: the number of folds, and whether a site is left out."""
         return self.pipeline.train.folds, self.pipeline.train.left_out is not None
 
     @property
     def dp(self) -> bool:
-        return self.pipeline.privacy.noisy
+        return self.pipeline.privacy.has_noise
 
     @property
     def settings(self) -> dict[str, Any]:
-        return settings(self.method, self.pipeline)
+        return effective_settings(self.method, self.pipeline)
 
     @property
-    def settings_alone(self) -> dict[str, Any]:
-        """Of its baseline, every hospital alone."""
-        return settings(ALONE, _alone(self.pipeline))
+    def baseline_settings(self) -> dict[str, Any]:
+        """The settings of the local baseline."""
+        return effective_settings(LOCAL_METHOD, _baseline_pipeline(self.pipeline))
 
 
-def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the keys that can change what this method learns from given stores, with their values."""
-    without = ["sites", "subtypes.", *method_for(method, pipeline).ignores]
+def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
+    """Return the settings that affect training of this method on given stores."""
+    ignored = ["sites", "subtypes.", *find_method(method, pipeline).inert_keys]
     for name, section in pipeline:
         if isinstance(section, Section):
-            without += [f"{name}.{key}" for key in section.without_effect]
-    if not kind_of(pipeline).of_images:
-        without += ["train.augment", "train.input_px"]
-    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _FITTED:
-        without += _OF_ROUNDS
+            ignored += [f"{name}.{key}" for key in section.without_effect]
+    if not find_example_kind(pipeline).is_images:
+        ignored += ["train.augment", "train.input_px"]
+    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _CLOSED_FORM_HEADS:
+        ignored += _ROUND_SETTINGS
     if not pipeline.privacy.enabled:
-        without += ["privacy."]
+        ignored += ["privacy."]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own
-        without += ["privacy.sigma", "train.batch_size"]
+        ignored += ["privacy.sigma", "train.batch_size"]
     if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
-        without += ["train.beta"]
-    return {key: value for key, value in _flat(pipeline).items() if not key.startswith(tuple(without))}
+        ignored += ["train.beta"]
+    return {key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings that are not the same in all runs to which they matter, in the order of the configuration.
+def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return the settings with different values in the runs that they affect, in the order of the configuration.
 
-    A σ of 0 is named too: such a run clips gradients, though it has no differential privacy. That the hospital alone
-    chose its settings is not, where no other row is the same but for that.
+    A σ of 0 is included: such a run clips gradients without differential privacy. `train.tune` is included only where
+    two rows differ in nothing else.
     """
     values: dict[str, list[Any]] = {}
     tuned = {(run.method, run.dp, run.pipeline.train.tune) for run in runs}
@@ -119,212 +118,218 @@ def differing(runs: Sequence[Run]) -> list[str]:
         for key, value in run.settings.items():
             if key == "train.tune" and (run.method, run.dp, not value) not in tuned:
                 continue
-            seen = values.setdefault(key, [])
-            if value not in seen:
-                seen.append(value)
-    return [k for k, seen in values.items() if len(seen) > 1 or (k == "privacy.sigma" and seen == [0])]
+            distinct = values.setdefault(key, [])
+            if value not in distinct:
+                distinct.append(value)
+    return [k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])]
 
 
-def _flat(pipeline: Pipeline) -> dict[str, Any]:
-    """Every key as it is written after `--set`."""
-    found: dict[str, Any] = {}
+def _flatten_settings(pipeline: Pipeline) -> dict[str, Any]:
+    """Return the settings by their keys as after `--set`."""
+    values: dict[str, Any] = {}
     for section, content in pipeline.model_dump(by_alias=True).items():
         keys = content if isinstance(content, dict) else {"": content}
-        found |= {f"{section}.{key}".removesuffix("."): value for key, value in keys.items()}
-    return found
+        values |= {f"{section}.{key}".removesuffix("."): value for key, value in keys.items()}
+    return values
 
 
-def runs_of(study: Study, method: str = "*") -> Iterator[Run]:
+def find_finished_runs(study: Study, method: str = "*") -> Iterator[FinishedRun]:
     """Yield the finished runs of a study, or of a method in it, the last first."""
-    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
+    for path in sorted(study.runs_path.glob(f"[0-9]*-{method}-*"), reverse=True):
         with suppress(WsiFlError):  # unfinished, or written by another version
-            yield Run.of(path)
+            yield FinishedRun.load(path)
 
 
-def named(study: Study, words: Iterable[str]) -> list[Run]:
-    """Runs by folder, name, number, range of numbers (3-8) or pattern (*-proxyfl-*), each once and in this order.
+def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
+    """Return runs by folder, name, number, range of numbers (3-8) or pattern (*-proxyfl-*), without duplicates, in
+    order.
 
     Raises:
-        UsageError: when a word names no run, or the runs learned from other patches than the first.
-        WsiFlError: when one has not finished.
+        UsageError: when a word names no run, or a run was trained on other patches than the first.
+        WsiFlError: when a run is not finished.
     """
-    paths = dict.fromkeys(path for word in words for path in _paths(study, word))
-    runs = [Run.of(path) for path in paths]
+    paths = dict.fromkeys(path for selection in selections for path in _resolve_paths(study, selection))
+    runs = [FinishedRun.load(path) for path in paths]
     if not runs:
+        raise UsageError("compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')")
+    if receiver_run := next((run for run in runs if not run.summary["sites"]), None):
         raise UsageError(
-            "compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')"
-        )
-    if lone := next((run for run in runs if not run.summary["sites"]), None):
-        raise UsageError(
-            f"{study.relative(lone.folder.path)}: here is a receiver alone, with nothing to compare"
+            f"{study.relative_path(receiver_run.folder.path)}: only a site without labels is here, with "
+            "nothing to compare"
         )
     first = runs[0]
     for run in runs[1:]:
-        here, there = (study.relative(one.folder.path) for one in (run, first))
-        asked, wanted = (question(one.pipeline.target) for one in (run, first))
-        if asked != wanted:
+        run_path, first_path = (study.relative_path(compared_run.folder.path) for compared_run in (run, first))
+        run_question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
+        if run_question != first_question:
             raise UsageError(
-                f"{here}: answers another question ({asked}) than {there} ({wanted}); compare runs of one question"
+                f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); "
+                "compare runs of one target"
             )
         if run.division != first.division:
             raise UsageError(
-                f"{here}: tests other patients than {there}, by {_division(run)} and not by {_division(first)}; "
+                f"{run_path}: tests other patients than {first_path}, "
+                f"by {_describe_division(run)} and not by {_describe_division(first)}; "
                 "compare runs of one division"
             )
-        if not _agree(run, first.inputs):
+        if not _has_same_inputs(run, first.inputs):
             a, b = first.inputs, run.inputs
             names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
-            odd = next(name for name in sorted(names) if a.get(name) != b.get(name))
+            differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
             raise UsageError(
-                f"{here}: learned from other {kind_of(run.pipeline).word} than {there} (site {odd}); "
+                f"{run_path}: was trained on other {find_example_kind(run.pipeline).plural} "
+                f"than {first_path} (site {differing_site}); "
                 "compare runs on the same stores"
             )
     return runs
 
 
-def _division(run: Run) -> str:
+def _describe_division(run: FinishedRun) -> str:
     folds, left_out = run.division
     return f"{folds} folds" if folds else "leaving a site out" if left_out else "the stores' own split"
 
 
-def _agree(run: Run, inputs: Mapping[str, str]) -> bool:
-    """Whether a run learned from stores with these digests; of runs that leave a site out, each has other sites."""
+def _has_same_inputs(run: FinishedRun, inputs: Mapping[str, str]) -> bool:
+    """Return whether a run was trained on stores with these digests; runs with a left-out site differ in sites."""
     if run.pipeline.train.left_out is None:
         return run.inputs == inputs
     return all(inputs.get(name, digest) == digest for name, digest in run.inputs.items())
 
 
-def _paths(study: Study, word: str) -> list[Path]:
-    span = re.fullmatch(r"(\d+)-(\d+)", word)
-    if span is None and not re.search(r"[*?[]", word):
-        return [study.run(word)]
-    every = sorted(path.parent for path in study.runs.glob("*/config.toml"))
+def _resolve_paths(study: Study, selection: str) -> list[Path]:
+    span = re.fullmatch(r"(\d+)-(\d+)", selection)
+    if span is None and not re.search(r"[*?[]", selection):
+        return [study.find_run(selection)]
+    all_paths = sorted(path.parent for path in study.runs_path.glob("*/config.toml"))
     if span:
         first, last = int(span[1]), int(span[2])
-        chosen = [p for p in every if (m := re.match(r"(\d+)-", p.name)) and first <= int(m[1]) <= last]
+        chosen = [p for p in all_paths if (m := re.match(r"(\d+)-", p.name)) and first <= int(m[1]) <= last]
     else:
-        pattern = Path(word).name
-        chosen = [path for path in every if path.match(pattern)]
+        pattern = Path(selection).name
+        chosen = [path for path in all_paths if path.match(pattern)]
     if not chosen:
-        raise UsageError(f"no run {word!r} in {study.relative(study.runs)}/")
+        raise UsageError(f"no run {selection!r} in {study.relative_path(study.runs_path)}/")
     return chosen
 
 
-def _is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
-    """Whether a run is the same in all that matters, whatever its seed or fold."""
+def _is_repetition(run: FinishedRun, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
+    """Return whether a run has these settings and stores, whatever its seed or fold."""
     return (
         run.method == method
         and run.pipeline.privacy.enabled == pipeline.privacy.enabled
-        and _agree(run, inputs)
-        and run.settings == settings(method, pipeline)
+        and _has_same_inputs(run, inputs)
+        and run.settings == effective_settings(method, pipeline)
     )
 
 
-def finished(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> Run | None:
-    """Return the last finished run of a method with these settings, seed and fold on these stores, if there is one."""
-    for run in runs_of(study, method):
-        same = run.member == Member.of(pipeline) and run.division[0] == pipeline.train.folds
-        if same and _is_of(run, method, pipeline, inputs):
+def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> FinishedRun | None:
+    """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
+    for run in find_finished_runs(study, method):
+        same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
+        if same and _is_repetition(run, method, pipeline, inputs):
             return run
     return None
 
 
-def with_baseline(
-    study: Study, given: Sequence[Run], *, train_missing: bool, watcher: Watcher
-) -> tuple[list[Run], list[str]]:
-    """(given runs and those of their baseline, notes): every hospital alone, for every seed and fold given.
+def add_baseline(
+    study: Study, selected: Sequence[FinishedRun], *, train_missing: bool, watcher: Watcher
+) -> tuple[list[FinishedRun], list[str]]:
+    """Return (given runs and those of the local baseline for every seed and fold, notes).
 
-    The baseline has the settings of the first run. Runs of the study that are that are taken; missing ones are
-    trained, or named in a note where they may not or cannot be.
+    The baseline has the settings of the first run. Its runs are found in the study; missing runs are trained, or named
+    in a note where that is not wanted or impossible.
     """
-    first, runs = given[0], list(given)
-    alone = {run.member for run in given if is_baseline(run, first)}
-    wanted = {
-        run.member: replace(first, pipeline=_like(study, first.pipeline, run), inputs=run.inputs)
-        for run in sorted(given, key=lambda run: run.member.place)
-        if run.member not in alone
+    first, runs = selected[0], list(selected)
+    baseline_members = {run.repetition for run in selected if is_baseline(run, first)}
+    references = {
+        run.repetition: replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
+        for run in sorted(selected, key=lambda run: run.repetition.sort_key)
+        if run.repetition not in baseline_members
     }
     missing = []
-    for like in wanted.values():
-        if (run := finished(study, ALONE, _alone(like.pipeline), like.inputs)) is not None:
+    for reference in references.values():
+        if (
+            run := find_finished_run(study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs)
+        ) is not None:
             runs.append(run)
         else:
-            missing.append(like)
+            missing.append(reference)
     if not missing:
         return runs, []
-    said = _members(missing)
+    member_text = _format_members(missing)
     problem = "not asked for"
     if train_missing:
-        problem = next(filter(None, (_cannot_train(study, like) for like in missing)), "")
+        problem = next(filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), "")
     if problem:
-        others = f", and likewise of {_members(missing[1:])}" if missing[1:] else ""
+        others = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
         return runs, [
-            f"The baseline of {said} was not trained ({problem}): "
-            f"`{_command(*_recipe(study, missing[0]))}` trains that of {_members(missing[:1])}{others}."
+            f"The baseline of {member_text} was not trained ({problem}): "
+            f"`{_training_command(*_training_recipe(study, missing[0]))}` "
+            f"trains that of {_format_members(missing[:1])}{others}."
         ]
-    trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
-    names = ", ".join(study.relative(run.folder.path) for run in trained)
-    return [*runs, *trained], [f"The baseline of {said} was trained for this comparison ({names})."]
+    trained = [
+        _train_baseline(study, reference, NestedProgress(watcher, k, len(missing)))
+        for k, reference in enumerate(missing)
+    ]
+    names = ", ".join(study.relative_path(run.folder.path) for run in trained)
+    return [*runs, *trained], [f"The baseline of {member_text} was trained for this comparison ({names})."]
 
 
-def _like(study: Study, pipeline: Pipeline, run: Run) -> Pipeline:
-    """The pipeline with the seed, fold and sites of a run; of these the sites alone whose stores are here, if there are
-    some: a hospital measures itself.
-    """
-    own = {key: getattr(run.pipeline.train, key) for key in ("seed", "folds", "fold", "left_out")}
-    pipeline = pipeline.changed(train=own).model_copy(update={"sites": run.pipeline.sites})
-    with RunContext.of(study, pipeline, ALONE) as party:
-        names = [site.name for site in party.sites if party.has_store(site.name)]
-        fewer = 0 < len(names) < len(party.sites)
+def _pipeline_like(study: Study, pipeline: Pipeline, run: FinishedRun) -> Pipeline:
+    """Return the pipeline with the seed, fold and sites of a run; if some stores are here, only with those sites."""
+    run_values = {key: getattr(run.pipeline.train, key) for key in ("seed", "folds", "fold", "left_out")}
+    pipeline = pipeline.replace_keys(train=run_values).model_copy(update={"sites": run.pipeline.sites})
+    with RunContext.create(study, pipeline, LOCAL_METHOD) as context:
+        names = [site.name for site in context.sites if context.has_store(site.name)]
+        fewer = 0 < len(names) < len(context.sites)
     return pipeline.model_copy(update={"sites": names}) if fewer else pipeline
 
 
-def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
-    name, overrides = _recipe(study, like)
-    watcher.say(
-        f"  no run yet of a hospital alone without DP, {like.member}; training it: {_command(name, overrides)}"
+def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> FinishedRun:
+    name, overrides = _training_recipe(study, reference)
+    watcher.print_message(
+        f"  no run yet of local models without DP, {reference.repetition}; training it: "
+        f"{_training_command(name, overrides)}"
     )
-    party = RunContext.of(study, like.pipeline, ALONE)
-    backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
-    how: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "told": True}
-    return Run.of(study.run(train(study, method=ALONE, pipeline_name=name, **how)["run"]))
+    context = RunContext.create(study, reference.pipeline, LOCAL_METHOD)
+    backend = "local" if context.may_merge or len(context.sites) == 1 else "mpi"
+    options: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "told": True}
+    return FinishedRun.load(study.find_run(train(study, method=LOCAL_METHOD, pipeline_name=name, **options)["run"]))
 
 
-def _members(runs: Sequence[Run]) -> str:
-    """Seeds by their numbers alone; folds and sites in full."""
-    members = [run.member for run in runs]
-    if any(one.fold is not None or one.left_out is not None for one in members):
+def _format_members(runs: Sequence[FinishedRun]) -> str:
+    """Return repetitions as text: seeds by number, folds and sites in full."""
+    members = [run.repetition for run in runs]
+    if any(member.fold is not None or member.left_out is not None for member in members):
         return "; ".join(map(str, members))
-    return f"seed{'' if len(members) == 1 else 's'} {', '.join(str(one.seed) for one in members)}"
+    return f"seed{'' if len(members) == 1 else 's'} {', '.join(str(member.seed) for member in members)}"
 
 
-def is_baseline(run: Run, first: Run) -> bool:
-    """Whether `run` is every hospital alone, with the settings and stores of the first run."""
-    return _is_of(run, ALONE, _alone(first.pipeline), first.inputs)
+def is_baseline(run: FinishedRun, first: FinishedRun) -> bool:
+    """Return whether a run is the local baseline with the settings and stores of the first run."""
+    return _is_repetition(run, LOCAL_METHOD, _baseline_pipeline(first.pipeline), first.inputs)
 
 
-def _alone(pipeline: Pipeline) -> Pipeline:
-    """A hospital alone at its best: its settings are chosen on its own patients, and it has no DP, which nobody alone
-    needs, and no canaries.
-    """
+def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline of the local baseline: tuned on the site's patients, without DP and canaries."""
     model = pipeline.model
-    shared = model.proxy.startswith(SHARED)  # which nobody alone can make, and needs
+    shared = model.proxy.startswith(SHARED_HEAD)  # a head of all sites, which a local baseline does not have
     proxy = model.private if shared else model.proxy
-    own = pipeline.changed(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
-    return own.model_copy(update={"audit": Audit()})
+    local_pipeline = pipeline.replace_keys(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
+    return local_pipeline.model_copy(update={"audit": AuditSettings()})
 
 
-def _cannot_train(study: Study, like: Run) -> str:
-    """Why the baseline cannot be trained here; empty when it can."""
-    with RunContext.of(study, like.pipeline, ALONE) as party:
-        for site in party.sites:
-            if not party.has_store(site.name):
+def _explain_missing_baseline(study: Study, reference: FinishedRun) -> str:
+    """Return the reason why the baseline cannot be trained here; "" without one."""
+    with RunContext.create(study, reference.pipeline, LOCAL_METHOD) as context:
+        for site in context.sites:
+            if not context.has_store(site.name):
                 return f"the store of {site.name} is not here"
             if not site.allows("patches"):
                 continue
-            data = party.data(site.name)
-            if data.digest() != like.inputs.get(site.name):
-                return f"the store of {site.name} was made anew since these runs"
+            data = context.open_data(site.name)
+            if data.digest() != reference.inputs.get(site.name):
+                return f"the store of {site.name} was rewritten since these runs"
             try:
                 data.require_current()
             except UsageError:
@@ -332,25 +337,28 @@ def _cannot_train(study: Study, like: Run) -> str:
     return ""
 
 
-def _recipe(study: Study, like: Run) -> tuple[str, list[str]]:
-    """(pipeline, overrides) that give the settings of a run without DP."""
-    wanted = _flat(_alone(like.pipeline))
-    name = str(like.folder.manifest["pipeline"])
+def _training_recipe(study: Study, reference: FinishedRun) -> tuple[str, list[str]]:
+    """Return (pipeline, overrides) with the settings of a run's local baseline."""
+    target_values = _flatten_settings(_baseline_pipeline(reference.pipeline))
+    name = str(reference.folder.manifest["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
-        base = _flat(study.pipeline(name))
+        base = _flatten_settings(study.load_pipeline(name))
         base["sites"] = base["sites"] or study.site_names()
-        changed = {key: value for key, value in wanted.items() if value != base.get(key)}
+        changed = {key: value for key, value in target_values.items() if value != base.get(key)}
         if None not in changed.values():
             return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
-    whole = like.folder.path / "config.toml"
+    config_path = reference.folder.path / "config.toml"
     fixed = ["privacy.enabled=false", "train.tune=true"]
-    own = {key: wanted[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
-    if like.member.left_out is None:
-        own.pop("sites")
-    return str(whole), [*fixed, *(f"{key}={toml_value(v)}" for key, v in own.items() if v is not None)]
+    run_values = {key: target_values[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
+    if reference.repetition.left_out is None:
+        run_values.pop("sites")
+    return str(config_path), [
+        *fixed,
+        *(f"{key}={toml_value(value)}" for key, value in run_values.items() if value is not None),
+    ]
 
 
-def _command(name: str, overrides: Sequence[str]) -> str:
-    """What to type in a shell."""
-    sets = [word for one in overrides for word in ("--set", one)]
-    return shlex.join(["wsi-fl", "train", "--method", ALONE, "--pipeline", name, *sets])
+def _training_command(name: str, overrides: Sequence[str]) -> str:
+    """Return the shell command that trains the baseline."""
+    sets = [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["wsi-fl", "train", "--method", LOCAL_METHOD, "--pipeline", name, *sets])

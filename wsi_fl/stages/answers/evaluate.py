@@ -1,7 +1,7 @@
-"""`evaluate`: what answers for every site, on the merged multi-centric test set and on each site's part.
+"""`evaluate`: scores of each site's prediction model, on the merged multi-centric test set and on each site's part.
 
-*Internal* is a site's own part, *external* are the parts of all the others. An external set is of sites that take no
-part in the run, all of whose patches are new to its models.
+*Internal* is the local test part, *external* are the parts of all other sites. An external set is of sites without part
+in the run.
 """
 
 from __future__ import annotations
@@ -15,30 +15,39 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.counts import Between
-from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
+from wsi_fl.learning.counts import CrossSiteScores
+from wsi_fl.learning.examples import Examples, concatenate_examples
+from wsi_fl.learning.local import predict_examples, predict_with_models, replace_nonfinite
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.predictions import Predictions, aggregated_scores, measured, of_tumor_types
-from wsi_fl.learning.tasks import Task, scored
-from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
+from wsi_fl.learning.predictions import PredictionTable, measure_predictions, score_tumor_types, score_voting_rules
+from wsi_fl.learning.tasks import Task, score_predictions
+from wsi_fl.learning.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, classes_of_parts, known, measured_in, number, received, spread
+from wsi_fl.report.words import (
+    SCORES,
+    SHORT_SCORES,
+    describe_part_classes,
+    describe_receivers,
+    format_number,
+    format_spread,
+    is_number,
+    score_in_sentence,
+)
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_lines, between_of
-from wsi_fl.stages.answers.predictions import seal_of, write_predictions
-from wsi_fl.stages.answers.trained import TrainedModels, answering, offered, settings_of
-from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.stages.answers.between import load_cross_site_scores, render_cross_site_lines
+from wsi_fl.stages.answers.predictions import compute_seal, write_predictions
+from wsi_fl.stages.answers.trained import TrainedModels, available_models, load_prediction_models, load_run_settings
+from wsi_fl.stages.site.data import SiteData
+from wsi_fl.stages.site.party import RunContext, restore_study
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.work.job import select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import value_of
+from wsi_fl.study.toml import read_setting
 from wsi_fl.types import SPLITS, BagTable, UsageError, WsiFlError
 
-_TestPart = tuple[Examples, dict[str, NDArray[Any]]]
-"""A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
+_TestExamples = tuple[Examples, dict[str, NDArray[Any]]]
+"""A site's test examples, and columns on each: coordinates of a patch, or the tumour type of a slide."""
 
 
 _Scores = dict[str, float | None]
@@ -46,15 +55,15 @@ _Spreads = dict[str, dict[str, float | None]]
 """Mean and sd by score."""
 
 
-class _Together(TypedDict):
-    """All sites' predictions as one, by rule, and the rule of the run."""
+class _AggregatedScores(TypedDict):
+    """Scores of the aggregated predictions of all sites by rule, and the rule of the run."""
 
     rule: str
     rules: dict[str, _Scores]
 
 
-class _Outside(TypedDict):
-    """What was reached on sites that took no part."""
+class _ExternalScores(TypedDict):
+    """Scores on sites without part in the run."""
 
     sites: list[str]
     n: int
@@ -64,7 +73,7 @@ class _Outside(TypedDict):
 
 
 class Evaluation(TypedDict):
-    """The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+    """The document of `evaluate`; the entry of a site holds its scores by name."""
 
     run: str
     method: str
@@ -77,376 +86,409 @@ class Evaluation(TypedDict):
     internal: _Spreads
     external: _Spreads | None
     models: dict[str, dict[str, _Spreads | None]]
-    aggregated: _Together | None
-    external_set: _Outside | None
+    aggregated: _AggregatedScores | None
+    external_set: _ExternalScores | None
     parts: dict[str, _Spreads] | None
     sites: list[dict[str, Any]]
     inference_sites: dict[str, Any] | None
     global_head: list[dict[str, Any]] | None
-    cross_site: Between | None
+    cross_site: CrossSiteScores | None
     bootstrap: dict[str, object]
 
 
 def evaluate(
     study: Study, run_name: str, *, overrides: Sequence[str] = (), watcher: Watcher | None = None
 ) -> Evaluation:
-    """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
+    """Evaluate a run, write evaluation.json and each site's predictions.csv, and return the document.
 
-    Where a site is real and does not let its patches be read by others, each model is evaluated on its own
-    site's part alone and `merged` is null. `cross_site` has what the hospitals told of what travelled, by counts.
+    Where a real site does not allow others to read its patches, each model is evaluated on the local test part only and
+    `merged` is null. `cross_site` has the cross-site scores from counts.
 
     Args:
         overrides: `predict.KEY=VALUE` over the run's configuration.
     """
-    watcher = watcher or Silent()
-    run = RunFolder(study.run(run_name))
-    study = as_begun(study, run)
-    with RunContext.of_run(study, run, settings_of(study, run, overrides)) as party:
-        document = _document(party, watcher)
+    watcher = watcher or SilentProgress()
+    run = RunFolder(study.find_run(run_name))
+    study = restore_study(study, run)
+    with RunContext.restore(study, run, load_run_settings(study, run, overrides)) as context:
+        document = _build_document(context, watcher)
     run.write("evaluation", document)
     return document
 
 
-def _document(party: RunContext, watcher: Watcher) -> Evaluation:
-    pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
-    sites = [one for one in party.members if merged or party.has_store(one.name)]  # a hospital has its own
-    parts = {site.name: _test_part(party.data(site.name)) for site in sites}
-    released = _released(party, parts) if party.method.once else None
-    receivers = _received(party, released or []) if party.receivers else None
+def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
+    pipeline, merged, lost = context.pipeline, context.may_merge, context.sites_lost
+    sites = [site for site in context.members if merged or context.has_store(site.name)]
+    parts = {site.name: _load_test_part(context.open_data(site.name)) for site in sites}
+    released = _score_released_heads(context, parts) if context.method.is_oneshot else None
+    receivers = _evaluate_receivers(context, released or []) if context.receivers else None
     predicts = receivers and receivers["sites"]
     if not any(len(part) for part, _ in parts.values()) and not predicts:
-        command = party.kind.cut_by
-        raise WsiFlError(f"no site has test {party.examples}; {command} with slides.test_fraction above 0")
-    rows, answers = [], []
-    taking_part = [site for site in sites if site.name not in lost]
-    for index, site in enumerate(taking_part):
-        watcher.update("evaluate", index, len(taking_part), site.name)
-        row, answer = _evaluate_site(party, site, parts if merged else {site.name: parts[site.name]})
+        command = context.kind.tiling_command
+        raise WsiFlError(f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0")
+    rows, tables = [], []
+    finishers = [site for site in sites if site.name not in lost]
+    for index, site in enumerate(finishers):
+        watcher.update("evaluate", index, len(finishers), site.name)
+        row, table = _evaluate_site(context, site, parts if merged else {site.name: parts[site.name]})
         rows.append(row)
-        answers.append(answer)
-        watcher.update("evaluate", index + 1, len(taking_part), site.name)
+        tables.append(table)
+        watcher.update("evaluate", index + 1, len(finishers), site.name)
     if not rows and not predicts:
-        raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
-    weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
-    several, task = merged and len(rows) > 1, party.task
-    together: _Together | None = None
+        raise WsiFlError(f"{context.run.name}: every site whose store is here dropped out and has no model")
+    weights = [float((context.open_data(site.name).table.split == "train").sum()) for site in finishers]
+    several, task = merged and len(rows) > 1, context.task
+    aggregated: _AggregatedScores | None = None
     if several and task.kind == "classes":  # a site weighs its training rows
-        rules = aggregated_scores([table.answers for table in answers], answers[0].truth, weights)
-        together = {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
-    over_parts = None
+        rules = score_voting_rules([site_table.model_predictions for site_table in tables], tables[0].truth, weights)
+        aggregated = {"rule": read_setting(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
+    part_scores = None
     if merged:
         names = rows[0]["parts"]
-        over_parts = {name: _over_sites([row["parts"][name] for row in rows], task) for name in names}
+        part_scores = {name: _summarize_sites([row["parts"][name] for row in rows], task) for name in names}
     return {
-        "run": party.study.relative(party.run.path),
-        "method": party.name,
+        "run": context.study.relative_path(context.run.path),
+        "method": context.name,
         "task": task.kind,
         "scores": list(task.scores),
-        "examples": party.examples,
+        "examples": context.example_plural,
         "model": pipeline.predict.model,
-        "shared": several and all(row["model"] == offered(party.method).get("shared") for row in rows),
-        "merged": _over_sites(rows, task) if merged else None,
-        "internal": _over_sites([row["own"] for row in rows], task),
-        "external": _over_sites([row["external"] for row in rows], task) if several else None,
-        "models": _over_models(rows, task, merged=merged),
-        "aggregated": together,
-        "external_set": _outside(party, taking_part, weights),
-        "parts": over_parts,
+        "shared": several and all(row["model"] == available_models(context.method).get("shared") for row in rows),
+        "merged": _summarize_sites(rows, task) if merged else None,
+        "internal": _summarize_sites([row["own"] for row in rows], task),
+        "external": _summarize_sites([row["external"] for row in rows], task) if several else None,
+        "models": _summarize_models(rows, task, merged=merged),
+        "aggregated": aggregated,
+        "external_set": _evaluate_external(context, finishers, weights),
+        "parts": part_scores,
         "sites": rows,
         "inference_sites": receivers,
         "global_head": released,
-        "cross_site": between_of(party),
+        "cross_site": load_cross_site_scores(context),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
 
 
-def _over_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
-    """Mean ± sd of every score; null where some site has none."""
+def _summarize_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
+    """Return mean ± sd of every score; null where a site lacks it."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in task.scores}
 
 
-def _over_models(
+def _summarize_models(
     rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool
 ) -> dict[str, dict[str, _Spreads | None]]:
-    """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
-    found: dict[str, dict[str, _Spreads | None]] = {}
-    for answer in (*ANSWERS, LONE, STACK):
-        said = [row["models"][answer] for row in rows if answer in row["models"]]
-        if said:
-            whole = _over_sites(said, task) if merged else None
-            found[answer] = {"merged": whole, "internal": _over_sites([one["own"] for one in said], task)}
-    return found
+    """Return mean ± sd of every score by available prediction model."""
+    summaries: dict[str, dict[str, _Spreads | None]] = {}
+    for ensemble in (*MODEL_CHOICES, LOCAL, ENSEMBLE):
+        scores = [row["models"][ensemble] for row in rows if ensemble in row["models"]]
+        if scores:
+            merged_scores = _summarize_sites(scores, task) if merged else None
+            summaries[ensemble] = {
+                "merged": merged_scores,
+                "internal": _summarize_sites([row["own"] for row in scores], task),
+            }
+    return summaries
 
 
-def _test_part(data: Data) -> _TestPart:
+def _load_test_part(data: SiteData) -> _TestExamples:
     table, rows = data.table, np.flatnonzero(data.table.split == "test")
     if isinstance(table, BagTable):
-        return data.held_out, {"tumor_type": table.tumor_type[rows]}
-    return data.held_out, {"x_l0": table.xy_l0[rows, 0], "y_l0": table.xy_l0[rows, 1]}
+        return data.test_examples, {"tumor_type": table.tumor_type[rows]}
+    return data.test_examples, {"x_l0": table.xy_l0[rows, 0], "y_l0": table.xy_l0[rows, 1]}
 
 
 def _evaluate_site(
-    party: RunContext, site: SiteFile, seen: Mapping[str, _TestPart]
-) -> tuple[dict[str, Any], Predictions]:
-    """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
-    folder = party.run.site(site.name)
-    found, table = _predicted(party, site, seen)
-    moved = _moved_by_noise(found, seen, table)
-    # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
-    slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("prediction_model") or {}
-    point = choice.get("slide_threshold") if slides and choice.get("model") == table.answer else None
-    level = partial(measured, repeats=party.pipeline.evaluate.bootstrap, slides=slides, point=point)
-    mine, others = table.own, table.others
-    own, merged = level(mine) | {"noise": moved and moved[1]}, len(seen) > 1
+    context: RunContext, site: SiteFile, parts: Mapping[str, _TestExamples]
+) -> tuple[dict[str, Any], PredictionTable]:
+    """Return a site's scores and predictions on the given test parts."""
+    folder = context.run.site_folder(site.name)
+    models, table = _predict_site(context, site, parts)
+    noise_sds = _noise_effect(models, parts, table)
+    # images of a partitioned data set are no slides, and other tasks are on slides or patients
+    slides, choice = (
+        context.open_data(site.name).store.meta.spec.mpp > 0,
+        folder.read_document("prediction_model") or {},
+    )
+    point = choice.get("slide_threshold") if slides and choice.get("model") == table.model else None
+    measure_scores = partial(
+        measure_predictions, repeats=context.pipeline.evaluate.bootstrap, with_slides=slides, threshold=point
+    )
+    local_table, other_table = table.local_rows, table.other_rows
+    local_scores, merged = measure_scores(local_table) | {"noise": noise_sds and noise_sds[1]}, len(parts) > 1
     row = {
         "site": site.name,
-        "model": table.answer,
-        "predictions": seal_of(folder),
-        **(level(table) | {"noise": moved and moved[0]} if merged else own),
-        "own": own,
-        "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
-        "parts": {name: part.scores() for name, part in table.by("part").items()},
-        "models": {model: _scores(table, model) | {"own": _scores(mine, model)} for model in table.said},
+        "model": table.model,
+        "predictions": compute_seal(folder),
+        **(measure_scores(table) | {"noise": noise_sds and noise_sds[0]} if merged else local_scores),
+        "own": local_scores,
+        "external": other_table.compute_scores() | {"tumor_types": score_tumor_types(other_table)} if merged else None,
+        "parts": {name: part.compute_scores() for name, part in table.group_by("part").items()},
+        "models": {
+            model: _score_model(table, model) | {"own": _score_model(local_table, model)} for model in table.predictions
+        },
     }
     return row, table
 
 
-def _released(party: RunContext, parts: Mapping[str, _TestPart]) -> list[dict[str, Any]]:
-    """Return what the head of letters alone, which receivers have and `export` writes, reaches on each test part."""
+def _score_released_heads(context: RunContext, parts: Mapping[str, _TestExamples]) -> list[dict[str, Any]]:
+    """Return the scores of the one-shot global head as released on each test part."""
     rows = []
     for name, (part, _) in parts.items():
-        if len(part) and name not in party.lost:
-            found = _models(party, party.site(name))
-            head = found.models["shared"]
+        if len(part) and name not in context.sites_lost:
+            models = _load_models(context, context.find_site(name))
+            head = models.models["shared"]
             assert isinstance(head, SharedHead)
-            said = probabilities(head.as_released(), part, found.device)
-            rows.append({"site": name, "n": len(part), **scored(said, part.label, party.task)})
+            predictions = predict_examples(head.solve_released_head(), part, models.device)
+            rows.append({"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)})
     return rows
 
 
-def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write what the head that receivers have says of all their examples; return what is to be known of that.
+def _evaluate_receivers(context: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Write the predictions of sites without labels, and return their summary.
 
-    Nobody knows what is true of them. What to expect is what the same head reaches on the test parts of the members.
+    Their expected scores are those of the same head on the members' test parts.
     """
     rows = []
-    for name in filter(party.has_store, party.receivers):
-        _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
-        rows.append({"site": name, "n": len(table), "model": table.answer})
-    values = {score: [v for one in released if (v := one[score]) is not None] for score in party.task.scores}
+    for name in filter(context.has_store, context.receivers):
+        _, table = _predict_site(
+            context, context.find_site(name), {name: _load_test_part(context.open_data(name))}, has_truth=False
+        )
+        rows.append({"site": name, "n": len(table), "model": table.model})
+    values = {score: [value for row in released if (value := row[score]) is not None] for score in context.task.scores}
     expected = {
-        score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
-        for score, found in values.items()
-        if found and len(found) == len(released)
+        score: {"mean": float(np.mean(sites_scores)), "low": min(sites_scores), "high": max(sites_scores)}
+        for score, sites_scores in values.items()
+        if sites_scores and len(sites_scores) == len(released)
     }
-    return {"sites": rows, "reference_sites": [one["site"] for one in released], "expected": expected}
+    return {"sites": rows, "reference_sites": [row["site"] for row in released], "expected": expected}
 
 
-def _scores(table: Predictions, model: str) -> dict[str, object]:
-    return {**table.scores(model), **({} if len(table) else {"tumor_types": {}})}
+def _score_model(table: PredictionTable, model: str) -> dict[str, object]:
+    return {**table.compute_scores(model), **({} if len(table) else {"tumor_types": {}})}
 
 
-_REDRAWS = 32
-"""How often the noise of a head is drawn anew: its standard deviation is then known to an eighth."""
+_NOISE_REDRAWS = 32
+"""Number of redraws of a head's noise, which estimates the standard deviation to about 1/8."""
 
 
-def _moved_by_noise(
-    found: TrainedModels, seen: Mapping[str, _TestPart], table: Predictions
+def _noise_effect(
+    models: TrainedModels, parts: Mapping[str, _TestExamples], table: PredictionTable
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """How much the noise of the letters moves every score, on all parts and on the site's own: standard deviations of
-    heads whose noise is drawn anew, mixed as the site mixes its own.
+    """Return the standard deviations of every score over redraws of the head's noise, on all parts and the local one.
 
-    None where the answer does not rest on a head of letters with noise: what was learned in steps can't be drawn anew.
+    None where the prediction model contains no one-shot global head with noise: noise in training cannot be redrawn.
     """
-    head = found.models.get("shared")
-    if not isinstance(head, SharedHead) or "shared" not in roles(found.answer, found.stack, found.models):
+    head = models.models.get("shared")
+    if not isinstance(head, SharedHead) or "shared" not in roles_of_choice(
+        models.ensemble, models.stack, models.models
+    ):
         return None
     if not head.is_noisy or not len(table):
         return None
     rng = np.random.default_rng(0)
-    heads = [head.redrawn(rng).eval() for _ in range(_REDRAWS)]
-    said = np.concatenate(
-        [probabilities_of_each(heads, one, found.device) for one, _ in seen.values() if len(one)], axis=1
+    heads = [head.redraw_noise(rng).eval() for _ in range(_NOISE_REDRAWS)]
+    predictions = np.concatenate(
+        [predict_with_models(heads, part, models.device) for part, _ in parts.values() if len(part)], axis=1
     )
-    answers = (answered({**table.said, "shared": one}, table.answer, found.stack) for one in said)
-    tables = [replace(table, said={table.answer: one}) for one in answers]
-    return _spread([one.scores() for one in tables]), _spread([one.own.scores() for one in tables])
+    ensembles = (
+        combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack) for proxy in predictions
+    )
+    tables = [replace(table, predictions={table.model: values}) for values in ensembles]
+    return _score_deviations([redrawn.compute_scores() for redrawn in tables]), _score_deviations(
+        [redrawn.local_rows.compute_scores() for redrawn in tables]
+    )
 
 
-def _spread(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The standard deviation of every score that is always there."""
-    known = [name for name in scores[0] if all(one[name] is not None for one in scores)]
-    return {name: float(np.std([one[name] for one in scores], ddof=1)) for name in known if name != "n"}
+def _score_deviations(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the standard deviation of every score without missing values."""
+    names = [name for name in scores[0] if all(row[name] is not None for row in scores)]
+    return {name: float(np.std([row[name] for row in scores], ddof=1)) for name in names if name != "n"}
 
 
-def _models(party: RunContext, site: SiteFile) -> TrainedModels:
-    data = party.data(site.name)
-    return answering(party.run, party.pipeline, site, data.classes, data.shape, device_of_rank(), every=True)
+def _load_models(context: RunContext, site: SiteFile) -> TrainedModels:
+    data = context.open_data(site.name)
+    return load_prediction_models(
+        context.run, context.pipeline, site, data.classes, data.shape, select_device(), all_roles=True
+    )
 
 
-def _predicted(
-    party: RunContext, site: SiteFile, seen: Mapping[str, _TestPart], *, known: bool = True
-) -> tuple[TrainedModels, Predictions]:
-    """A site's models, and what each of them says of every part, and every mixture of them; which is written down.
+def _predict_site(
+    context: RunContext, site: SiteFile, parts: Mapping[str, _TestExamples], *, has_truth: bool = True
+) -> tuple[TrainedModels, PredictionTable]:
+    """Return a site's models, and their predictions and those of ensembles on every part, which are also written.
 
     Args:
-        known: whether anybody knows what is true of the examples.
+        has_truth: whether the true values of the examples are known.
     """
-    data, folder = party.data(site.name), party.run.site(site.name)
-    folder.remember_store(data.digest(), data.facts())
-    found = _models(party, site)
+    data, folder = context.open_data(site.name), context.run.site_folder(site.name)
+    folder.record_store(data.digest(), data.describe_store())
+    models = _load_models(context, site)
 
-    def said_of(model: torch.nn.Module, part: Examples) -> NDArray[np.float64]:
+    def predict_part(model: torch.nn.Module, part: Examples) -> NDArray[np.float64]:
         if not len(part):
             return np.empty((0, len(data.classes)))
-        return undecided_where_broken(probabilities(model, part, found.device), part)
+        return replace_nonfinite(predict_examples(model, part, models.device), part)
 
     with torch.no_grad():
         by_role = {
-            role: np.concatenate([said_of(model, part) for part, _ in seen.values()])
-            for role, model in found.models.items()
+            role: np.concatenate([predict_part(model, part) for part, _ in parts.values()])
+            for role, model in models.models.items()
         }
-    columns = next(iter(seen.values()))[1]
-    answers = (*ANSWERS, LONE, *[STACK] * (found.stack is not None))
-    possible = [
-        answer for answer in answers if found.models.keys() >= set(roles(answer, found.stack, found.models))
+    columns = next(iter(parts.values()))[1]
+    ensembles = (*MODEL_CHOICES, LOCAL, *[ENSEMBLE] * (models.stack is not None))
+    available = [
+        answer
+        for answer in ensembles
+        if models.models.keys() >= set(roles_of_choice(answer, models.stack, models.models))
     ]
-    table = Predictions.of(
-        {name: part for name, (part, _) in seen.items()},
+    table = PredictionTable.from_examples(
+        {name: part for name, (part, _) in parts.items()},
         site=site.name,
-        answer=found.answer,
-        said={answer: answered(by_role, answer, found.stack) for answer in possible},
+        model=models.ensemble,
+        predictions={answer: combine_predictions(by_role, answer, models.stack) for answer in available},
         outputs=data.classes,
-        about={name: np.concatenate([about[name] for _, about in seen.values()]) for name in columns},
+        extra_columns={name: np.concatenate([about[name] for _, about in parts.values()]) for name in columns},
     )
-    write_predictions(folder, table, known=known)
-    return found, table
+    write_predictions(folder, table, has_truth=has_truth)
+    return models, table
 
 
-def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> _Outside | None:
-    """Every site's scores on `evaluate.external` and the site that was left out, and those of all predictions as one;
-    None where there is neither.
+def _evaluate_external(
+    context: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]
+) -> _ExternalScores | None:
+    """Return every site's scores on `evaluate.external` and the left-out site, and those of aggregated predictions.
+
+    None where both are missing.
 
     Args:
         weights: of the sites, for weighted aggregation.
     """
-    left_out = party.pipeline.train.left_out
-    names = [name for name in party.pipeline.evaluate.external if name != left_out]
+    left_out = context.pipeline.train.left_out
+    names = [name for name in context.pipeline.evaluate.external if name != left_out]
     names += [] if left_out is None else [left_out]
     if not names:
         return None
-    first = party.data(sites[0].name)
-    parts = {name: _whole(party, name, first.classes) for name in names}
-    examples, said = joined([*parts.values()]), []
+    first = context.open_data(sites[0].name)
+    parts = {name: _load_external_patches(context, name, first.classes) for name in names}
+    examples, tables = concatenate_examples([*parts.values()]), []
     for site in sites:
-        found = answering(party.run, party.pipeline, site, first.classes, first.shape, device_of_rank())
-        with torch.no_grad():
-            answers = {found.answer: found.probabilities(examples)}
-        said.append(
-            Predictions.of(parts, site=site.name, answer=found.answer, said=answers, outputs=first.classes)
+        models = load_prediction_models(
+            context.run, context.pipeline, site, first.classes, first.shape, select_device()
         )
-    several = len(said) > 1 and examples.task.kind == "classes"
-    together = aggregated_scores([one.answers for one in said], examples.label, weights) if several else None
-    found_outside: _Outside = {
+        with torch.no_grad():
+            predictions = {models.ensemble: models.predict(examples)}
+        tables.append(
+            PredictionTable.from_examples(
+                parts, site=site.name, model=models.ensemble, predictions=predictions, outputs=first.classes
+            )
+        )
+    several = len(tables) > 1 and examples.task.kind == "classes"
+    aggregated = (
+        score_voting_rules([site_table.model_predictions for site_table in tables], examples.label, weights)
+        if several
+        else None
+    )
+    result: _ExternalScores = {
         "sites": names,
         "n": len(examples),
-        "rows": [{"site": table.site, **table.scores()} for table in said],
-        "aggregated": together,
+        "rows": [{"site": table.site, **table.compute_scores()} for table in tables],
+        "aggregated": aggregated,
         "left_out": None,
     }
     if left_out is not None:
-        theirs = [{"site": one.site, **one.where(one.part == left_out).scores()} for one in said]
-        store = party.data(left_out).digest()
-        found_outside["left_out"] = {"site": left_out, "store": store, "rows": theirs}
-    return found_outside
+        left_out_rows = [
+            {"site": site_table.site, **site_table.select_rows(site_table.part == left_out).compute_scores()}
+            for site_table in tables
+        ]
+        store = context.open_data(left_out).digest()
+        result["left_out"] = {"site": left_out, "store": store, "rows": left_out_rows}
+    return result
 
 
-def _whole(party: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
-    """All patches of an external site, whatever their split."""
-    site = party.study.site(name)
-    if name in party.names:
+def _load_external_patches(context: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
+    """Return all patches of an external site, whatever their split."""
+    site = context.study.load_site(name)
+    if name in context.names:
         raise UsageError(f"evaluate.external: site {name} took part in the run")
     if not site.allows("patches"):
-        raise UsageError(
-            f'sites/{name}.toml: evaluate.external reads its patches; add allow = ["patches"] if it may'
-        )
-    data = party.data(name)
-    if (theirs := data.classes) != classes:
-        raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(theirs)}")
-    parts = [data.examples(split) for split in SPLITS]
-    return joined([part for part in parts if len(part)])
+        raise UsageError(f'sites/{name}.toml: evaluate.external reads its patches; add allow = ["patches"] if it may')
+    data = context.open_data(name)
+    if (other_classes := data.classes) != classes:
+        raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(other_classes)}")
+    parts = [data.load_examples(split) for split in SPLITS]
+    return concatenate_examples([part for part in parts if len(part)])
 
 
-def evaluation_lines(document: Evaluation) -> Lines:
+def render_evaluation_lines(document: Evaluation) -> Lines:
     """Yield a row per site, then mean ± sd."""
     scores = document["scores"]
     first = scores[0]
     if document["sites"]:
-        yield _table(document)
-        over = classes_of_parts(document["sites"])
-        # only there stands the macro-accuracy of parts
-        if over and (document["merged"] is None or document["shared"]):
-            yield Line(f"  {over}")
-    for said in received(document):
-        yield Line(f"  {said}")
-    if together := document["aggregated"]:
-        one = together["rules"][together["rule"]]
-        yield Line(
-            f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
+        yield _render_table(document)
+        class_note = describe_part_classes(document["sites"])
+        # only this table has the macro-accuracy of parts
+        if class_note and (document["merged"] is None or document["shared"]):
+            yield TextLine(f"  {class_note}")
+    for sentence in describe_receivers(document):
+        yield TextLine(f"  {sentence}")
+    if aggregated := document["aggregated"]:
+        scores_of_rule = aggregated["rules"][aggregated["rule"]]
+        yield TextLine(
+            f"aggregated predictions ({aggregated['rule'].replace('_', ' ')}): "
+            f"{format_number(scores_of_rule['accuracy'])} accuracy"
         )
     if document["parts"] and not document["shared"]:
-        reached = {name: part[first] for name, part in document["parts"].items()}
-        nothing = "not known (too few events or classes there)"
-        said = ", ".join(
-            f"{name} {spread(m) if known(m['mean']) else nothing}" for name, m in reached.items()
+        part_scores = {name: part[first] for name, part in document["parts"].items()}
+        unknown_text = "not known (too few events or classes there)"
+        sentence = ", ".join(
+            f"{name} {format_spread(spread_values) if is_number(spread_values['mean']) else unknown_text}"
+            for name, spread_values in part_scores.items()
         )
-        yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {said}")
-    if document["sites"] and all(row["model"] == LONE for row in document["sites"]):
-        yield Line(
-            "each site answers as it would alone: no rows show that joining adds to it; "
+        yield TextLine(f"  {SCORES[first].lower()} on each site's part over all models: {sentence}")
+    if document["sites"] and all(row["model"] == LOCAL for row in document["sites"]):
+        yield TextLine(
+            "each site predicts with its local model: no held-out rows show a gain of federation; "
             "networks need validation rows for that (train.val_fraction)"
         )
-    moved = [(row.get("noise") or {}).get(first) for row in document["sites"]]
-    if known_ones := [one for one in moved if known(one)]:
-        yield Line(
-            f"  the noise of the letters moves {measured_in(first)} by ±{max(known_ones):.3f} (standard deviation over "
-            f"{_REDRAWS} heads whose noise was drawn anew)"
+    noise_sds = [(row.get("noise") or {}).get(first) for row in document["sites"]]
+    if known_sds := [value for value in noise_sds if is_number(value)]:
+        yield TextLine(
+            f"  the noise of class statistics changes {score_in_sentence(first)} by ±{max(known_sds):.3f} (standard "
+            f"deviation over {_NOISE_REDRAWS} redraws)"
         )
     if document["cross_site"]:
-        yield from between_lines(document["cross_site"])
-    yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
+        yield from render_cross_site_lines(document["cross_site"])
+    yield TextLine(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
 
 
-def _table(document: Evaluation) -> Table:
-    """What answers for each site, then mean ± sd; of one model that all share its scores on each part and on all."""
+def _render_table(document: Evaluation) -> TextTable:
+    """Return the table of each site's scores and mean ± sd; of a shared model the scores on each part and on all."""
     scores, examples, sites = document["scores"], document["examples"], document["sites"]
     first = scores[0]
-    headings = ["site", "n", *(SHORT.get(name, SCORES[name].lower()) for name in scores)]
+    headings = ["site", "n", *(SHORT_SCORES.get(name, SCORES[name].lower()) for name in scores)]
 
-    def cells(name: str, found: Mapping[str, Any]) -> list[str]:
-        return [name, str(found["n"]), *(number(found[score]) for score in scores)]
+    def format_cells(name: str, values: Mapping[str, Any]) -> list[str]:
+        return [name, str(values["n"]), *(format_number(values[score]) for score in scores)]
 
     if document["shared"]:
-        rows = [*(cells(row["site"], row["own"]) for row in sites), None, cells("all", sites[0])]
-        return Table(
-            f"the shared model on each site's part and the merged test set ({examples})", headings, rows
-        )
-    where = "merged test set" if document["merged"] is not None else "own test set"
+        rows = [*(format_cells(row["site"], row["own"]) for row in sites), None, format_cells("all", sites[0])]
+        return TextTable(f"the shared model on each site's part and the merged test set ({examples})", headings, rows)
+    test_set = "merged test set" if document["merged"] is not None else "local test set"
     several = any(row["model"] != "private" for row in sites)
     rows = [
         [
-            *cells(row["site"], row),
-            number(row["own"][first]),
-            number((row["external"] or {}).get(first)),
+            *format_cells(row["site"], row),
+            format_number(row["own"][first]),
+            format_number((row["external"] or {}).get(first)),
             *[row["model"]] * several,
         ]
         for row in sites
     ]
     if document["merged"] is not None:
         spreads = [document["merged"][name] for name in scores]
-        both = (document["internal"], document["external"])
-        spreads += [(one or {}).get(first) or {} for one in both]
-        rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
-    whose = "models" if several else "private models"
-    headings += ["own part", "others'", *["model"] * several]
-    return Table(f"{whose} on the {where} ({examples})", headings, rows)
+        groups = (document["internal"], document["external"])
+        spreads += [(group or {}).get(first) or {} for group in groups]
+        rows += [None, ["mean ± sd", "", *map(format_spread, spreads)]]
+    model_words = "models" if several else "private models"
+    headings += ["internal", "external", *["model"] * several]
+    return TextTable(f"{model_words} on the {test_set} ({examples})", headings, rows)

@@ -1,6 +1,6 @@
-"""`predict`: what a site's models say of new slides: heatmaps, tables of patches, scores, outlines for QuPath.
+"""`predict`: a site's predictions of new slides: heatmaps, tables of patches, scores, outlines for QuPath.
 
-Only the run, the slides given and, where it is there, the site's own store are opened.
+It opens the run, the given slides and, if present, the site's store.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.grid import size_in_l0
+from wsi_fl.slides.patching.grid import patch_side_l0
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.drawing import Color, distinct_colors
-from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat
+from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, PatchPredictions
 from wsi_fl.slides.reading.formats import slide_name
-from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
-from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
-from wsi_fl.stages.work.job import Job, take_threads
+from wsi_fl.stages.answers.predictor import Predictor, SlideImage, SlidePatches, load_predictor
+from wsi_fl.stages.work.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
+from wsi_fl.stages.work.job import RankJob, take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
-_OTHERWISE, _ATTENTION = (150, 150, 150), (200, 0, 0)
+_OTHER_COLOR, _ATTENTION_COLOR = (150, 150, 150), (200, 0, 0)
 _COLORS: tuple[Color, ...] = ((150, 200, 150), (200, 0, 0))
-"""Healthy, and QuPath's own red for Tumor."""
+"""Healthy, and QuPath's red for Tumor."""
 _MORE_COLORS: tuple[Color, ...] = (
     *((0, 114, 178), (213, 94, 0), (0, 158, 115)),
     *((204, 121, 167), (230, 159, 0), (86, 180, 233)),
 )
-"""Okabe and Ito's, for more than two classes; `distinct_colors` has those of the seventh and further ones."""
+"""Okabe and Ito's colours, for more than two classes; `distinct_colors` adds those after the sixth."""
 _HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
-_ALL = "slides.csv"
-_WHOSE = {"mean": "mean of both models", "local": "lone model", "ensemble": "mixture"}
+_ALL_SLIDES = "slides.csv"
+_ENSEMBLE_WORDS = {"mean": "mean of both models", "local": "local model", "ensemble": "ensemble"}
 
 
 def predict(
@@ -52,23 +52,23 @@ def predict(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Predict slides one by one; return the `--json` document, whose `failed` names those that could not be.
+    """Predict slides one by one; return the `--json` document, with failures in `failed`.
 
-    Started under mpiexec or srun, the ranks share the slides, and all but the first return {}.
+    Under mpiexec or srun the ranks share the slides, and all but the first return {}.
 
     Args:
         out: folder for one folder per slide; default RUN/predictions/SITE.
-        tumor_type: what is known of the slides, for runs on mosaics; default: what the site's store says.
-        mpp: µm per level-0 pixel of these slides, whatever they say; default: the site file's, else theirs.
+        tumor_type: of all slides, for runs on mosaics; default: from the site's store.
+        mpp: µm per level-0 pixel of these slides; default: the site file's, else the slides' metadata.
         overrides: `predict.KEY=VALUE` over the run's configuration.
     """
-    began, job = time.perf_counter(), Job()
-    told = job.watched(watcher)
+    start_time, job = time.perf_counter(), RankJob()
+    progress = job.select_watcher(watcher)
     take_threads(job.threads)
     names = [slide_name(path) for path in slides]  # as in a store
-    if twice := [name for name, n in Counter(names).items() if n > 1]:
-        raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
-    predictor = job.each(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
+    if duplicates := [name for name, n in Counter(names).items() if n > 1]:
+        raise UsageError(f"two slides have the name {duplicates[0]}; predict them one after the other with --out")
+    predictor = job.run_on_ranks(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
     scale = mpp or predictor.site.mpp_override
     records = [
@@ -76,84 +76,82 @@ def predict(
         for path, name in zip(slides, names, strict=True)
     ]
 
-    def each(mine: list[SlideRecord]) -> Iterator[dict[str, Any]]:
-        for k, record in enumerate(mine):
-            yield _outcome(predictor, record, folder, OneOf(told, k, len(mine)))
+    def predict_share(local_records: list[SlideRecord]) -> Iterator[dict[str, Any]]:
+        for k, record in enumerate(local_records):
+            yield _predict_or_report(predictor, record, folder, NestedProgress(progress, k, len(local_records)))
 
-    outcomes = job.share(records, each)
-    if not job.first:
+    outcomes = job.share_items(records, predict_share)
+    if not job.is_first:
         return {}
-    table = write_slides(folder)
+    table = write_slide_table(folder)
     return {
-        "run": study.relative(predictor.run.path),
+        "run": study.relative_path(predictor.run.path),
         "site": site,
-        "model": predictor.models.answer,
-        "slides": [one["row"] for one in outcomes if "row" in one],
-        "failed": [one["failed"] for one in outcomes if "failed" in one],
-        "table": study.relative(table) if table else None,
-        "seconds": time.perf_counter() - began,
+        "model": predictor.models.ensemble,
+        "slides": [outcome["row"] for outcome in outcomes if "row" in outcome],
+        "failed": [outcome["failed"] for outcome in outcomes if "failed" in outcome],
+        "table": study.relative_path(table) if table else None,
+        "seconds": time.perf_counter() - start_time,
     }
 
 
-def _outcome(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
-    """Predict a slide; return its row, or why there is none."""
+def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+    """Predict a slide; return its row, or the reason of the failure."""
     try:
         return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
     except (DiskFull, UsageError):
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
-        reason = reason_of(error)
-    watcher.say(f"  {record.slide} failed: {reason}")
+        reason = describe_failure(error)
+    watcher.print_message(f"  {record.slide} failed: {reason}")
     return {"failed": {"slide": record.slide, "reason": reason}}
 
 
-def _predict_slide(
-    predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
-) -> dict[str, Any]:
-    """Write all files of one slide; return its row of the document. There is no heatmap without slide or places."""
+def _predict_slide(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+    """Write all files of one slide and return its row; without a slide or coordinates there is no heatmap."""
     watcher.update(record.site, 0, 1, record.slide)
-    study, seen = predictor.study, predictor.seen(record, watcher)
+    study, patches = predictor.study, predictor.load_patches(record, watcher)
     origin = {
-        "run": study.relative(predictor.run.path),
+        "run": study.relative_path(predictor.run.path),
         "site": record.site,
-        "path": study.relative(seen.base.path.resolve()) if seen.base else None,
-        "model": predictor.models.answer,
+        "path": study.relative_path(patches.base.path.resolve()) if patches.base else None,
+        "model": predictor.models.ensemble,
     }
     spec, files = predictor.meta.spec, {"heatmap": _HEATMAP, "csv": _TABLE, "json": _SCORE}
-    if seen.said is not None:
-        row, more = _of_patches(predictor, record, folder, seen)
+    if patches.probabilities is not None:
+        row, details = _write_patch_results(predictor, record, folder, patches)
         files["geojson"] = _OUTLINES
     else:
-        row, more = _of_slide(predictor, record, folder, seen)
-    write_json(folder / _SCORE, origin | row | more | {"size_px": spec.size_px, "mpp": spec.mpp})
+        row, details = _write_slide_results(predictor, record, folder, patches)
+    write_json(folder / _SCORE, origin | row | details | {"size_px": spec.size_px, "mpp": spec.mpp})
     watcher.update(record.site, 1, 1, record.slide)
-    made = {key: study.relative(folder / file) for key, file in files.items()}
-    return row | made | ({} if seen.base else {"heatmap": None})
+    paths = {key: study.relative_path(folder / file) for key, file in files.items()}
+    return row | paths | ({} if patches.base else {"heatmap": None})
 
 
-def _of_patches(
-    predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
+def _write_patch_results(
+    predictor: Predictor, record: SlideRecord, folder: Path, patches: SlidePatches
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Draw and write what is said of each patch; return (the row, what else the score file says)."""
-    heat, base = predictor.heat(record.slide, seen), seen.base
+    """Write the predictions of each patch; return (the row, further entries of the score file)."""
+    heat, base = predictor.build_heatmap(record.slide, patches), patches.base
     assert base is not None
-    kind, colors = heatmap.leading(heat), colors_of(heat.classes)
-    found = heatmap.score(heat, kind)
-    said = (
-        f"{heat.classes[kind]} {found['top_k_mean']:.2f}",
-        f"mean of the {min(TOP_K, len(seen.xy_l0))} highest; highest {found['max']:.2f}; "
-        f"{_percent(found['fraction'])} of patches at {heat.threshold:g} or more",
+    kind, colors = heatmap.find_leading_class(heat), choose_colors(heat.classes)
+    scores = heatmap.score_class(heat, kind)
+    captions = (
+        f"{heat.classes[kind]} {scores['top_k_mean']:.2f}",
+        f"mean of the {min(TOP_K, len(patches.xy_l0))} highest; highest {scores['max']:.2f}; "
+        f"{_format_percent(scores['fraction'])} of patches at {heat.threshold:g} or more",
     )
-    write_bytes(folder / _HEATMAP, _drawn(predictor, record, base, heat, colors, *said))
+    write_bytes(folder / _HEATMAP, _draw_heatmap(predictor, record, base, heat, colors, *captions))
     identity = f"{predictor.run.name}/{record.site}/{record.slide}"
     corner = (0, 0) if predictor.site.annotations_origin == "slide" else base.bounds_l0[:2]
     heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
-    write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
-    row = {"slide": record.slide, "patches": len(seen.xy_l0), "excluded": seen.n_aside, "score": found}
+    write_patch_table(folder / _TABLE, patches.xy_l0, patch_side_l0(predictor.meta.spec, base.mpp), columns)
+    row = {"slide": record.slide, "patches": len(patches.xy_l0), "excluded": patches.n_excluded, "score": scores}
     return row, {
         "class": heat.classes[kind],
-        "classes": {heat.classes[k]: heatmap.score(heat, k) for k in heat.shown},
+        "classes": {heat.classes[k]: heatmap.score_class(heat, k) for k in heat.region_classes},
         "regions": len(heat.regions),
         "threshold": heat.threshold,
         "top_k": TOP_K,
@@ -163,113 +161,122 @@ def _of_patches(
     }
 
 
-def _of_slide(
-    predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
+def _write_slide_results(
+    predictor: Predictor, record: SlideRecord, folder: Path, patches: SlidePatches
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Draw and write what is said of the whole slide; return (the row, what else the score file says)."""
-    assert seen.bag is not None
-    meta, base, kind = predictor.meta, seen.base, predictor.tumor_type_of(record)
-    answer = predictor.answer(seen.bag, kind)
+    """Write the prediction of the slide; return (the row, further entries of the score file)."""
+    assert patches.bag is not None
+    meta, base, tumor_type = predictor.meta, patches.base, predictor.find_tumor_type(record)
+    prediction = predictor.predict_slide(patches.bag, tumor_type)
     side = None
     if base is not None:
-        side = size_in_l0(meta.spec, base.mpp)
-        boxes = heatmap.patch_boxes(seen.xy_l0, meta.spec, base.mpp, base.size_l0)
-        shown, legend = answer.legend
-        heat = Heat(boxes, ("other", shown), np.stack([1 - answer.heat, answer.heat], axis=1))
-        picture = _drawn(predictor, record, base, heat, [_OTHERWISE, _ATTENTION], *answer.words, legend)
+        side = patch_side_l0(meta.spec, base.mpp)
+        boxes = heatmap.patch_boxes(patches.xy_l0, meta.spec, base.mpp, base.size_l0)
+        label, legend = prediction.legend
+        heat = PatchPredictions(
+            boxes, ("other", label), np.stack([1 - prediction.heat_values, prediction.heat_values], axis=1)
+        )
+        picture = _draw_heatmap(
+            predictor, record, base, heat, [_OTHER_COLOR, _ATTENTION_COLOR], *prediction.caption_texts, legend
+        )
         write_bytes(folder / _HEATMAP, picture)
-    write_patches(folder / _TABLE, seen.xy_l0, side, answer.columns)
-    row = {"slide": record.slide, "patches": len(seen.xy_l0), "tumor_type": kind, **answer.facts}
+    write_patch_table(folder / _TABLE, patches.xy_l0, side, prediction.columns)
+    row = {"slide": record.slide, "patches": len(patches.xy_l0), "tumor_type": tumor_type, **prediction.document_fields}
     return row, {"encoder": meta.encoder}
 
 
-def _drawn(
-    predictor: Predictor, record: SlideRecord, base: Base, heat: Heat, colors: list[Color], *said: str
+def _draw_heatmap(
+    predictor: Predictor,
+    record: SlideRecord,
+    base: SlideImage,
+    heat: PatchPredictions,
+    colors: list[Color],
+    *captions: str,
 ) -> bytes:
-    spec, of = predictor.meta.spec, "mosaic of " if predictor.kind.data == "mosaics" else ""
-    where = f"{predictor.run.name} · {predictor.site.name} · {of}{len(heat.boxes_l0)} patches"
-    caption = Caption(record.slide, f"{where} of {spec.size_px} px at {spec.mpp:g} µm", *said)
+    spec, source = predictor.meta.spec, "mosaic of " if predictor.kind.data == "mosaics" else ""
+    origin = f"{predictor.run.name} · {predictor.site.name} · {source}{len(heat.boxes_l0)} patches"
+    caption = Caption(record.slide, f"{origin} of {spec.size_px} px at {spec.mpp:g} µm", *captions)
     return heatmap.draw_heatmap(base.thumbnail, base.downsample, base.mpp, heat, colors, caption)
 
 
-def colors_of(classes: Sequence[str]) -> list[Color]:
+def choose_colors(classes: Sequence[str]) -> list[Color]:
     """Return a colour for each class."""
     if len(classes) == 2:
         return list(_COLORS)
     return list(distinct_colors(_MORE_COLORS, len(classes)))
 
 
-def _percent(share: float) -> str:
-    """Whole per cent, but never 0 % of something, or 100 % of less than all."""
+def _format_percent(share: float) -> str:
+    """Return whole per cent, with "under 1 %" and "over 99 %" next to the ends."""
     if 0 < share < 0.01 or 0.99 < share < 1:
         return "under 1 %" if share < 0.5 else "over 99 %"
     return f"{share:.0%}".replace("%", " %")
 
 
-def write_patches(
+def write_patch_table(
     path: Path, xy_l0: NDArray[np.int64], size_l0: float | None, columns: Mapping[str, NDArray[np.float64]]
 ) -> None:
-    """Write patches.csv: a row per patch, its corner and side in level-0 pixels, and what is said of it alone.
+    """Write patches.csv: a row per patch with corner and side in level-0 pixels and its predictions.
 
     Args:
-        size_l0: None where nobody knows where the patches lie.
+        size_l0: None where the coordinates are unknown.
         columns: heading → float64[m].
     """
     side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
-    said = np.stack(list(columns.values()), axis=1).tolist()
-    patches = zip(xy_l0.tolist(), said, strict=True)
-    # all digits, since people set thresholds between them
-    rows = ([x, y, side, *map(repr, values)] for (x, y), values in patches)
+    values = np.stack(list(columns.values()), axis=1).tolist()
+    patches = zip(xy_l0.tolist(), values, strict=True)
+    # all digits, for thresholds between them
+    rows = ([x, y, side, *map(repr, row_values)] for (x, y), row_values in patches)
     write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
 
 
-def write_slides(folder: Path) -> Path | None:
-    """Write slides.csv: a row for every slide that was ever predicted into a folder, as its score.json says.
+def write_slide_table(folder: Path) -> Path | None:
+    """Write slides.csv: a row for every slide of a folder, from its score.json.
 
     Returns:
-        The table, or None where there is no such slide.
+        The path of the table, None without slides.
     """
-    found = sorted(folder.glob(f"*/{_SCORE}"))
-    scores = [read_object(path, "predict the slide again") for path in found]
+    paths = sorted(folder.glob(f"*/{_SCORE}"))
+    scores = [read_object(path, "predict the slide again") for path in paths]
     if not scores:
         return None
-    for one in scores:
-        one.pop("classes", None)
-        if "score" in one:  # the class whose score it is, and no answer for the slide
-            one["score_of"] = one.pop("class", None)
-    rows = [dict(_cells_of(one)) for one in scores]
+    for score in scores:
+        score.pop("classes", None)
+        if "score" in score:  # the class of the score, which is no prediction for the slide
+            score["score_of"] = score.pop("class", None)
+    rows = [dict(_flatten_cells(score)) for score in scores]
     headings = list(dict.fromkeys(chain(("slide",), *rows)))
-    write_csv(folder / _ALL, [headings, *([row.get(name) for name in headings] for row in rows)])
-    return folder / _ALL
+    write_csv(folder / _ALL_SLIDES, [headings, *([row.get(name) for name in headings] for row in rows)])
+    return folder / _ALL_SLIDES
 
 
-def _cells_of(score: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_cells(score: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in score.items():
         if isinstance(value, dict):
-            yield from _cells_of(value, f"{before}{key}_")
+            yield from _flatten_cells(value, f"{prefix}{key}_")
         else:
-            yield before + key, value
+            yield prefix + key, value
 
 
-def predictions_lines(document: dict[str, Any]) -> Lines:
+def render_prediction_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
         headings = ("answer", "value") if of_bags else ("max", "top k", "over threshold")
-        whose = _WHOSE.get(document["model"], f"{document['model']} model")
-        rows = [[row["slide"], row["patches"], *_cells(row)] for row in document["slides"]]
-        yield Table(f"{whose} of {document['site']}", ["slide", "patches", *headings], rows)
-        yield Line(f"all slides, a row each: {document['table']}")
+        model_words = _ENSEMBLE_WORDS.get(document["model"], f"{document['model']} model")
+        rows = [[row["slide"], row["patches"], *_format_cells(row)] for row in document["slides"]]
+        yield TextTable(f"{model_words} of {document['site']}", ["slide", "patches", *headings], rows)
+        yield TextLine(f"all slides, a row each: {document['table']}")
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    if found := row.get("score"):
-        return f"{found['max']:.3f}", f"{found['top_k_mean']:.3f}", _percent(found["fraction"])
+def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if scores := row.get("score"):
+        return f"{scores['max']:.3f}", f"{scores['top_k_mean']:.3f}", _format_percent(scores["fraction"])
     if "value" in row:
         return row["target"], f"{row['value']:.3g}"
     if "risk" in row:
-        end, said = list(row["without_event"].items())[-1]
-        return f"without the event at {end}", f"{said:.3f}"
+        end, probability = list(row["without_event"].items())[-1]
+        return f"without the event at {end}", f"{probability:.3f}"
     return row["class"], f"{row['probability']:.3f}"

@@ -1,4 +1,4 @@
-"""`projection`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
+"""`wsi-fl projection`: write a projection for class statistics, computed from public reference slides."""
 
 from __future__ import annotations
 
@@ -13,143 +13,147 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.directions import (
     N_PUBLIC,
-    Origin,
-    Source,
-    enough_directions,
-    public_directions,
-    write_directions,
+    ProjectionOrigin,
+    ProjectionSource,
+    choose_n_components,
+    fit_projection,
+    write_projection,
 )
-from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.models.encoder import Encoder, encode_batches
+from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.tile_plans import params_of, spec_of
-from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
+from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.public import require_public
-from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import sha256_of
+from wsi_fl.system.files import file_sha256
 from wsi_fl.system.machine import n_cores
 from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
-_MOST = 500
+_MAX_PATCHES = 500
 """Patches of one source."""
 
 
 @dataclass(frozen=True)
-class Letters:
-    """What is known of the letters that hospitals are going to write.
+class ExpectedStatistics:
+    """The planned class statistics of all sites.
 
     Attributes:
-        rows: of all hospitals together, about: patches, slides or patients, whatever counts once.
-        hospitals: how many write.
-        epsilon, delta: of each.
-        shared: whether they add the noise together.
+        n_examples: approximate number of privacy units (patches, slides or patients) of all sites together.
+        n_sites: number of sites.
+        epsilon, delta: of each site.
+        has_shared_noise: whether the noise is distributed over the sites (secure aggregation).
     """
 
-    rows: int
-    hospitals: int
+    n_examples: int
+    n_sites: int
     epsilon: float
-    shared: bool = False
+    has_shared_noise: bool = False
     delta: float = 1e-5
 
-    def variance(self) -> float:
-        """Return that of the noise in each number of the sum of all letters; of shared noise one share may be known."""
-        one: float = sigma_for(self.epsilon, 1.0, 1, self.delta) ** 2
-        return one * self.hospitals / max(1, self.hospitals - 1 if self.shared else 1)
+    def noise_variance(self) -> float:
+        """Return the noise variance of each entry of all sites' sum; of distributed noise one share may be known."""
+        site_variance: float = find_sigma(self.epsilon, 1.0, 1, self.delta) ** 2
+        return site_variance * self.n_sites / max(1, self.n_sites - 1 if self.has_shared_noise else 1)
 
 
-def directions(
+def build_projection(
     study: Study,
     sources: Sequence[Path],
     *,
     out: Path,
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
-    n: int | None = None,
-    letters: Letters | None = None,
+    n_dimensions: int | None = None,
+    statistics: ExpectedStatistics | None = None,
     mpp: float | None = None,
     public: bool = False,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Make public directions; return the `--json` document.
+    """Compute a projection from public reference slides; return the `--json` document.
 
     Args:
-        sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features, or folders of
-            such, in which files that are neither are left aside.
+        sources: slides or pictures, cut by the settings of `[tile]`, or feature stores, or folders of these; other
+            files in folders are skipped.
         out: the file to write.
-        n: number of directions; None takes 32, or as many as `letters` ask for.
-        letters: what the directions are for, as far as it is known.
-        mpp: µm per pixel of sources that do not say.
-        public: whether somebody says that all sources are nobody's secret; see `require_public`.
+        n_dimensions: number of dimensions; None for 32, or the number that suits the planned statistics.
+        statistics: the planned statistics, if known.
+        mpp: µm per pixel of sources without a resolution.
+        public: whether the user declares all sources public; see `require_public`.
 
     Raises:
-        UsageError: when a source is a hospital's own or has another encoder, or all have too few patches.
-        WsiFlError: when one that is named cannot be read, or there is none.
+        UsageError: when a source belongs to a site or has another encoder, or all have too few patches.
+        WsiFlError: when a named source cannot be read, or there is none.
     """
-    files = _files_of(sources)
+    files = _list_files(sources)
     if not public:
         _require_public(study, files)
-    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    encoder = encoder_of(study, pipeline, "features", n_cores())
-    told = watcher or Silent()
-    rows, known, aside = [], [], []
+    pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
+    encoder = load_encoder(study, pipeline, "features", n_cores())
+    progress = watcher or SilentProgress()
+    rows, origins, skipped = [], [], []
     for path in files:
-        told.update(path.name, 0, 1)
+        progress.update(path.name, 0, 1)
     for path in files:
-        stored = path.suffix == ".h5"
+        is_store = path.suffix == ".h5"
         try:
-            found = _stored(path, encoder.label) if stored else _seen(path, study, pipeline, encoder, mpp)
+            features = (
+                _load_store_features(path, encoder.label)
+                if is_store
+                else _extract_features(path, study, pipeline, encoder, mpp)
+            )
         except WsiFlError as error:
             if path in sources or isinstance(error, UsageError):
                 raise
-            aside.append(path.name)
+            skipped.append(path.name)
             continue
-        rows.append(found)
-        known.append(Source(name=path.name, rows=len(found), sha256=_digest(path)))
-        told.update(path.name, 1, 1)
+        rows.append(features)
+        origins.append(ProjectionSource(name=path.name, rows=len(features), sha256=_hash_source(path)))
+        progress.update(path.name, 1, 1)
     if not rows:
-        raise WsiFlError(f"--from: no slide, picture or feature store{_named(aside)}")
+        raise WsiFlError(f"--from: no slide, picture or feature store{_format_names(skipped)}")
     x = np.concatenate(rows)
-    if n is None:
-        n = N_PUBLIC if letters is None else enough_directions(x, letters.rows, letters.variance())
-    made = public_directions(x, Origin(encoder=encoder.label, sources=known), n)
-    write_directions(out, made)
+    if n_dimensions is None:
+        n_dimensions = (
+            N_PUBLIC
+            if statistics is None
+            else choose_n_components(x, statistics.n_examples, statistics.noise_variance())
+        )
+    projection = fit_projection(x, ProjectionOrigin(encoder=encoder.label, sources=origins), n_dimensions)
+    write_projection(out, projection)
     return {
-        "file": study.relative(out.resolve()),
-        "digest": made.digest,
-        "dimensions": made.n,
+        "file": study.relative_path(out.resolve()),
+        "digest": projection.digest,
+        "dimensions": projection.n_components,
         "encoder": encoder.label,
-        "sources": [one.model_dump() for one in known],
-        "excluded": aside,
+        "sources": [source.model_dump() for source in origins],
+        "excluded": skipped,
     }
 
 
-def _files_of(sources: Sequence[Path]) -> list[Path]:
-    """Return the files and slide folders that are named, and those in folders that are named."""
-    inside = (
-        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path]
-        for path in sources
+def _list_files(sources: Sequence[Path]) -> list[Path]:
+    """Return the named files and slide folders, and those directly in named folders."""
+    file_lists = (
+        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path] for path in sources
     )
     return [
-        file
-        for files in inside
-        for file in files
-        if file.is_file() or file in sources or is_slide_folder(file)
+        file for files in file_lists for file in files if file.is_file() or file in sources or is_slide_folder(file)
     ]
 
 
-def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and digests of the files of a slide that is a folder."""
+def _hash_source(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and digests of the files of a slide folder."""
     if not path.is_dir():
-        return sha256_of(path)
+        return file_sha256(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    lines = [f"{sha256_of(file)}  {file.relative_to(path).as_posix()}\n" for file in files]
+    lines = [f"{file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -159,14 +163,12 @@ def _require_public(study: Study, files: Sequence[Path]) -> None:
             require_public(study, path)
         except UsageError:
             raise
-        except (
-            WsiFlError
-        ):  # a store that cannot be read is told, or left aside, when its features are asked for
+        except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
             continue
 
 
-def _stored(path: Path, encoder: str) -> NDArray[np.float32]:
-    """Return features float32[m, d] of some patches of a store, of every slide as many."""
+def _load_store_features(path: Path, encoder: str) -> NDArray[np.float32]:
+    """Return features float32[m, d] of some patches of a store, equally many of every slide."""
     with BagStore(path) as store:
         if any(encoder_differences([store.meta.encoder, encoder])):
             raise UsageError(
@@ -174,43 +176,43 @@ def _stored(path: Path, encoder: str) -> NDArray[np.float32]:
                 "features.weights"
             )
         n_slides = len(store.table.slide)
-        each = max(1, _MOST // n_slides)
-        bags = (store.bag(k).features for k in range(min(n_slides, _MOST)))
-        return np.concatenate([bag[_some(len(bag), each)] for bag in bags])
+        n_per_slide = max(1, _MAX_PATCHES // n_slides)
+        bags = (store.read_bag(k).features for k in range(min(n_slides, _MAX_PATCHES)))
+        return np.concatenate([bag[_sample_indices(len(bag), n_per_slide)] for bag in bags])
 
 
-def _seen(
+def _extract_features(
     path: Path, study: Study, pipeline: Pipeline, encoder: Encoder, mpp: float | None
 ) -> NDArray[np.float32]:
     """Return features float32[m, d] of some patches of a slide or picture."""
     record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=mpp)
-    reader, spec = pipeline.slides.reader, spec_of(pipeline)
+    reader, spec = pipeline.slides.reader, build_grid_spec(pipeline)
     check_opens_safely(path, mpp, reader)
-    plan = plan_slide(record, spec, params_of(study, pipeline), reader=reader)
-    chosen = plan.xy_l0[_some(len(plan.xy_l0), _MOST)]
-    read = read_patches(plan.record, chosen, spec, threads=n_cores(), reader=reader)
-    found: NDArray[np.float32] = encode((pixels for _, pixels in read), encoder)
-    return found
+    plan = plan_slide(record, spec, build_plan_params(study, pipeline), reader=reader)
+    corners = plan.xy_l0[_sample_indices(len(plan.xy_l0), _MAX_PATCHES)]
+    read = read_patches(plan.record, corners, spec, threads=n_cores(), reader=reader)
+    features: NDArray[np.float32] = encode_batches((pixels for _, pixels in read), encoder)
+    return features
 
 
-def _some(n: int, most: int) -> NDArray[np.int64]:
-    """Return up to so many of n indices, in order, the same every time."""
-    return np.sort(np.random.default_rng(0).permutation(n)[:most])
+def _sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
+    """Return a sorted, bounded sample of n indices, the same every time."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
 
 
-def _named(files: Sequence[str]) -> str:
+def _format_names(files: Sequence[str]) -> str:
     return f": {', '.join(files[:3])}{', …' if len(files) > 3 else ''}" if files else ""
 
 
-def directions_lines(document: dict[str, Any]) -> Lines:
-    """Yield what the file rests on, and what to do with it."""
+def render_projection_lines(document: dict[str, Any]) -> Lines:
+    """Yield the sources of the file, and the next command."""
     rows = sum(source["rows"] for source in document["sources"])
-    yield Line(
-        f"  {document['file']}: {document['dimensions']} directions of {document['encoder']}, from {rows} patches of "
-        f"{len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
+    yield TextLine(
+        f"  {document['file']}: a projection onto {document['dimensions']} dimensions of {document['encoder']}, from "
+        f"{rows} patches of {len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
-    if aside := document["excluded"]:
-        yield Line(f"  {len(aside)} other files were left aside{_named(aside)}", "yellow")
-    yield Line(
+    if skipped := document["excluded"]:
+        yield TextLine(f"  {len(skipped)} other files were skipped{_format_names(skipped)}", "yellow")
+    yield TextLine(
         f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
     )

@@ -1,4 +1,4 @@
-"""`encoders`: which published encoders can be used by name, and what of them is here."""
+"""`wsi-fl encoders`: list the published encoders with their properties and local weights."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.models.presets import HUB_FILES, PRESETS
-from wsi_fl.models.weights import cached_weights
-from wsi_fl.stages.work.console import Line, Lines, Table
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.models.weights import find_cached_weights
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable
+from wsi_fl.stages.work.job import select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 
 
-def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str, Any]:
+def list_encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str, Any]:
     """List the presets; return the `--json` document.
 
     Args:
-        study: whose pipeline may give weights; None where there is none.
+        study: its pipeline may name files of weights; None without a study.
     """
-    given = _given(study, pipeline_name) if study else {}
-    memory = _memory()
+    weight_files = _find_weights(study, pipeline_name) if study else {}
+    memory = _available_memory()
     rows = []
     for name, preset in PRESETS.items():
-        cached = cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
-        weights = given.get(name) or cached
+        cached = find_cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
+        weights = weight_files.get(name) or cached
         rows.append(
             {
                 "name": name,
@@ -40,37 +40,37 @@ def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str,
                 "sd": list(preset.transform.sd),
                 "interpolation": preset.transform.interpolation,
                 "weights": str(weights) if weights else None,
-                "needed_bytes": preset.needed_bytes,
-                "fits": preset.needed_bytes <= memory,
+                "needed_bytes": preset.memory_bytes,
+                "fits": preset.memory_bytes <= memory,
             }
         )
     return {"encoders": rows, "memory_bytes": memory}
 
 
-def _memory() -> int:
-    """Return the bytes of this machine's memory, or of its GPU where that is smaller."""
+def _available_memory() -> int:
+    """Return the memory of this machine, or of its GPU if smaller, in bytes."""
     import torch
 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    device = device_of_rank()
+    device = select_device()
     return host if device.type == "cpu" else min(host, int(torch.cuda.mem_get_info(device)[1]))
 
 
-def _given(study: Study, pipeline_name: str | None) -> dict[str, Path]:
-    """Return by encoder the files of weights that the study's pipeline names and that are there."""
+def _find_weights(study: Study, pipeline_name: str | None) -> dict[str, Path]:
+    """Return encoder → existing file of weights named in the study's pipeline."""
     try:
-        pipeline = study.pipeline(study.pipeline_name(pipeline_name))
+        pipeline = study.load_pipeline(study.pipeline_name(pipeline_name))
     except UsageError:
         if pipeline_name:
             raise
         return {}
-    both = (pipeline.mosaic, pipeline.encoding)
-    found = {one.encoder: study.resolve(one.weights) for one in both if one.weights}
-    return {name: path for name, path in found.items() if path.is_file()}
+    sections = (pipeline.mosaic, pipeline.encoder_settings)
+    weight_files = {section.encoder: study.resolve(section.weights) for section in sections if section.weights}
+    return {name: path for name, path in weight_files.items() if path.is_file()}
 
 
-def encoders_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row per preset."""
+def render_encoder_lines(document: dict[str, Any]) -> Lines:
+    """Yield a table with a row per preset."""
     rows = [
         [
             row["name"],
@@ -83,8 +83,8 @@ def encoders_lines(document: dict[str, Any]) -> Lines:
         ]
         for row in document["encoders"]
     ]
-    yield Table("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
-    yield Line(
+    yield TextTable("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
+    yield TextLine(
         "any other model of timm works by its name; use one with --set features.encoder=NAME, or mosaic.encoder"
     )
-    yield Line("weights are fetched from the hub with your own token, or features.weights names a file")
+    yield TextLine("weights are fetched from the hub with your own token, or features.weights names a file")

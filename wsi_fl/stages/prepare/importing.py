@@ -1,6 +1,6 @@
-"""`import` and `export`: features of other tools become a site's store, and a store lies as they want it.
+"""`wsi-fl import` and `wsi-fl export`: convert features of other tools to a site's store, and a store to their layouts.
 
-Every file is read twice: once to find out what it holds, and once to write it. One bag is in memory at a time.
+Every file is read twice: once for its metadata, and once to write it. One bag is in memory at a time.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.models.presets import PRESETS, preset_called
-from wsi_fl.slides.patching.copies import describe_copies, drop_leaks, scans_of
+from wsi_fl.models.presets import PRESETS, find_preset
+from wsi_fl.slides.patching.copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.site.data import open_bags
-from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
-from wsi_fl.stores.bags import Bag, BagMeta, mark_of, write_bags
-from wsi_fl.stores.exchange import LAYOUTS, Facts, Layout, write_clam, write_labels
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stores.bags import Bag, BagMeta, hash_features, write_bags
+from wsi_fl.stores.exchange import LAYOUTS, FeatureLayout, FileFacts, write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import locked
-from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError, encoder_label
+from wsi_fl.system.files import site_lock
+from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
 
-_ROUNDED = 1.5
-"""How far off the resolution may be that a magnification stands for: TRIDENT calls 0.3 to 0.6 µm 20×."""
+_MAX_MPP_RATIO = 1.5
+"""Largest ratio of a resolution to the nominal one of its magnification: TRIDENT calls 0.3 to 0.6 µm 20×."""
 
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """What is said on the command line of features whose files do not say it.
+    """Facts on features given as options, where files lack them.
 
     Attributes:
-        called: what the encoder is called from now on, whatever its files call it.
+        new_name: the encoder's new name, whatever its files call it.
     """
 
     encoder: str | None = None
     patch_px: int | None = None
     mpp: float | None = None
-    called: str | None = None
+    new_name: str | None = None
 
 
 @dataclass(frozen=True)
-class _Looked:
-    """A slide whose file is whole: n patches of d features, and a digest of them."""
+class _ImportedSlide:
+    """A slide with an intact file: n patches of d features, and a digest of them."""
 
     record: SlideRecord
     path: Path
-    n: int
-    d: int
-    facts: Facts
+    n_patches: int
+    n_features: int
+    facts: FileFacts
     mark: str
     note: str = ""
 
     @property
     def mpp_l0(self) -> float | None:
-        """µm per level-0 pixel of the slide: as the table or site file says, else the features' file."""
+        """µm per level-0 pixel of the slide: from the table or site file, else from the features' file."""
         return self.record.mpp_override or self.facts.mpp_l0
 
 
@@ -72,12 +72,12 @@ def import_features(
     form: str,
     source: Path,
     labels: Path,
-    said: ImportFacts | None = None,
+    facts: ImportFacts | None = None,
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> sources.Bags:
-    """Write a site's feature store of the files in a folder; return the `--json` document, that of `mosaic`.
+) -> sources.BagsDocument:
+    """Write a site's feature store from the files in a folder; return the `--json` document, that of `mosaic`.
 
     Args:
         form: a key of LAYOUTS.
@@ -85,234 +85,243 @@ def import_features(
         labels: a table of slides with patients and labels.
 
     Raises:
-        UsageError: when slides are of several encoders, widths or patch sizes, or nobody says which; names a slide.
+        UsageError: when encoders, widths or patch sizes of slides differ or are unknown; names a slide.
         WsiFlError: when no slide is left.
     """
-    began, told, said = time.perf_counter(), watcher or Silent(), said or ImportFacts()
+    start, progress, facts = time.perf_counter(), watcher or SilentProgress(), facts or ImportFacts()
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
-    which: sources.Which = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
-    pipeline, (file,) = sources.asked_for(study, **which)
+    scope: sources.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
+    pipeline, (site_file,) = sources.select_sites(study, **scope)
     if not source.is_dir():
         raise UsageError(f"--from {source}: no such folder")
     layout = LAYOUTS[form]
     files = layout.find(source)
-    diagnoses = sources.stored_classes(file, pipeline.subtypes) if pipeline.subtypes else ()
-    table_rows = sources.matched(labels, files, file, diagnoses=diagnoses)
-    told.say(f"  {site}: {table_rows.account}")
-    records, unfit = sources.labelled(table_rows.records, pipeline.subtypes, file)
-    looked: list[_Looked] = []
-    failed = [*table_rows.aside, *unfit]
+    diagnoses = sources.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
+    table_rows = sources.match_table(labels, files, site_file, diagnoses=diagnoses)
+    progress.print_message(f"  {site}: {table_rows.account}")
+    records, unfit = sources.select_labelled(table_rows.records, pipeline.subtypes, site_file)
+    slides: list[_ImportedSlide] = []
+    failed = [*table_rows.excluded, *unfit]
     if not records:
-        why = table_rows.mismatch or sources.first_reason([*unfit, *table_rows.aside])
+        why = table_rows.mismatch or sources.first_failure([*unfit, *table_rows.excluded])
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
     n_slides, fraction = len(records) + len(failed), pipeline.slides.test_fraction
     # a table that contradicts itself is refused before files are read
     assign_splits(records, test_fraction=fraction)
-    with locked(study.mosaic(site).parent, site):
+    with site_lock(study.mosaic_path(site).parent, site):
         for number, record in enumerate(records):
-            one = _look(record, files[record.slide], layout)
-            if isinstance(one, SetAside):
-                failed.append(one)
+            slide = _read_slide(record, files[record.slide], layout)
+            if isinstance(slide, ExcludedSlide):
+                failed.append(slide)
             else:
-                looked.append(one)
-            told.update(site, number + 1, 2 * len(records), record.slide)
-        looked, leaks, copies = _with_splits(looked, records, fraction)
+                slides.append(slide)
+            progress.update(site, number + 1, 2 * len(records), record.slide)
+        slides, leaks, copies = _assign_splits(slides, records, fraction)
         failed += leaks
-        if not looked:
-            raise WsiFlError(f"site {site}: no slide could be imported; {sources.first_reason(failed)}")
-        meta = _meta(file, pipeline, looked, said)
-        looked = [_at_scale(one, meta.spec) for one in looked]
-        table = sources.table_of([one.record for one in looked], pipeline.subtypes, file)
-        each = [one.mpp_l0 for one in looked]
-        mpp_l0 = None if None in each else np.array(each, np.float64)
-        bags = _bags(looked, layout, told, site, len(records))
-        write_bags(study.mosaic(site), meta, table, bags, mpp_l0, sizes=[one.n for one in looked])
-    row = sources.mosaic_row(
+        if not slides:
+            raise WsiFlError(f"site {site}: no slide could be imported; {sources.first_failure(failed)}")
+        meta = _merge_metadata(site_file, pipeline, slides, facts)
+        slides = [_rescale_slide(slide, meta.spec) for slide in slides]
+        table = sources.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
+        scales = [slide.mpp_l0 for slide in slides]
+        mpp_l0 = None if None in scales else np.array(scales, np.float64)
+        bags = _reread_bags(slides, layout, progress, site, len(records))
+        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides])
+    row = sources.build_mosaic_row(
         study,
         meta,
         table,
-        n_patches=sum(one.n for one in looked),
+        n_patches=sum(slide.n_patches for slide in slides),
         failed=failed,
-        notes={one.record.slide: one.note for one in looked},
+        notes={slide.record.slide: slide.note for slide in slides},
         copies=copies,
         n_slides=n_slides,
     )
-    row["seconds"] = time.perf_counter() - began
-    return {"sites": [row], "next": sources.after_mosaics(study, **which)}
+    row["seconds"] = time.perf_counter() - start
+    return {"sites": [row], "next": sources.next_commands(study, **scope)}
 
 
-def _with_splits(
-    looked: Sequence[_Looked], records: Sequence[SlideRecord], test_fraction: float
-) -> tuple[list[_Looked], list[SetAside], list[str]]:
-    """Return slides with the splits of all records, those whose scan a table puts into two splits, and a line for each
-    scan that is there several times.
+def _assign_splits(
+    slides: Sequence[_ImportedSlide], records: Sequence[SlideRecord], test_fraction: float
+) -> tuple[list[_ImportedSlide], list[ExcludedSlide], list[str]]:
+    """Return slides with their splits, slides excluded because a table puts their scan into two splits, and a line for
+    each scan present several times.
     """
-    marks = {slide.record.slide: frozenset({slide.mark}) for slide in looked}
+    marks = {imported.record.slide: frozenset({imported.mark}) for imported in slides}
     records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
     by_slide = {record.slide: record for record in records}
-    rest = [
-        replace(slide, record=by_slide[slide.record.slide])
-        for slide in looked
-        if slide.record.slide in by_slide
+    split_slides = [
+        replace(slide, record=by_slide[slide.record.slide]) for slide in slides if slide.record.slide in by_slide
     ]
-    return rest, leaks, describe_copies(scans_of([slide.record for slide in rest], marks))
+    return split_slides, leaks, describe_copies(list_scans([slide.record for slide in split_slides], marks))
 
 
-def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:
-    """Read a slide's file once, whole."""
+def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _ImportedSlide | ExcludedSlide:
+    """Read a slide's file; return its metadata, or the slide as excluded."""
     try:
         foreign = layout.read(path)
     except WsiFlError as error:
-        return SetAside(record.slide, str(error))
-    given, own = record.mpp_override, foreign.facts
-    if given and own.mpp_l0 and not own.nominal and not isclose(given, own.mpp_l0, rel_tol=0.01):
-        return SetAside(
-            record.slide, f"{path.name} says {own.mpp_l0:g} µm per pixel of the slide, the table {given:g}"
+        return ExcludedSlide(record.slide, str(error))
+    table_mpp, file_facts = record.mpp_override, foreign.facts
+    if (
+        table_mpp
+        and file_facts.mpp_l0
+        and not file_facts.nominal
+        and not isclose(table_mpp, file_facts.mpp_l0, rel_tol=0.01)
+    ):
+        return ExcludedSlide(
+            record.slide, f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}"
         )
-    n, d = foreign.features.shape
-    looked = _Looked(record, path, n, d, own, mark_of(foreign.features))
-    if foreign.bag(looked.mpp_l0).placed:
-        return looked
-    if foreign.xy is None and n == 1:
+    n_patches, n_features = foreign.features.shape
+    slide = _ImportedSlide(record, path, n_patches, n_features, file_facts, hash_features(foreign.features))
+    if foreign.build_bag(slide.mpp_l0).has_places:
+        return slide
+    if foreign.xy is None and n_patches == 1:
         why = "one vector stands for the whole slide"
     elif foreign.xy is None:
         why = "its file has no coordinates"
-    elif looked.mpp_l0 is None:
-        why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
+    elif slide.mpp_l0 is None:
+        why = "its coordinates are µm, and the size of a pixel of the slide is unknown (column mpp, or mpp_override)"
     else:
         why = "its coordinates are all −1"
-    return replace(looked, note=f"nobody knows where its patches lie: {why}; heatmaps need that")
+    return replace(slide, note=f"the places of its patches are unknown: {why}; heatmaps need them")
 
 
-def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
-    """Measure a slide by its own patches, where its file knows their side in level-0 pixels and a round magnification
-    alone, and neither the table nor the site file says more.
+def _rescale_slide(slide: _ImportedSlide, spec: GridSpec) -> _ImportedSlide:
+    """Compute a slide's resolution from the common patch size, where its file has only a nominal magnification and the
+    patch's side in level-0 pixels, and neither table nor site file has a resolution.
     """
-    facts = one.facts
-    if not facts.nominal or one.record.mpp_override or not facts.mpp or not facts.mpp_l0:
-        return one
-    return replace(one, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
+    facts = slide.facts
+    if not facts.nominal or slide.record.mpp_override or not facts.mpp or not facts.mpp_l0:
+        return slide
+    return replace(slide, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
 
 
-def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
-    """What holds for all slides, as all files and the command line say."""
-    _require_said(looked, said)
-    encoder = _encoder(looked, said)
-    found = _agreed(looked, "patch size", lambda one: one.facts.size_px)
-    size = _settled(found, said.patch_px, looked, "--patch-px")
-    mpp = _mpp(looked, said.mpp)
-    overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
-    subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
+def _merge_metadata(
+    site: SiteFile, pipeline: Pipeline, slides: Sequence[_ImportedSlide], facts: ImportFacts
+) -> BagMeta:
+    """Return the metadata of the store, from all files and the options."""
+    _require_facts(slides, facts)
+    encoder = _resolve_encoder(slides, facts)
+    patch_size = _require_equal(slides, "patch size", lambda slide: slide.facts.size_px)
+    size = _resolve_value(patch_size, facts.patch_px, slides, "--patch-px")
+    mpp = _resolve_mpp(slides, facts.mpp)
+    overlap = _require_equal(slides, "overlap", lambda slide: slide.facts.overlap_px) or 0
+    subtypes = {tumor_type: tuple(names) for tumor_type, names in pipeline.subtypes.items()}
     spec = GridSpec(int(size), mpp, int(size) - overlap)
-    return BagMeta(site.name, sources.stored_classes(site, subtypes), encoder, spec, "import", subtypes)
+    return BagMeta(site.name, sources.store_classes(site, subtypes), encoder, spec, "import", subtypes)
 
 
-def _require_said(looked: Sequence[_Looked], said: ImportFacts) -> None:
-    """Refuse features of which nobody says all that is needed; it names everything that is missing."""
-    known = {name for one in looked for name, value in vars(one.facts).items() if value is not None}
+def _require_facts(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> None:
+    """Refuse features without required facts; the error names all of them."""
+    fact_names = {name for slide in slides for name, value in vars(slide.facts).items() if value is not None}
     needed = (
-        ("encoder", "--encoder", "encoder", said.encoder or said.called),
-        ("patch size", "--patch-px", "size_px", said.patch_px),
-        ("resolution", "--mpp", "mpp", said.mpp),
+        ("encoder", "--encoder", "encoder", facts.encoder or facts.new_name),
+        ("patch size", "--patch-px", "size_px", facts.patch_px),
+        ("resolution", "--mpp", "mpp", facts.mpp),
     )
-    lacks = {what: option for what, option, name, given in needed if given is None and name not in known}
-    if lacks:
-        whose = f"{looked[0].path.name} and the others do not say their {', '.join(lacks)}"
-        raise UsageError(f"{whose}; add {', '.join(lacks.values())}")
+    missing = {fact: option for fact, option, name, value in needed if value is None and name not in fact_names}
+    if missing:
+        complaint = f"{slides[0].path.name} and the others do not say their {', '.join(missing)}"
+        raise UsageError(f"{complaint}; add {', '.join(missing.values())}")
 
 
-def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
-    """Return the encoder's label: a preset's name where the features can be its own, and what the files call it."""
-    width = int(_agreed(looked, "features of width", lambda one: one.d))
-    written = _agreed(looked, "encoder", lambda one: _known(one.facts.encoder, width))
-    if said.called is None:
-        name = str(_settled(written, _known(said.encoder, width), looked, "--encoder"))
+def _resolve_encoder(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> str:
+    """Return the encoder's label: a preset's name where widths agree, and the name in the files."""
+    width = int(_require_equal(slides, "features of width", lambda slide: slide.n_features))
+    encoder = _require_equal(slides, "encoder", lambda slide: _resolve_preset(slide.facts.encoder, width))
+    if facts.new_name is None:
+        name = str(_resolve_value(encoder, _resolve_preset(facts.encoder, width), slides, "--encoder"))
     else:
-        name = preset_called(said.called) or said.called
+        name = find_preset(facts.new_name) or facts.new_name
         if name in PRESETS and PRESETS[name].n_features != width:
-            gives = PRESETS[name].n_features
+            n_expected = PRESETS[name].n_features
             raise UsageError(
-                f"--encoder-name {said.called}: it gives {gives} numbers for a patch, {looked[0].path.name} has {width}"
+                f"--encoder-name {facts.new_name}: it has {n_expected} features, {slides[0].path.name} has {width}"
             )
-    theirs = next((one.facts.encoder for one in looked if one.facts.encoder), name)
-    word = ["so called on import"] if said.called else []
-    return name if theirs == name else encoder_label(name, [f"written as {theirs}", *word])
+    original_name = next((slide.facts.encoder for slide in slides if slide.facts.encoder), name)
+    origin = ["so called on import"] if facts.new_name else []
+    return name if original_name == name else encoder_label(name, [f"written as {original_name}", *origin])
 
 
-def _known(name: str | None, width: int) -> str | None:
-    """Return the preset that a name stands for, where its features are as wide; else the name."""
-    preset = preset_called(name) if name else None
+def _resolve_preset(name: str | None, width: int) -> str | None:
+    """Return the preset of a name, where its features have this width; else the name."""
+    preset = find_preset(name) if name else None
     return preset if preset and PRESETS[preset].n_features == width else name
 
 
-def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
-    """The resolution of the patches; one that is measured goes before one that a magnification stands for."""
-    found = _agreed(looked, "resolution", lambda one: one.facts.mpp)
-    if said is None or not any(one.facts.nominal for one in looked):
-        return float(_settled(found, said, looked, "--mpp"))
-    if not 1 / _ROUNDED <= said / found <= _ROUNDED:
+def _resolve_mpp(slides: Sequence[_ImportedSlide], option_mpp: float | None) -> float:
+    """Return the resolution of the patches; a measured one goes before the nominal one of a magnification."""
+    file_mpp = _require_equal(slides, "resolution", lambda slide: slide.facts.mpp)
+    if option_mpp is None or not any(slide.facts.nominal for slide in slides):
+        return float(_resolve_value(file_mpp, option_mpp, slides, "--mpp"))
+    if not 1 / _MAX_MPP_RATIO <= option_mpp / file_mpp <= _MAX_MPP_RATIO:
         raise UsageError(
-            f"--mpp {said:g}: {looked[0].path.name} says about {found:g} µm per pixel (its magnification)"
+            f"--mpp {option_mpp:g}: {slides[0].path.name} says about {file_mpp:g} µm per pixel (its magnification)"
         )
-    return said
+    return option_mpp
 
 
-def _settled(found: Any, said: Any, looked: Sequence[_Looked], option: str) -> Any:
-    """What all files say, or the command line where they say nothing."""
-    if found is not None and said is not None and not _same(found, said):
-        same = f", or say --encoder-name {said} if they are the same" if option == "--encoder" else ""
-        raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out{same}")
-    return said if found is None else found
+def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[_ImportedSlide], option: str) -> Any:
+    """Return the value of the files, or that of the option where they have none; UsageError where both differ."""
+    if file_value is not None and option_value is not None and not _is_same(file_value, option_value):
+        advice = f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
+        raise UsageError(
+            f"{option} {option_value}: {slides[0].path.name} says {file_value}; leave {option} out{advice}"
+        )
+    return option_value if file_value is None else file_value
 
 
-def _agreed(looked: Sequence[_Looked], what: str, of: Callable[[_Looked], Any]) -> Any:
-    """What all say that say anything, or None; UsageError names a slide of each where two differ."""
-    told = [(one.record.slide, value) for one in looked if (value := of(one)) is not None]
-    for slide, value in told:
-        if not _same(value, told[0][1]):
+def _require_equal(slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]) -> Any:
+    """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
+    values = [(slide.record.slide, value) for slide in slides if (value := read_value(slide)) is not None]
+    for slide, value in values:
+        if not _is_same(value, values[0][1]):
             raise UsageError(
-                f"slides are not alike: {told[0][0]} has {what} {told[0][1]}, {slide} {value}; import one kind"
+                f"slides differ: {values[0][0]} has {quantity} {values[0][1]}, {slide} {value}; import one kind"
             )
-    return told[0][1] if told else None
+    return values[0][1] if values else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, int | float):
         return isclose(a, b, rel_tol=1e-6)
     return bool(a == b)
 
 
-def _bags(looked: Sequence[_Looked], layout: Layout, told: Watcher, site: str, n: int) -> Iterator[Bag]:
-    """Read each file again; of n slides so many are written, which is the second half of the work."""
-    for number, one in enumerate(looked, 1):
+def _reread_bags(
+    slides: Sequence[_ImportedSlide], layout: FeatureLayout, progress: Watcher, site: str, n_slides: int
+) -> Iterator[Bag]:
+    """Yield the bag of each file, read again; progress counts this as the second half of the work."""
+    for number, slide in enumerate(slides, 1):
         try:
-            yield layout.read(one.path).bag(one.mpp_l0)
+            yield layout.read(slide.path).build_bag(slide.mpp_l0)
         except WsiFlError as error:
             raise WsiFlError(f"{error}; it changed while it was imported, import again") from None
-        told.update(site, n + number * n / len(looked), 2 * n, one.record.slide)
+        progress.update(site, n_slides + number * n_slides / len(slides), 2 * n_slides, slide.record.slide)
 
 
-def export(
+def export_features(
     study: Study, *, site: str, form: str, out: Path | None = None, tensors: bool = False
 ) -> dict[str, Any]:
-    """Write a site's mosaics for another tool; return the `--json` document. Nothing leaves this machine.
+    """Write a site's mosaics on this machine for another tool; return the `--json` document.
 
     Args:
         tensors: whether CLAM's `.pt` files are written too.
 
     Raises:
         UsageError: for an unknown format, or `.pt` files of another tool than CLAM.
-        WsiFlError: when the site has no feature store, or it does not say how large its patches are on the slides.
+        WsiFlError: when the site has no feature store, or the store lacks the resolution of slides.
     """
-    written = {name: layout.write for name, layout in LAYOUTS.items() if layout.write}
-    if form not in written:
-        raise UsageError(f"--format {form!r}: use {', '.join(written)}")
+    writers = {name: layout.write for name, layout in LAYOUTS.items() if layout.write}
+    if form not in writers:
+        raise UsageError(f"--format {form!r}: use {', '.join(writers)}")
     if tensors and form != "clam":
         raise UsageError(f"--pt: {form} reads no .pt files; leave it out")
-    study.site(site)
+    study.load_site(site)
     folder = out or study.root / "exports" / form / site
-    write = partial(write_clam, tensors=True) if tensors else written[form]
+    write = partial(write_clam, tensors=True) if tensors else writers[form]
     table = folder / f"{site}.csv"
     with open_bags(study, site, "mosaics") as store:
         files = write(store, folder)
@@ -321,15 +330,15 @@ def export(
         "site": site,
         "format": form,
         "bags": len(files),
-        "out": study.relative(folder),
-        "features": study.relative(files[0].parent),
-        "table": study.relative(table),
+        "out": study.relative_path(folder),
+        "features": study.relative_path(files[0].parent),
+        "table": study.relative_path(table),
         "pt": tensors,
     }
 
 
-def export_lines(document: dict[str, Any]) -> Lines:
-    """Say where the files are, and what CLAM's users need."""
-    yield Line(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
+def render_feature_export(document: dict[str, Any]) -> Lines:
+    """Yield the places of the files, and a hint for CLAM."""
+    yield TextLine(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:
-        yield Line("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")
+        yield TextLine("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

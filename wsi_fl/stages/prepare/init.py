@@ -1,4 +1,4 @@
-"""`init`: a study folder, empty or written from an archive."""
+"""`wsi-fl init`: create a study folder, empty or from an archive."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import NotRequired, TypedDict
 
 import tomli_w
 
-from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
+from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites
 from wsi_fl.slides.patching.copies import Scan, describe_copies
-from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.study.folder import Study, shipped
+from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import dump_toml, validated
-from wsi_fl.system.files import marks_of, write_text
+from wsi_fl.study.toml import dump_toml, validate_model
+from wsi_fl.system.files import duplicate_marks, write_text
 from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError
 
-_PIPELINES = {"tcga": "tcga_subtypes"}
-"""What a study of an archive is given unless it asks for another pipeline; that of the paper elsewhere."""
+_LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
+"""Layout → default pipeline; elsewhere that of the paper."""
 _PAPER, _START = "camelyon17", "camelyon17_pretrained"
 _BUDGET, _DELTA = 3.0, 1e-5
-"""What a new site file of a real hospital lets it spend; it may change both before its first run."""
+"""The budget in a new site file of a real hospital, which may change both values before its first run."""
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Of an archive of TCGA: what sites are, and tables that it does not hold itself.
+class ArchiveTables:
+    """Options of a TCGA archive: the meaning of a site, and tables from outside the archive.
 
     Attributes:
         group_by: "institution" or "tss".
@@ -45,7 +45,9 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _ArchiveContents:
+    """The contents of an archive."""
+
     layout: str
     sites: list[ArchiveSite]
     columns: Mapping[str, str]
@@ -53,8 +55,8 @@ class _Found:
     notes: list[str]
 
 
-class _Begun(TypedDict):
-    """A study that was begun; diagnoses by tumour type and notes where an archive gave some."""
+class _InitDocument(TypedDict):
+    """The document of `wsi-fl init`; diagnoses by tumour type and notes where an archive gave some."""
 
     study: str
     layout: str | None
@@ -64,7 +66,7 @@ class _Begun(TypedDict):
     notes: NotRequired[list[str]]
 
 
-def init(
+def init_study(
     folder: Path,
     *,
     archive: Path | None = None,
@@ -72,58 +74,60 @@ def init(
     layout: str | None = None,
     real: bool = False,
     pipeline: str | None = None,
-    tables: Tables | None = None,
-) -> _Begun:
-    """Writes `pipelines/` and, from an archive, `sites/*.toml`. Nothing that exists is overwritten.
+    tables: ArchiveTables | None = None,
+) -> _InitDocument:
+    """Write `pipelines/` and, from an archive, `sites/*.toml`; existing files are kept.
 
     Args:
         archive: folder of slides; its layout is recognised unless `layout` names it.
-        names: of sites without an archive, whose features are imported or whose site files say more later.
+        names: of sites without an archive, for imported features or site files edited later.
         real: whether the sites are real hospitals, whose patches no other site may read.
-        pipeline: the shipped pipeline that the study gets; by default the one for the layout of an archive, or all.
-        tables: what an archive of TCGA may need.
+        pipeline: the shipped pipeline of the study; by default the one for the archive's layout, or all.
+        tables: options of a TCGA archive.
     """
     if layout is not None and layout not in LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    if archive is None and (layout is not None or tables not in (None, Tables())):
+    if archive is None and (layout is not None or tables not in (None, ArchiveTables())):
         raise UsageError("--layout and options of archives go with --from ARCHIVE")
     if archive is None and not names and real:
         raise UsageError("--real goes with --from ARCHIVE or --site NAME")
     if archive is not None and names:
         raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
-    written = [name for name in ("sites", "pipelines") if drop_companions((folder / name).glob("*"))]
-    if "sites" in written or (archive is None and written):
-        raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
-    pipelines = {path.stem: path.read_text(encoding="utf-8") for path in shipped("pipelines").glob("*.toml")}
-    found = None
+    existing = [name for name in ("sites", "pipelines") if drop_companions((folder / name).glob("*"))]
+    if "sites" in existing or (archive is None and existing):
+        raise UsageError(f"{folder}: is a study already ({existing[0]}/ exists); choose another folder")
+    pipelines = {
+        path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")
+    }
+    contents = None
     if archive is not None:
-        layout = layout or detect(archive)
-        pipeline = pipeline or _PIPELINES.get(layout, _PAPER)
+        layout = layout or detect_layout(archive)
+        pipeline = pipeline or _LAYOUT_PIPELINES.get(layout, _PAPER)
     if pipeline is not None and pipeline not in pipelines:
         raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
     if archive is not None and layout is not None and pipeline is not None:
-        mosaics = Study(folder).pipeline(pipeline).train.data == "mosaics"
-        found = _find(archive, layout, tables or Tables(), labelled=mosaics)
-        sites = {site.name: _site_file(site, found, real) for site in found.sites}
-        subtypes = "\n" + tomli_w.dumps({"subtypes": found.subtypes}) if found.subtypes else ""
+        mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
+        contents = _survey_archive(archive, layout, tables or ArchiveTables(), needs_labels=mosaics)
+        sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
+        subtypes = "\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else ""
         pipelines = {pipeline: pipelines[pipeline] + subtypes}
     else:
-        sites = {name: _text_of({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
+        sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
-    _write(folder, pipelines, sites)
-    slides = {site.name: site.n_slides for site in found.sites} if found else dict.fromkeys(names, 0)
-    document: _Begun = {
+    _write_study(folder, pipelines, sites)
+    slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
+    document: _InitDocument = {
         "study": str(folder),
         "layout": layout,
         "pipelines": [path.stem for path in drop_companions((folder / "pipelines").glob("*.toml"))],
         "sites": [{"site": name, "slides": n} for name, n in slides.items()],
     }
-    if found is not None and (found.subtypes or found.notes):
-        document |= {"subtypes": found.subtypes, "notes": found.notes}
+    if contents is not None and (contents.subtypes or contents.notes):
+        document |= {"subtypes": contents.subtypes, "notes": contents.notes}
     return document
 
 
-def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
+def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
     unfinished = folder / "sites.unfinished"
     unfinished.mkdir(parents=True, exist_ok=True)
     for name, text in sorted(pipelines.items()):
@@ -135,41 +139,41 @@ def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str])
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
 
 
-def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Found:
-    """The sites of an archive; where slides are `labelled` as a whole, their diagnoses and the sites that have some."""
-    found = describe(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
+def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool) -> _ArchiveContents:
+    """Return the sites of an archive; with labels of whole slides only the sites with diagnoses, and these."""
+    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
     notes = []
-    if unknown := sorted(code for site in found for code in site.unknown_codes):
+    if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
         notes.append(
             f"not in the built-in table of source sites: {', '.join(unknown)}; each is a site of its own, named by its "
             "code; the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
         )
-    columns = _columns(tables.columns)
-    sources = {site.name: _sources_of(site, columns) for site in found}
-    notes += _copies(layout, sources.values())
-    if not labelled:
-        return _Found(layout, found, columns, {}, notes)
-    kept: list[ArchiveSite] = []
+    columns = _parse_columns(tables.columns)
+    sources = {site.name: _build_sources(site, columns) for site in archive_sites}
+    notes += _describe_copies(layout, sources.values())
+    if not needs_labels:
+        return _ArchiveContents(layout, archive_sites, columns, {}, notes)
+    labelled_sites: list[ArchiveSite] = []
     records: list[SlideRecord] = []
-    for site in found:
-        usable, aside = list_site(layout, sources[site.name])
+    for site in archive_sites:
+        usable, excluded = list_site(layout, sources[site.name])
         usable = [record for record in usable if record.diagnosis]
         records += usable
         if usable:
-            kept.append(site)
+            labelled_sites.append(site)
         else:
-            why = f"; the first: {aside[0].slide}: {aside[0].reason}" if aside else ""
-            notes.append(f"{site.name} is left out: none of its slides has a diagnosis{why}")
-    if not kept:
+            first_reason = f"; the first: {excluded[0].slide}: {excluded[0].reason}" if excluded else ""
+            notes.append(f"{site.name} is left out: none of its slides has a diagnosis{first_reason}")
+    if not labelled_sites:
         raise UsageError(f"{archive}: {notes[-1]}")
     # sorted, so that all sites agree on classes
     pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
-    return _Found(layout, kept, columns, subtypes, notes)
+    return _ArchiveContents(layout, labelled_sites, columns, subtypes, notes)
 
 
-def _sources_of(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
-    """Return what the site file will say."""
+def _build_sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
+    """Return the sources of a site as its site file will have them."""
     return Sources(
         site=site.name,
         label=site.name,
@@ -181,92 +185,88 @@ def _sources_of(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
     )
 
 
-def _copies(layout: str, sources: Iterable[Sources]) -> list[str]:
-    """Say which slides of an archive are one file, within a site and between sites; its tables may be unfinished."""
+def _describe_copies(layout: str, sources: Iterable[Sources]) -> list[str]:
+    """Return a line for each slide file present several times; sites with invalid tables are skipped."""
     records: list[SlideRecord] = []
-    for one in sources:
+    for site_sources in sources:
         with suppress(UsageError):
-            records += list_site(layout, one)[0]
-    marks = marks_of(record.path for record in records)
+            records += list_site(layout, site_sources)[0]
+    marks = duplicate_marks(record.path for record in records)
     return describe_copies(
-        Scan(one.site, one.slide, one.patient, one.split or "", frozenset({marks[one.path]}))
-        for one in records
-        if one.path in marks
+        Scan(record.site, record.slide, record.patient, record.split or "", frozenset({marks[record.path]}))
+        for record in records
+        if record.path in marks
     )
 
 
-def _columns(pairs: Sequence[str]) -> dict[str, str]:
+def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
     columns: dict[str, str] = {}
     for pair in pairs:
         key, equals, name = (part.strip() for part in pair.partition("="))
         if not (key and equals and name):
-            raise UsageError(
-                f"--column {pair!r}: write it as KEY=NAME, for example diagnosis=primary_diagnosis"
-            )
+            raise UsageError(f"--column {pair!r}: write it as KEY=NAME, for example diagnosis=primary_diagnosis")
         columns[key] = name
-    checked = validated(SiteFile, {"name": "site", "columns": columns}, "--column").columns
+    checked = validate_model(SiteFile, {"name": "site", "columns": columns}, "--column").columns
     return {str(key): name for key, name in checked.items()}
 
 
-def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
-    """The site file of what was found, checked by the model that will read it."""
+def _render_site_file(site: ArchiveSite, contents: _ArchiveContents, real: bool) -> str:
+    """Return the text of a site file, validated by its own model."""
     values = {
-        "name": found.name,
+        "name": site.name,
         "real": real,
-        "layout": archive.layout,
-        "slides": _plain(found.slides),
-        "annotations": found.annotations,
-        "labels": found.labels,
-        "columns": dict(archive.columns),
+        "layout": contents.layout,
+        "slides": _unwrap_single(site.slides),
+        "annotations": site.annotations,
+        "labels": site.labels,
+        "columns": dict(contents.columns),
     }
-    if archive.layout == "tcga":
-        values |= {"manifest": _plain(found.manifests) or None, "slide_types": ["DX"]}
-    return _text_of(values, f"site {found.name!r} of the archive", _next(archive.subtypes))
+    if contents.layout == "tcga":
+        values |= {"manifest": _unwrap_single(site.manifests) or None, "slide_types": ["DX"]}
+    return _render_settings(values, f"site {site.name!r} of the archive", _next_command(contents.subtypes))
 
 
-def _text_of(values: dict[str, object], what: str, command: str) -> str:
+def _render_settings(values: dict[str, object], subject: str, command: str) -> str:
     note = "simulated: other sites' evaluation may read its test patches"
     if values["real"]:
         values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
         note = "a real hospital: max_epsilon and delta are its budget, for good"
-    site = validated(SiteFile, values, what)
+    site = validate_model(SiteFile, values, subject)
     first = f"# wsi-fl {command} --site {site.name}    ({note})"
     return dump_toml(site.model_copy(update={"allow": None}), first)
 
 
-def _plain(patterns: Sequence[str]) -> str | list[str]:
+def _unwrap_single(patterns: Sequence[str]) -> str | list[str]:
     return patterns[0] if len(patterns) == 1 else list(patterns)
 
 
-def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
-    """The command that comes after `init`."""
+def _next_command(subtypes: Mapping[str, Sequence[str]]) -> str:
+    """Return the command after `wsi-fl init`."""
     return "mosaic" if subtypes else "tile"
 
 
-def init_lines(document: _Begun) -> Lines:
+def render_init_lines(document: _InitDocument) -> Lines:
     for row in document["sites"]:
-        yield Line(
-            f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else "")
-        )
+        yield TextLine(f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else ""))
     for kind, diagnoses in document.get("subtypes", {}).items():
-        yield Line(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
+        yield TextLine(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
     for note in document.get("notes", []):
-        yield Line(f"  {note}", "yellow")
-    yield Line(f"  pipelines/: {', '.join(document['pipelines'])}")
+        yield TextLine(f"  {note}", "yellow")
+    yield TextLine(f"  pipelines/: {', '.join(document['pipelines'])}")
     if document["pipelines"] == [_PAPER]:
-        yield Line(
+        yield TextLine(
             f"  {_PAPER} repeats the paper, from random weights; --pipeline {_START} starts from published weights "
             "and guarantees ε: a hospital should begin with it"
         )
     if document["sites"] and document["layout"] is None:
-        yield Line(
+        yield TextLine(
             f"study ready; next: cd {document['study']} && wsi-fl import --site {document['sites'][0]['site']} …"
         )
     elif document["sites"]:
-        command = _next(document.get("subtypes", {}))
-        yield Line(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
+        command = _next_command(document.get("subtypes", {}))
+        yield TextLine(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
     else:
-        yield Line(
+        yield TextLine(
             f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all; "
-            "labelled images are shared out by wsi-fl partition"
+            "labelled images are divided by wsi-fl partition"
         )

@@ -1,4 +1,4 @@
-"""`partition`: an image data set divided among simulated sites, each with its store."""
+"""`wsi-fl partition`: divide an image data set among simulated sites, each with a store."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import Line, Lines, by_site
+from wsi_fl.stages.work.console import Lines, TextLine, build_site_table
 from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.images import DataSet, Images, read_data_set
+from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
 from wsi_fl.stores.shards import Counts, ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import MOST_SEED, dump_toml, validated
-from wsi_fl.system.files import locked, read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
+from wsi_fl.system.files import read_sealed, remove_abandoned, site_lock, write_sealed, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
-_BATCH = 256
-_MOST_SITES = 10_000
-_MADE = "# made by wsi-fl partition "
-"""How its site files begin."""
-_BEGUN = "partition.json"
-"""In the first site's folder: how many sites a partition makes that has not ended."""
+_BATCH_ROWS = 256
+_MAX_SITES = 10_000
+_FILE_HEADER = "# made by wsi-fl partition "
+"""The start of its site files."""
+_PROGRESS_FILE = "partition.json"
+"""A file in the first site's folder: the number of sites of an unfinished partition."""
 
 
-def partition(
+def partition_images(
     study: Study,
     data: Path,
     *,
@@ -44,46 +44,42 @@ def partition(
     size_px: int | None = None,
     prefix: str = "S",
 ) -> dict[str, Any]:
-    """Writes site files and stores S1 … SK into the study.
+    """Write site files and stores S1 … SK into the study; return the `--json` document.
 
-    Training images are divided by `skew`; the common test set (the one the data set brings, else a share of
-    `test_fraction` drawn at random) is divided evenly, so that the merged test set is the whole of it.
+    Training images are divided by `skew`. The common test set (that of the data set, else a random share
+    `test_fraction`) is divided evenly, so that the merged test set is complete.
     """
     if n_sites < 1 or (per_site is not None and per_site < 1):
         raise UsageError("--sites and --per-site must be at least 1")
-    if n_sites > _MOST_SITES:
-        raise UsageError(f"--sites must be at most {_MOST_SITES}")
-    if not 0 <= seed <= MOST_SEED:
-        raise UsageError(f"--seed must be at least 0, and at most {MOST_SEED}")
+    if n_sites > _MAX_SITES:
+        raise UsageError(f"--sites must be at most {_MAX_SITES}")
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"--seed must be at least 0, and at most {MAX_SEED}")
     sites = [
-        validated(SiteFile, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
+        validate_model(SiteFile, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
         for k in range(n_sites)
     ]
-    _unfinished(study, sites)  # before the data are read
+    _list_unfinished(study, sites)  # before the data are read
     divide = parse_skew(skew)
     rng = np.random.default_rng(seed)
-    data_set = _with_test(read_data_set(data, size_px), test_fraction, rng)
+    data_set = _split_test_set(read_data_set(data, size_px), test_fraction, rng)
     assert data_set.test is not None
     copies = _describe_copies(data_set)
     if n_sites > len(data_set.train):
         raise UsageError(f"--sites {n_sites}: {data} has too few training images ({len(data_set.train)})")
     train = divide(data_set.train.y, n_sites, per_site, rng)
     test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
-    first = f"{_MADE}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
+    header = f"{_FILE_HEADER}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
     rows = []
-    with _begun(study, sites):
-        for site, mine, held_out in zip(sites, train, test, strict=True):
-            counts = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
+    with _mark_unfinished(study, sites):
+        for site, train_rows, test_rows in zip(sites, train, test, strict=True):
+            counts = _write_store(study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)})
             training = counts["train"].tolist()
-            row: dict[str, Any] = {
-                "site": site.name,
-                "train": sum(training),
-                "test": int(counts["test"].sum()),
-            }
-            row["store"] = study.relative(study.store(site.name))
+            row: dict[str, Any] = {"site": site.name, "train": sum(training), "test": int(counts["test"].sum())}
+            row["store"] = study.relative_path(study.store_path(site.name))
             rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
-        for site in sites:  # last, so that a site file stands for a whole store
-            write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), first))
+        for site in sites:  # last, so that a site file means a complete store
+            write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), header))
     return {
         "data": str(data),
         "skew": skew,
@@ -94,126 +90,118 @@ def partition(
     }
 
 
-def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
-    """Refuse names that are taken; return the sites that a partition which was killed has left.
+def _list_unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
+    """Refuse existing site names; return the sites left by a killed partition.
 
-    One that had written all its site files had ended, and whoever has a ledger has been at work.
+    A partition with all site files had ended; a site with a ledger has trained.
     """
-    names, mark = [site.name for site in sites], study.store(sites[0].name).with_name(_BEGUN)
-    left = []
+    names, mark = [site.name for site in sites], study.store_path(sites[0].name).with_name(_PROGRESS_FILE)
+    unfinished = []
     if mark.exists():
-        n = read_sealed(mark, ["sites"], f"delete {mark.parent} if nobody needs it")["sites"]
-        left = [f"{names[0][:-1]}{k + 1}" for k in range(int(n))]
-    ended = all(study.site_path(name).exists() for name in left)
-    if ended or any(study.ledger(name).exists() for name in left):
-        left = []
-    for name in dict.fromkeys([*names, *left]):
-        file, store = study.site_path(name), study.store(name)
-        ours = name in left and (not file.exists() or file.read_text(errors="replace").startswith(_MADE))
+        n_unfinished = read_sealed(mark, ["sites"], f"delete {mark.parent} if nobody needs it")["sites"]
+        unfinished = [f"{names[0][:-1]}{k + 1}" for k in range(int(n_unfinished))]
+    ended = all(study.site_path(name).exists() for name in unfinished)
+    if ended or any(study.ledger_path(name).exists() for name in unfinished):
+        unfinished = []
+    for name in dict.fromkeys([*names, *unfinished]):
+        file, store = study.site_path(name), study.store_path(name)
+        is_replaceable = name in unfinished and (
+            not file.exists() or file.read_text(errors="replace").startswith(_FILE_HEADER)
+        )
         for path in (file, store):
-            if path.exists() and not ours:
-                raise UsageError(
-                    f"{study.relative(path)} exists already; use another --prefix, or an empty study"
-                )
-    return left
+            if path.exists() and not is_replaceable:
+                raise UsageError(f"{study.relative_path(path)} exists already; use another --prefix, or an empty study")
+    return unfinished
 
 
 @contextmanager
-def _begun(study: Study, sites: list[SiteFile]) -> Iterator[None]:
-    """Mark sites as unfinished until the block ends well, after removing what a killed partition left."""
-    first = study.store(sites[0].name).parent
-    with locked(first, sites[0].name):
-        mark = first / _BEGUN
-        for name in _unfinished(study, sites):
+def _mark_unfinished(study: Study, sites: list[SiteFile]) -> Iterator[None]:
+    """Remove the sites of a killed partition, and mark sites as unfinished until the block ends without an error."""
+    first_folder = study.store_path(sites[0].name).parent
+    with site_lock(first_folder, sites[0].name):
+        mark = first_folder / _PROGRESS_FILE
+        for name in _list_unfinished(study, sites):
             study.site_path(name).unlink(missing_ok=True)
             remove_abandoned(study.site_path(name))
-            for path in study.store(name).parent.glob("*"):
+            for path in study.store_path(name).parent.glob("*"):
                 if path.is_dir():
                     rmtree(path)
-                elif path not in (mark, first / ".lock"):
+                elif path not in (mark, first_folder / ".lock"):
                     path.unlink()
         write_sealed(mark, {"sites": len(sites)})
         yield
         mark.unlink()
 
 
-def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> DataSet:
-    """The data set with a test set: its own, or a share of the training images."""
+def _split_test_set(data_set: ImageDataSet, fraction: float, rng: np.random.Generator) -> ImageDataSet:
+    """Return the data set with a test set: its own, or a share of the training images."""
     if data_set.test is not None:
         return data_set
     if not 0 < fraction < 1:
-        raise UsageError(
-            f"--test-fraction {fraction}: the data bring no test set; hold out a share between 0 and 1"
-        )
+        raise UsageError(f"--test-fraction {fraction}: the data bring no test set; hold out a share between 0 and 1")
     order = rng.permutation(len(data_set.train))
     n_test = round(fraction * len(order))
     if not 0 < n_test < len(order):
-        raise UsageError(
-            f"--test-fraction {fraction} of {len(order)} images leaves no test or training images"
-        )
+        raise UsageError(f"--test-fraction {fraction} of {len(order)} images leaves no test or training images")
     x, y = data_set.train.x, data_set.train.y
-    digests = _digests(data_set.train)
-    held_out = _without(order[:n_test], order[n_test:], digests)
-    kept = np.setdiff1d(order, held_out)
-    if not len(held_out):
-        raise UsageError(
-            f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set"
-        )
-    return DataSet(Images(x[kept], y[kept]), Images(x[held_out], y[held_out]), data_set.classes)
+    digests = _hash_images(data_set.train)
+    test_rows = _exclude_copies(order[:n_test], order[n_test:], digests)
+    train_rows = np.setdiff1d(order, test_rows)
+    if not len(test_rows):
+        raise UsageError(f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set")
+    return ImageDataSet(ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes)
 
 
-def _digests(images: Images) -> NDArray[np.bytes_]:
-    """Return a digest of each image: equal images are equal in it."""
+def _hash_images(images: ImageSet) -> NDArray[np.bytes_]:
+    """Return a digest of each image; equal images have equal digests."""
     return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8")
 
 
-def _without(
+def _exclude_copies(
     rows: NDArray[np.int64], others: NDArray[np.int64], digests: NDArray[np.bytes_]
 ) -> NDArray[np.int64]:
-    """Return in order those of the rows whose image is not among the others."""
+    """Return the sorted rows without a copy of their image among the others."""
     return np.sort(rows[~np.isin(digests[rows].view("u8"), digests[others].view("u8"))])
 
 
-def _describe_copies(data_set: DataSet) -> list[str]:
-    """Say how many images are there several times, and how many of the test are trained on."""
-    train = _digests(data_set.train).view("u8")
-    test = _digests(data_set.test).view("u8") if data_set.test is not None else train[:0]
+def _describe_copies(data_set: ImageDataSet) -> list[str]:
+    """Return lines on copies among training images, and on test images also in training."""
+    train = _hash_images(data_set.train).view("u8")
+    test = _hash_images(data_set.test).view("u8") if data_set.test is not None else train[:0]
     leaks, copies = int(np.isin(test, train).sum()), len(train) - len(np.unique(train))
     lines = [f"{copies} training images are copies of others, and each counts as a patient"] if copies else []
     return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
 
 
-def _write_store(study: Study, site: str, data_set: DataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
-    """One shard per split; every image is a patient of its own."""
+def _write_store(study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
+    """Write one shard per split; every image counts as a patient."""
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
     spec = GridSpec(size, 0.0, size)
-    path = study.store(site)
+    path = study.store_path(site)
     shards = []
     for split, rows in splits.items():
         if not len(rows):
             continue
         images = data_set.train if split == "train" else data_set.test
         assert images is not None
-        table = PatchTable.of_images(images.y[rows], split, [f"{split}_{row}" for row in rows], split)
+        table = PatchTable.from_images(images.y[rows], split, [f"{split}_{row}" for row in rows], split)
         shard = path.parent / "slides" / f"{split}.h5"
         meta = ShardMeta(split, split, split, spec, "")
-        batches = (images.x[rows[first : first + _BATCH]] for first in range(0, len(rows), _BATCH))
+        batches = (images.x[rows[first : first + _BATCH_ROWS]] for first in range(0, len(rows), _BATCH_ROWS))
         write_shard(shard, meta, table, batches, channels=channels)
         shards.append(shard)
     return link_shards(path, StoreMeta(site, data_set.classes, spec), shards)
 
 
-def partition_lines(document: dict[str, Any]) -> Lines:
-    """Yield training images, classes × sites."""
+def render_partition_lines(document: dict[str, Any]) -> Lines:
+    """Yield the table of training images, classes × sites."""
     sites = document["sites"]
     rows = [[name, *(row["classes"][name] for row in sites)] for name in document["classes"]]
     sums = [["sum", *(row["train"] for row in sites)], ["test", *(row["test"] for row in sites)]]
     title = f"training images ({document['skew']})"
-    yield by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
-    yield from (Line(f"  {line}", "bold yellow") for line in document["copies"])
-    yield Line(
-        "stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too"
-    )
+    yield build_site_table(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
+    yield from (TextLine(f"  {line}", "bold yellow") for line in document["copies"])
+    yield TextLine("stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too")
 
 
 _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list[NDArray[np.int64]]]
@@ -221,75 +209,71 @@ _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list
 
 
 def parse_skew(text: str) -> _Skew:
-    """Return the skew `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`."""
+    """Return the division `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`."""
     name, _, number = text.partition(":")
     try:
         value = float(number) if number else None
     except ValueError:
         value = None
     if text == "iid":
-        return _iid
+        return _divide_evenly
     if name == "major" and value is not None and 0 <= value <= 1:
-        return partial(_major, share=value)
+        return partial(_divide_by_majority, share=value)
     if name == "dirichlet" and value is not None and value > 0 and isfinite(value):
-        return partial(_dirichlet, alpha=value)
-    raise UsageError(
-        f"--skew {text!r}: known are iid, major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)"
-    )
+        return partial(_divide_by_dirichlet, alpha=value)
+    raise UsageError(f"--skew {text!r}: known are iid, major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)")
 
 
-def _enough(per_site: int | None, n_sites: int, there: int) -> int:
-    """How many images each site gets: as many as are asked for, or all that there are."""
-    per_site = there // n_sites if per_site is None else per_site
+def _count_per_site(per_site: int | None, n_sites: int, n_images: int) -> int:
+    """Return the number of images per site: as requested, or an equal share of all."""
+    per_site = n_images // n_sites if per_site is None else per_site
     if per_site < 1:
-        raise UsageError(f"{there} training images are too few for {n_sites} sites")
-    if per_site * n_sites > there:
+        raise UsageError(f"{n_images} training images are too few for {n_sites} sites")
+    if per_site * n_sites > n_images:
         raise UsageError(
-            f"{n_sites} sites of {per_site} need {per_site * n_sites} training images, but there are {there}"
+            f"{n_sites} sites of {per_site} need {per_site * n_sites} training images, but there are {n_images}"
         )
     return per_site
 
 
-def _iid(
+def _divide_evenly(
     y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    per_site = _enough(per_site, n_sites, len(y))
+    per_site = _count_per_site(per_site, n_sites, len(y))
     order = rng.permutation(len(y))
     return [np.sort(order[k * per_site : (k + 1) * per_site]) for k in range(n_sites)]
 
 
-def _major(
+def _divide_by_majority(
     y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, *, share: float
 ) -> list[NDArray[np.int64]]:
-    """Give each site a share of one class, the rest at random of all others (ProxyFL, section 4.1)."""
-    per_site = _enough(per_site, n_sites, len(y))
+    """Give each site a share of one class, and random images of all others (ProxyFL, section 4.1)."""
+    per_site = _count_per_site(per_site, n_sites, len(y))
     classes = np.unique(y)
     free = rng.permutation(len(y))
     sites: list[NDArray[np.int64]] = []
     n_major = round(share * per_site)
-    for k in range(n_sites):  # majorities first, so that no site's rest uses up another's majority
+    for k in range(n_sites):  # majorities first, so that no site uses up another's majority
         major = classes[k % len(classes)]
-        mine = free[y[free] == major][:n_major]
-        if len(mine) < n_major:
+        majority_rows = free[y[free] == major][:n_major]
+        if len(majority_rows) < n_major:
             raise UsageError(
                 f"class {major} has too few images for {n_major} at each site that specialises in it; use a smaller "
                 "--per-site"
             )
-        sites.append(mine)
-        free = free[~np.isin(free, mine)]
-    free = rng.permutation(free)  # its front holds none of the classes that were just taken from it
-    for k, mine in enumerate(sites):
-        rest = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
-        if len(rest) < per_site - n_major:
-            raise UsageError(
-                f"too few images for {per_site} at each of {n_sites} sites; use a smaller --per-site"
-            )
-        sites[k] = np.sort(np.concatenate([mine, rest]))
-        free = free[~np.isin(free, rest)]
+        sites.append(majority_rows)
+        free = free[~np.isin(free, majority_rows)]
+    free = rng.permutation(free)  # else its front holds none of the majorities' classes
+    for k, majority_rows in enumerate(sites):
+        other_rows = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
+        if len(other_rows) < per_site - n_major:
+            raise UsageError(f"too few images for {per_site} at each of {n_sites} sites; use a smaller --per-site")
+        sites[k] = np.sort(np.concatenate([majority_rows, other_rows]))
+        free = free[~np.isin(free, other_rows)]
     return sites
 
 
-def _dirichlet(
+def _divide_by_dirichlet(
     y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, *, alpha: float
 ) -> list[NDArray[np.int64]]:
     """Divide each class among the sites in proportions drawn from Dirichlet(α) (Yurochkin et al., 2019)."""
@@ -297,7 +281,7 @@ def _dirichlet(
     for c in np.unique(y):
         rows = rng.permutation(np.flatnonzero(y == c))
         shares = rng.dirichlet(np.full(n_sites, alpha))
-        if not np.isclose(shares.sum(), 1):  # the generator left its range
+        if not np.isclose(shares.sum(), 1):  # outside the generator's range
             raise UsageError(f"--skew dirichlet:{alpha:g} is beyond what can be drawn; use 0.01 to 1000")
         cuts = np.round(np.cumsum(shares)[:-1] * len(rows)).astype(int)
         for k, piece in enumerate(np.split(rows, cuts)):

@@ -1,6 +1,4 @@
-"""The slides of a site: where they lie, what they are labelled with, what becomes of each in a job, and what is said of
-them at its end.
-"""
+"""The slides of a site: their files, labels, outcomes in a job, and summaries."""
 
 from __future__ import annotations
 
@@ -15,72 +13,72 @@ import numpy as np
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.slides.layouts.common import (
     TableRow,
-    accounted,
-    label_of,
-    mpp_of,
-    of_site,
+    describe_account,
+    filter_site,
+    match_slide_name,
+    parse_label,
+    parse_mpp,
+    read_rows,
     require_names,
-    rows_of,
-    slide_named,
 )
-from wsi_fl.stages.site.data import patterns_of
-from wsi_fl.stages.site.targets import Subtypes, classes_of
-from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
-from wsi_fl.stages.work.job import Job
+from wsi_fl.stages.site.data import resolve_patterns
+from wsi_fl.stages.site.targets import Subtypes, list_classes
+from wsi_fl.stages.work.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
+from wsi_fl.stages.work.job import RankJob
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import remove_strays
 from wsi_fl.system.names import describe_mismatch
-from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
+from wsi_fl.types import SPLITS, UNLABELLED, BagTable, ExcludedSlide, SlideRecord, UsageError
 
 _T = TypeVar("_T")
-_NAMED = 20
-"""Slides of a site that are named to people; the others are counted."""
+_MAX_NAMED_SLIDES = 20
+"""Slides of a site listed by name; the others are counted."""
 
 
-def sources_of(study: Study, site: SiteFile) -> Sources:
+def resolve_sources(study: Study, site: SiteFile) -> Sources:
     """Return the paths of a site file, resolved against the study."""
     if site.slides is None:
         raise UsageError(
             f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
         )
 
-    def path(text: str | None) -> Path | None:
+    def resolve_path(text: str | None) -> Path | None:
         return study.resolve(text) if text is not None else None
 
     return Sources(
         site=site.name,
         label=f"sites/{site.name}.toml",
-        slides=patterns_of(study, site.slides),
-        annotations=path(site.annotations),
-        labels=path(site.labels),
-        split=path(site.split),
+        slides=resolve_patterns(study, site.slides),
+        annotations=resolve_path(site.annotations),
+        labels=resolve_path(site.labels),
+        split=resolve_path(site.split),
         mpp_override=site.mpp_override,
-        manifests=patterns_of(study, site.manifest),
+        manifests=resolve_patterns(study, site.manifest),
         slide_types=tuple(site.slide_types or ("DX",)),
-        labelled=not site.receives,
+        has_labels=not site.is_receiver,
         columns={str(key): name for key, name in site.columns.items()},
     )
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A site and its slides: `records` that its archive describes well, and the others in `aside`."""
+class SlideList:
+    """A site and its slides: usable records, and the excluded slides with reasons."""
 
     study: Study
     site: SiteFile
     pipeline: Pipeline
     records: tuple[SlideRecord, ...]
-    aside: tuple[SetAside, ...]
+    excluded: tuple[ExcludedSlide, ...]
 
 
-class Which(TypedDict, total=False):
-    """Which sites a command works on, and by which settings.
+class Scope(TypedDict, total=False):
+    """The sites and settings of a command.
 
     Attributes:
-        site: the one; None for every site of the pipeline.
+        site: None for every site of the pipeline.
         pipeline_name: None for the study's only one.
         overrides: `KEY=VALUE` over the pipeline.
     """
@@ -90,33 +88,33 @@ class Which(TypedDict, total=False):
     overrides: Sequence[str]
 
 
-def asked_for(study: Study, **which: Unpack[Which]) -> tuple[Pipeline, list[SiteFile]]:
-    """Return the pipeline that a command runs, and the sites that it works on."""
-    name, site = study.pipeline_name(which.get("pipeline_name")), which["site"]
-    pipeline = study.pipeline(name, which.get("overrides", ()))
-    return pipeline, study.sites(pipeline) if site is None else [study.site(site)]
+def select_sites(study: Study, **scope: Unpack[Scope]) -> tuple[Pipeline, list[SiteFile]]:
+    """Return the pipeline and the sites of a command."""
+    name, site = study.pipeline_name(scope.get("pipeline_name")), scope["site"]
+    pipeline = study.load_pipeline(name, scope.get("overrides", ()))
+    return pipeline, study.load_sites(pipeline) if site is None else [study.load_site(site)]
 
 
-def list_slides(study: Study, job: Job | None = None, **which: Unpack[Which]) -> list[Listed]:
-    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive.
+def list_slides(study: Study, job: RankJob | None = None, **scope: Unpack[Scope]) -> list[SlideList]:
+    """Return the slides of the selected sites; all paths are checked before any archive is read.
 
-    The first rank of a job says what became of the rows of tables.
+    The first rank of a job prints how many rows of each table belong to the site.
     """
-    pipeline, sites = asked_for(study, **which)
-    listed = []
-    for one, sources in [(one, sources_of(study, one)) for one in sites]:
-        said: list[str] = []
-        records, aside = read_site(one.layout, replace(sources, tell=said.append))
-        listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside)))
+    pipeline, sites = select_sites(study, **scope)
+    slide_lists = []
+    for site, sources in [(site_file, resolve_sources(study, site_file)) for site_file in sites]:
+        lines: list[str] = []
+        records, excluded = read_site(site.layout, replace(sources, tell=lines.append))
+        slide_lists.append(SlideList(study, site, pipeline, tuple(records), tuple(excluded)))
         if job is not None:
-            for line in said:
-                job.say(f"  {one.name}: {line}")
-    return listed
+            for line in lines:
+                job.print_message(f"  {site.name}: {line}")
+    return slide_lists
 
 
-class Quality(TypedDict):
-    """Of one slide: patches that are good, patches set aside by fault, how its tissue was found, and its area for each
-    of that by saturation."""
+class SlideQuality(TypedDict):
+    """Of one slide: good patches, excluded patches by artifact, the method of tissue detection, and the tissue area
+    relative to detection by saturation."""
 
     good: int
     aside: dict[str, int]
@@ -125,125 +123,130 @@ class Quality(TypedDict):
 
 
 @dataclass(frozen=True)
-class Done:
-    """What became of one slide; plain enough for JSON.
+class Outcome:
+    """The outcome of one slide in a job, plain enough for JSON.
 
     Attributes:
         slide: its name.
-        patches: how many its shard holds; 0 where it has none.
-        reason: why it, or some of its patches, were set aside.
-        note: what people should know of its bag.
-        made: how many patches were encoded; none where the shard was there already.
-        spent: the seconds that took, by what for.
-        content: what its shard holds for pixels.
-        quality: how many patches have which fault, and how tissue was found.
+        patches: number of patches in its shard; 0 without a shard.
+        reason: why the slide, or some of its patches, were excluded.
+        note: a remark on its bag.
+        encoded: number of encoded patches; 0 where the shard existed.
+        spent: seconds by kind of work.
+        content: how its shard stores pixels.
+        quality: patches by artifact, and the method of tissue detection.
     """
 
     slide: str
     patches: int = 0
     reason: str | None = None
     note: str = ""
-    made: int = 0
+    encoded: int = 0
     spent: dict[str, float] = field(default_factory=dict)
     content: str = ""
-    quality: Quality | None = None
+    quality: SlideQuality | None = None
 
 
 def share_slides(
-    job: Job,
+    job: RankJob,
     items: Sequence[_T],
-    work: Callable[[list[_T]], Iterable[Done]],
-    tell: Callable[[float, _T], None],
-) -> list[Done]:
-    """Have every rank do its share of a site's slides; return what became of each, in order (see `Job.share`)."""
-    return [Done(**one) for one in job.share(items, lambda mine: map(asdict, work(mine)), tell)]
+    work: Callable[[list[_T]], Iterable[Outcome]],
+    progress: Callable[[float, _T], None],
+) -> list[Outcome]:
+    """Distribute a site's slides over the ranks; return all outcomes in order (see `Job.share`)."""
+    return [Outcome(**outcome) for outcome in job.share_items(items, lambda share: map(asdict, work(share)), progress)]
 
 
-def finish(
-    job: Job, done: list[Done], write: Callable[[list[Done]], _T], folders: Iterable[Path]
+def finish_site(
+    job: RankJob, outcomes: list[Outcome], write_store: Callable[[list[Outcome]], _T], folders: Iterable[Path]
 ) -> _T | None:
-    """Have the first rank write the store of a site, then remove from these folders what is of no slide in it."""
+    """Write the store of a site on the first rank, then remove files of other slides from the folders."""
 
     def write_and_clear() -> _T:
-        written = write(done)
-        remove_strays(folders, {one.slide for one in done if one.patches})
-        return written
+        document = write_store(outcomes)
+        remove_strays(folders, {outcome.slide for outcome in outcomes if outcome.patches})
+        return document
 
-    return job.first_does(write_and_clear)
-
-
-def set_aside(done: Iterable[Done]) -> list[SetAside]:
-    return [SetAside(one.slide, one.reason) for one in done if one.reason]
+    return job.run_on_first(write_and_clear)
 
 
-def stored_classes(site: SiteFile, subtypes: Subtypes) -> tuple[str, ...]:
-    """The classes of a site's store: those of the study, or the one that says that nobody has labelled anything."""
-    return UNLABELLED if site.receives else classes_of(subtypes)
+def list_excluded(outcomes: Iterable[Outcome]) -> list[ExcludedSlide]:
+    """Return the excluded slides with their reasons."""
+    return [ExcludedSlide(outcome.slide, outcome.reason) for outcome in outcomes if outcome.reason]
 
 
-def labelled(
+def store_classes(site: SiteFile, subtypes: Subtypes) -> tuple[str, ...]:
+    """Return the classes of a site's store: those of the study, or the one for slides without labels."""
+    return UNLABELLED if site.is_receiver else list_classes(subtypes)
+
+
+def select_labelled(
     records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile
-) -> tuple[list[SlideRecord], list[SetAside]]:
-    """Return the slides that have a class, and those whose diagnosis is none of the study's; a receiver needs no class.
+) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
+    """Return the slides with a class of the study, and the excluded others; a site without labels keeps all.
 
     Raises:
-        UsageError: when slides have diagnoses and the study does not say which ones it is about.
+        UsageError: when slides have diagnoses and the study names no subtypes.
     """
-    one = next((record for record in records if record.diagnosis), None)
-    if one and not subtypes and not site.receives:
-        kind = one.tumor_type or "tumor"
-        some = sorted({record.diagnosis for record in records if record.tumor_type == one.tumor_type} - {""})
-        named = ", ".join(json.dumps(name, ensure_ascii=False) for name in some)
+    slide = next((record for record in records if record.diagnosis), None)
+    if slide and not subtypes and not site.is_receiver:
+        kind = slide.tumor_type or "tumor"
+        diagnoses = sorted({record.diagnosis for record in records if record.tumor_type == slide.tumor_type} - {""})
+        quoted_names = ", ".join(json.dumps(name, ensure_ascii=False) for name in diagnoses)
         raise UsageError(
-            f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); say in the pipeline which "
-            f"ones count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{named}] }}"
+            f"site {slide.site}: its slides have diagnoses ({slide.slide}: {slide.diagnosis}); name in the pipeline "
+            f"those that count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{quoted_names}] }}"
         )
-    reasons = ["" if site.receives or not subtypes else _unfit(record, subtypes) for record in records]
-    both = list(zip(records, reasons, strict=True))
-    return [one for one, why in both if not why], [SetAside(one.slide, why) for one, why in both if why]
+    reasons = ["" if site.is_receiver or not subtypes else _explain_unfit(record, subtypes) for record in records]
+    pairs = list(zip(records, reasons, strict=True))
+    return [record for record, reason in pairs if not reason], [
+        ExcludedSlide(record.slide, reason) for record, reason in pairs if reason
+    ]
 
 
-def table_of(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile) -> BagTable:
+def build_bag_table(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile) -> BagTable:
     """Return the columns of a store of these slides, in order."""
-    classes, typed = classes_of(subtypes), subtypes or site.receives
-    names = [one.diagnosis if subtypes else "tumor" if one.positive else "healthy" for one in records]
+    classes, has_types = list_classes(subtypes), subtypes or site.is_receiver
+    names = [record.diagnosis if subtypes else "tumor" if record.positive else "healthy" for record in records]
     return BagTable(
-        np.array([0 if site.receives else classes.index(name) for name in names], np.int64),
-        np.array([_type_of(one, subtypes) if typed else one.tumor_type for one in records], np.str_),
-        np.array([one.slide for one in records], np.str_),
-        np.array([one.patient for one in records], np.str_),
-        np.array([one.split or "train" for one in records], np.str_),
+        np.array([0 if site.is_receiver else classes.index(name) for name in names], np.int64),
+        np.array(
+            [_find_tumor_type(record, subtypes) if has_types else record.tumor_type for record in records], np.str_
+        ),
+        np.array([record.slide for record in records], np.str_),
+        np.array([record.patient for record in records], np.str_),
+        np.array([record.split or "train" for record in records], np.str_),
     )
 
 
-def _unfit(record: SlideRecord, subtypes: Subtypes) -> str:
-    """Why a slide has no place in the study; "" when it has."""
-    known = ", ".join(classes_of(subtypes))
+def _explain_unfit(record: SlideRecord, subtypes: Subtypes) -> str:
+    """Return why a slide does not fit into the study; "" when it does."""
+    class_names = ", ".join(list_classes(subtypes))
     if not record.diagnosis:
-        return f"it has no diagnosis; the study's are {known}"
-    if record.diagnosis not in classes_of(subtypes):
-        hints = {one.casefold(): f"; did you mean {one}?" for one in classes_of(subtypes)}
+        return f"it has no diagnosis; the study's are {class_names}"
+    if record.diagnosis not in list_classes(subtypes):
+        hints = {name.casefold(): f"; did you mean {name}?" for name in list_classes(subtypes)}
         hint = hints.get(record.diagnosis.casefold(), "")
-        return f"its diagnosis {record.diagnosis} is none of the study's ({known}){hint}"
+        return f"its diagnosis {record.diagnosis} is none of the study's ({class_names}){hint}"
     if record.tumor_type in subtypes and record.diagnosis not in subtypes[record.tumor_type]:
         return f"its diagnosis {record.diagnosis} is none that {record.tumor_type} may have"
     return ""
 
 
-def _type_of(record: SlideRecord, subtypes: Subtypes) -> str:
-    """The archive's tumour type where the study knows it, else the one its diagnosis belongs to alone."""
+def _find_tumor_type(record: SlideRecord, subtypes: Subtypes) -> str:
+    """Return the archive's tumour type if the study has it, else the only type with the diagnosis, or ""."""
     if record.tumor_type in subtypes:
         return record.tumor_type
     possible = [name for name, diagnoses in subtypes.items() if record.diagnosis in diagnoses]
     return possible[0] if len(possible) == 1 else ""
 
 
-_NAMES = {
+_COLUMN_NAMES = {
     "slide": ("slide", "slide_id", "FILENAME"),
     "patient": ("patient", "case_id", "PATIENT"),
     "label": ("label", "diagnosis"),
 }
-"""What a column may be called; the first that is there counts."""
+"""Possible names of each column; the first present counts."""
 
 
 @dataclass(frozen=True)
@@ -251,104 +254,100 @@ class TableMatch:
     """The rows of a table and the files of slides.
 
     Attributes:
-        records: slides that have a file and a label.
-        aside: those that lack one.
-        account: what became of all rows of the table.
+        records: slides with a file and a label.
+        excluded: slides that lack one, excluded.
+        account: a line on the rows of the table, by site.
         mismatch: why no row has a file, with names of both; "" where some have one.
     """
 
     records: list[SlideRecord]
-    aside: list[SetAside]
+    excluded: list[ExcludedSlide]
     account: str
     mismatch: str
 
 
-def matched(
-    table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]
-) -> TableMatch:
+def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]) -> TableMatch:
     """Match the rows of a table with the files of slides, or of patients where the table names no slide.
 
-    Where the table has a column `site`, rows of other sites are passed over.
+    Where the table has a column `site`, rows of other sites are ignored.
 
     Args:
-        site: whose; of a receiver no labels are needed or read.
-        diagnoses: the study's, which labels are then; none where they are healthy or tumour.
+        site: of a site without labels none are needed or read.
+        diagnoses: the study's, as values of the label; none where labels are healthy or tumour.
 
     Raises:
         UsageError: when a column is missing, a slide has two rows, or a row cannot be read; names the line.
     """
-    records, aside, seen = [], [], dict[str, str]()
-    needed = ("slide", "patient") if site.receives else ("slide", "patient", "label")
-    rows, account = _rows(table, site.name, needed)
+    records, excluded, row_places = [], [], dict[str, str]()
+    needed = ("slide", "patient") if site.is_receiver else ("slide", "patient", "label")
+    rows, account = _read_site_rows(table, site.name, needed)
     labels = [row.get("label", "") for row in rows]
-    for row in _of_files(rows, files):
+    for row in _match_patient_files(rows, files):
         require_names(row, "slide", "patient")
-        slide, where = slide_named(row["slide"], files), row.where
-        if slide in seen:
-            raise UsageError(f"{where}: slide {slide} has a row already ({seen[slide]}); keep one of them")
-        seen[slide] = where
-        if not site.receives and not (row["label"] in diagnoses or row.value("label")):
-            aside.append(SetAside(slide, f"has no label ({where})"))
+        slide, where = match_slide_name(row["slide"], files), row.where
+        if slide in row_places:
+            raise UsageError(f"{where}: slide {slide} has a row already ({row_places[slide]}); keep one of them")
+        row_places[slide] = where
+        if not site.is_receiver and not (row["label"] in diagnoses or row.read_value("label")):
+            excluded.append(ExcludedSlide(slide, f"has no label ({where})"))
             continue
-        record = _record(row, slide, site, labels, diagnoses=bool(diagnoses))
+        record = _build_record(row, slide, site, labels, diagnoses=bool(diagnoses))
         if slide in files:
             records.append(record)
         else:
-            aside.append(SetAside(slide, f"has a label ({where}) and no features"))
-    aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in seen]
+            excluded.append(ExcludedSlide(slide, f"has a label ({where}) and no features"))
+    excluded += [ExcludedSlide(name, f"has no label in {table.name}") for name in files if name not in row_places]
     return TableMatch(
-        records, aside, account, "" if set(seen) & set(files) else describe_mismatch(seen, files)
+        records, excluded, account, "" if set(row_places) & set(files) else describe_mismatch(row_places, files)
     )
 
 
-def _of_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
-    """Return the rows, one of each patient where files bear the names of patients and not of slides.
+def _match_patient_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
+    """Return the rows, or one per patient where files are named by patients.
 
     Raises:
         UsageError: when rows of such a patient have different labels.
     """
-    if any(slide_named(row["slide"], files) in files for row in rows) or not any(
+    if any(match_slide_name(row["slide"], files) in files for row in rows) or not any(
         row["patient"] in files for row in rows
     ):
         return list(rows)
-    found: dict[str, TableRow] = {}
+    patient_rows: dict[str, TableRow] = {}
     for row in rows:
-        first = found.setdefault(row["patient"], row)
+        first = patient_rows.setdefault(row["patient"], row)
         if first.get("label") != row.get("label"):
             raise UsageError(f"{row.where}: patient {row['patient']} has another label than in {first.where}")
         row["slide"] = row["patient"]
-    return list(found.values())
+    return list(patient_rows.values())
 
 
-def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str]:
-    """Return the rows of the site, with columns by our names too, and what became of all rows."""
-    rows = rows_of(table, ())
+def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str]:
+    """Return the rows of the site, with our column names added, and a line on the rows of all sites."""
+    rows = read_rows(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
-    called = {ours: next((name for name in _NAMES[ours] if name in rows[0]), None) for ours in needed}
-    if called["slide"] is None:  # features of whole patients lie in files that are named by them
-        called["slide"] = called["patient"]
-    if missing := next((ours for ours, name in called.items() if name is None), None):
+    column_names = {key: next((name for name in _COLUMN_NAMES[key] if name in rows[0]), None) for key in needed}
+    if column_names["slide"] is None:  # features of whole patients are in files named by patient
+        column_names["slide"] = column_names["patient"]
+    if missing := next((key for key, name in column_names.items() if name is None), None):
         stamp = "; join STAMP's two tables by PATIENT" if missing == "label" and "FILENAME" in rows[0] else ""
         raise UsageError(
-            f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}{stamp}"
+            f"{table}: no column {' or '.join(_COLUMN_NAMES[missing])}; it has {', '.join(rows[0])}{stamp}"
         )
-    mine = of_site(rows, site)
-    for row in mine:
-        row.update({ours: row[name] for ours, name in called.items() if name})
-    if not mine:
+    site_rows = filter_site(rows, site)
+    for row in site_rows:
+        row.update({key: row[name] for key, name in column_names.items() if name})
+    if not site_rows:
         raise UsageError(f"{table}: has no row of site {site}")
-    return mine, accounted(table.name, rows, len(mine), site)
+    return site_rows, describe_account(table.name, rows, len(site_rows), site)
 
 
-def _record(
-    row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool
-) -> SlideRecord:
-    split, where = row.value("split") or None, row.where
+def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool) -> SlideRecord:
+    split, where = row.read_value("split") or None, row.where
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    label = "" if site.receives else row["label"]
-    negative = site.receives or (not diagnoses and label_of(label, where, labels)[0])
+    label = "" if site.is_receiver else row["label"]
+    negative = site.is_receiver or (not diagnoses and parse_label(label, where, labels)[0])
     return SlideRecord(
         Path(row["slide"]),
         slide,
@@ -357,14 +356,14 @@ def _record(
         "negative" if negative else "weak",
         not negative,
         split=split,
-        mpp_override=mpp_of(row["mpp"], where) if row.get("mpp") else site.mpp_override,
+        mpp_override=parse_mpp(row["mpp"], where) if row.get("mpp") else site.mpp_override,
         diagnosis=label if diagnoses else "",
-        tumor_type=row.value("tumor_type"),
+        tumor_type=row.read_value("tumor_type"),
     )
 
 
 class BagsRow(TypedDict):
-    """A site's bags: those of every slide of `features`, or of `mosaic` and `import`."""
+    """A site's row in the document of `features`, `mosaic` and `import`."""
 
     site: str
     slides: int
@@ -385,8 +384,8 @@ class BagsRow(TypedDict):
     seconds: NotRequired[float]
 
 
-class Bags(TypedDict, total=False):
-    """The document of these commands; nothing on all ranks but the first."""
+class BagsDocument(TypedDict, total=False):
+    """The document of these commands; empty on all ranks but the first."""
 
     sites: list[BagsRow]
     copies: list[str]
@@ -394,23 +393,23 @@ class Bags(TypedDict, total=False):
     next: list[str]
 
 
-def mosaic_row(
+def build_mosaic_row(
     study: Study,
     meta: BagMeta,
     table: BagTable,
     *,
     n_patches: int,
-    failed: Sequence[SetAside],
+    failed: Sequence[ExcludedSlide],
     notes: Mapping[str, str],
     copies: list[str],
     n_slides: int,
 ) -> BagsRow:
-    """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
+    """Return a site's row of the document of `mosaic` and `import`; empty notes are dropped."""
     counts = np.bincount(table.label, minlength=len(meta.classes))
     return {
         "site": meta.site,
         "slides": n_slides,
-        "failed": [asdict(aside) for aside in failed],
+        "failed": [asdict(slide) for slide in failed],
         "notes": [{"slide": slide, "note": note} for slide, note in notes.items() if note],
         "copies": copies,
         "bags": len(table),
@@ -420,64 +419,66 @@ def mosaic_row(
         "train": int((table.split == "train").sum()),
         "test": int((table.split == "test").sum()),
         "encoder": meta.encoder,
-        "store": study.relative(study.mosaic(meta.site)),
+        "store": study.relative_path(study.mosaic_path(meta.site)),
     }
 
 
-def after_mosaics(study: Study, **which: Unpack[Which]) -> list[str]:
-    """Return the command that trains on mosaics, as the pipeline's file stands; none where all sites receive."""
-    pipeline, sites = asked_for(study, **which)
-    only_here = any(one.startswith("train.data=") for one in which.get("overrides", ()))
-    told = "" if pipeline.train.data == "mosaics" and not only_here else " --set train.data=mosaics"
-    named = f" --pipeline {name}" if (name := which.get("pipeline_name")) else ""
-    return [] if all(one.receives for one in sites) else [f"wsi-fl train{told}{named}"]
+def next_commands(study: Study, **scope: Unpack[Scope]) -> list[str]:
+    """Return the training command for mosaics; none where no site has labels."""
+    pipeline, sites = select_sites(study, **scope)
+    is_override = any(override.startswith("train.data=") for override in scope.get("overrides", ()))
+    data_option = "" if pipeline.train.data == "mosaics" and not is_override else " --set train.data=mosaics"
+    pipeline_option = f" --pipeline {name}" if (name := scope.get("pipeline_name")) else ""
+    return [] if all(site.is_receiver for site in sites) else [f"wsi-fl train{data_option}{pipeline_option}"]
 
 
-def first_reason(failed: Sequence[SetAside]) -> str:
-    """Say what went wrong first at a site that gave nothing."""
+def first_failure(failed: Sequence[ExcludedSlide]) -> str:
+    """Return the first failure of a site without results."""
     return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
 
 
-def mosaic_lines(document: Bags) -> Lines:
-    """Yield bags by class and split of every site, and what was set aside."""
+def render_mosaic_lines(document: BagsDocument) -> Lines:
+    """Yield bags by class and split of every site, excluded slides, and the next command."""
     rows: Sequence[Mapping[str, Any]] = document["sites"]
     names = dict.fromkeys(name for row in rows for name in row["classes"])
     classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
-    yield summed("mosaics", rows, [*classes, None, *splits])
-    yield from aside_lines(rows, "slide")
-    yield from copies_lines(document)
-    yield from speed_lines(document.get("speed", ()))
+    yield build_sum_table("mosaics", rows, [*classes, None, *splits])
+    yield from render_excluded_lines(rows, "slide")
+    yield from render_copy_lines(document)
+    yield from render_speed_lines(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
     slides, patients = (sum(row[key] for row in rows) for key in ("bags", "patients"))
     ready = f"mosaics ready: {slides} slides of {patients} patients ({stores}; {rows[0]['encoder']})"
-    yield Line("; next: ".join([ready, *document["next"]]))
+    yield TextLine("; next: ".join([ready, *document["next"]]))
 
 
-def summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> Table:
-    """A table of lines of a name and a number for each site, with their sum."""
-    summed = [line and [*line, sum(line[1:])] for line in lines]
-    return by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
+def build_sum_table(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> TextTable:
+    """Return a table of lines of a name and a number for each site, with a column of sums."""
+    sum_lines = [line and [*line, sum(line[1:])] for line in lines]
+    return build_site_table(title, "", [*(row["site"] for row in rows), "sum"], sum_lines)
 
 
-def copies_lines(document: Mapping[str, Any]) -> Lines:
-    """Say which slides are one scan, within a site and between sites."""
+def render_copy_lines(document: Mapping[str, Any]) -> Lines:
+    """Yield a line for each scan present several times, within a site and across sites."""
     for row in document["sites"]:
-        yield from (Line(f"  {row['site']}: {line}", "bold yellow") for line in row.get("copies", ()))
-    yield from (Line(f"  {line}", "bold yellow") for line in document.get("copies", ()))
+        yield from (TextLine(f"  {row['site']}: {line}", "bold yellow") for line in row.get("copies", ()))
+    yield from (TextLine(f"  {line}", "bold yellow") for line in document.get("copies", ()))
 
 
-def aside_lines(rows: Sequence[Any], unit: str) -> Lines:
-    """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
+def render_excluded_lines(rows: Sequence[Any], unit: str) -> Lines:
+    """Yield excluded slides, notes on others, and sites without training data."""
     for row in rows:
-        aside = [
-            f"{one['slide']}{'' if ' patches set aside' in one['reason'] else ' set aside'}: {one['reason']}"
-            for one in row["failed"]
+        excluded = [
+            f"{slide['slide']}{'' if ' patches excluded' in slide['reason'] else ' excluded'}: {slide['reason']}"
+            for slide in row["failed"]
         ]
-        notes = [f"{one['slide']}: {one['note']}" for one in row.get("notes", ())]
-        for said, more in ((aside, "set aside; --json names all"), (notes, "such notes; --json has all")):
-            rest = [f"and {len(said) - _NAMED} more {more}"] if len(said) > _NAMED else []
-            yield from (Line(f"  {row['site']}: {line}", "yellow") for line in [*said[:_NAMED], *rest])
+        notes = [f"{slide['slide']}: {slide['note']}" for slide in row.get("notes", ())]
+        for lines, more in ((excluded, "excluded; --json names all"), (notes, "such notes; --json has all")):
+            remainder = [f"and {len(lines) - _MAX_NAMED_SLIDES} more {more}"] if len(lines) > _MAX_NAMED_SLIDES else []
+            yield from (
+                TextLine(f"  {row['site']}: {line}", "yellow") for line in [*lines[:_MAX_NAMED_SLIDES], *remainder]
+            )
         if not row["train"]:
             nothing = f"has no training {unit}, so nothing can be trained on it"
-            yield Line(f"  {row['site']}: {nothing}", "bold yellow")
+            yield TextLine(f"  {row['site']}: {nothing}", "bold yellow")

@@ -1,7 +1,7 @@
-"""The part of `tile` that decides: what the pipeline asks of patches, and a plan per slide.
+"""Plans of `tile`: parameters from the pipeline, and a plan per slide.
 
-Plans are kept on disk, so that a site needs no more memory than a slide, and for the next `tile`, which does not open a
-slide again whose file, annotation and settings are the same.
+Plans are stored on disk: a site needs no more memory than a slide, and the next `tile` opens no slide with the same
+file, annotation and settings again.
 """
 
 from __future__ import annotations
@@ -18,109 +18,106 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, SlidePlan, plan_slide
+from wsi_fl.slides.patching.patches import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
 from wsi_fl.slides.patching.placing import Origin
-from wsi_fl.slides.patching.quality import QualityParams, Segmenter
+from wsi_fl.slides.patching.quality import ArtifactSegmenter, QualityParams
 from wsi_fl.slides.patching.splits import SEED, sample_rows
-from wsi_fl.slides.patching.survey import mask_digest
+from wsi_fl.slides.patching.survey import digest_mask
 from wsi_fl.slides.patching.tissue import Method, TissueParams
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader
-from wsi_fl.stages.prepare.sources import Done, Listed, Quality
-from wsi_fl.stages.work.console import reason_of
+from wsi_fl.stages.prepare.sources import Outcome, SlideList, SlideQuality
+from wsi_fl.stages.work.console import describe_failure
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import atomic, sha256_of
-from wsi_fl.system.ordered import in_order
+from wsi_fl.system.files import atomic_path, file_sha256
+from wsi_fl.system.ordered import map_in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
-_MADE = 5
-"""How plans are made; with another number none is believed that was kept."""
-_ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
-"""Slides whose size and time are those of their one file; others are looked at each time."""
-_PLANNERS = 4
+_PLAN_VERSION = 5
+"""Version of the plans; stored plans of another version are made again."""
+_ONE_FILE_SUFFIXES = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
+"""Suffixes of slides in one file, identified by its size and time; other slides are planned each time."""
+_PLANNING_THREADS = 4
 """Slides planned at once: each needs some hundred megabytes for its tissue mask."""
 
 
-def spec_of(pipeline: Pipeline) -> GridSpec:
+def build_grid_spec(pipeline: Pipeline) -> GridSpec:
     size = pipeline.tile.size_px
     return GridSpec(size, pipeline.tile.mpp, pipeline.tile.stride_px or size)
 
 
-def params_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanParams:
-    """Return what makes a patch worth keeping, as the pipeline says; outlines and masks count from an origin."""
+def build_plan_params(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanParams:
+    """Return the pipeline's requirements on patches; outlines and masks are relative to an origin."""
     tiling, digest = pipeline.tile, ""
     if tiling.segmenter and tiling.qc:
         try:
-            digest = sha256_of(study.resolve(tiling.segmenter))
+            digest = file_sha256(study.resolve(tiling.segmenter))
         except OSError as error:
             raise UsageError(f"tile.segmenter = {tiling.segmenter!r}: {error.strerror}") from None
-    most = {f"max_{fault}": share for fault, share in tiling.qc.items()}
+    max_shares = {f"max_{fault}": share for fault, share in tiling.qc.items()}
     return PlanParams(
         min_tissue=tiling.min_tissue,
-        tissue=tissue_of(study, pipeline, origin),
+        tissue=build_tissue_params(study, pipeline, origin),
         groups=tiling.groups,
         origin=origin,
-        quality=QualityParams(tuple(tiling.qc), **most, segmenter=digest),
+        quality=QualityParams(tuple(tiling.qc), **max_shares, segmenter=digest),
     )
 
 
-def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
-    """Return the segmenter that the pipeline names, if it looks for faults at all; UsageError for one of no use."""
-    named = pipeline.tile.segmenter
-    if not (named and pipeline.tile.qc):
+def load_plan_segmenter(study: Study, pipeline: Pipeline) -> ArtifactSegmenter | None:
+    """Return the pipeline's artifact segmenter, if it is used; UsageError where its classes are none of `tile.qc`."""
+    weights = pipeline.tile.segmenter
+    if not (weights and pipeline.tile.qc):
         return None
     from wsi_fl.models.segmenter import load_segmenter
 
-    segmenter = load_segmenter(study.resolve(named))
+    segmenter = load_segmenter(study.resolve(weights))
     if not set(segmenter.classes) & set(pipeline.tile.qc):
         raise UsageError(
-            f"tile.segmenter = {named!r} finds {', '.join(segmenter.classes)}, but none of tile.qc = "
+            f"tile.segmenter = {weights!r} finds {', '.join(segmenter.classes)}, but none of tile.qc = "
             f"{', '.join(pipeline.tile.qc)}"
         )
     return segmenter
 
 
-def tissue_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> TissueParams:
-    """Return how tissue is told from background, as the pipeline says; masks count from an origin."""
-    if not pipeline.tissue.masks:
+def build_tissue_params(study: Study, pipeline: Pipeline, origin: Origin = None) -> TissueParams:
+    """Return the pipeline's settings of tissue detection; masks are relative to an origin."""
+    if not pipeline.tissue.mask_folder:
         return TissueParams(method=cast(Method, pipeline.tissue.method))
-    masks = study.resolve(pipeline.tissue.masks)
+    masks = study.resolve(pipeline.tissue.mask_folder)
     if not masks.is_dir():
-        raise UsageError(f"tissue.method = {pipeline.tissue.masks!r}: no such folder")
+        raise UsageError(f"tissue.method = {pipeline.tissue.mask_folder!r}: no such folder")
     return TissueParams(masks=str(masks), origin=origin)
 
 
-def quality_of_plan(good: int, found: SlidePlan | AllSetAside, reasons: NDArray[np.str_]) -> Quality:
-    """Return the quality of a slide with so many good patches, and why the others were set aside."""
-    return Quality(
-        good=good,
-        aside=dict(Counter(reasons.tolist())),
-        tissue_by=found.tissue_by,
-        tissue_gain=found.tissue_gain,
+def plan_quality(good: int, plan: SlidePlan | AllPatchesExcluded, reasons: NDArray[np.str_]) -> SlideQuality:
+    """Return the quality of a slide from its number of good patches and the reasons of excluded ones."""
+    return SlideQuality(
+        good=good, aside=dict(Counter(reasons.tolist())), tissue_by=plan.tissue_by, tissue_gain=plan.tissue_gain
     )
 
 
-def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
-    """Return a digest of all that decides a slide's plan; None where nothing short of looking tells.
+def hash_plan_inputs(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
+    """Return a digest of all inputs of a slide's plan; None where the slide must be planned each time.
 
-    A slide is taken for the same while its file has the same size and time of change.
+    A file of equal size and modification time counts as the same.
 
     Raises:
-        OSError: when the slide or its annotation is gone.
+        OSError: when the slide or its annotation is missing.
     """
-    if record.path.suffix.lower() not in _ONE_FILE or record.path.is_dir():
+    if record.path.suffix.lower() not in _ONE_FILE_SUFFIXES or record.path.is_dir():
         return None
     file, outlines = record.path.stat(), record.annotation
-    said = [
-        _MADE,
+    inputs = [
+        _PLAN_VERSION,
         [str(record.path.absolute()), file.st_size, file.st_mtime_ns],
         [record.supervision, record.positive, record.mpp_override],
-        [outlines.suffix, sha256_of(outlines)] if outlines else [],
+        [outlines.suffix, file_sha256(outlines)] if outlines else [],
         [asdict(spec), asdict(params), reader],
-        mask_digest(Path(params.tissue.masks), record.slide) if params.tissue.masks else "",
+        digest_mask(Path(params.tissue.masks), record.slide) if params.tissue.masks else "",
     ]
-    return hashlib.sha256(json.dumps(said, default=sorted).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, default=sorted).encode()).hexdigest()
 
 
 class Plans:
@@ -129,19 +126,19 @@ class Plans:
     def __init__(self, folder: Path, records: Sequence[SlideRecord], spec: GridSpec) -> None:
         self.folder, self.records, self.spec = folder, records, spec
 
-    def holds(self, number: int, made: str) -> bool:
-        """Return whether there is a whole plan of the slide with this number that was made of the same."""
+    def has_plan(self, number: int, digest: str) -> bool:
+        """Return whether the slide with this number has an intact plan from the same inputs."""
         try:
-            with zipfile.ZipFile(path := self._path(number)) as archive:
-                whole = archive.testzip() is None
+            with zipfile.ZipFile(path := self._plan_path(number)) as archive:
+                is_intact = archive.testzip() is None
             with np.load(path) as file:
-                return whole and str(file["made"]) == made
+                return is_intact and str(file["made"]) == digest
         except (OSError, KeyError, ValueError, zipfile.BadZipFile):
             return False
 
-    def save(self, number: int, plan: SlidePlan, made: str | None) -> None:
-        """Keep the plan of the slide with this number, and what it was made of."""
-        arrays: dict[str, NDArray[Any]] = {"made": np.array(made or "")}
+    def save_plan(self, number: int, plan: SlidePlan, digest: str | None) -> None:
+        """Store the plan of the slide with this number, and the digest of its inputs."""
+        arrays: dict[str, NDArray[Any]] = {"made": np.array(digest or "")}
         plain: dict[str, object] = {}
         for field in fields(SlidePlan):
             value = getattr(plan, field.name)
@@ -158,13 +155,13 @@ class Plans:
                 plain[field.name] = list(value) if isinstance(value, tuple) else value
         self.folder.mkdir(parents=True, exist_ok=True)
         arrays["plain"] = np.array(json.dumps(plain))
-        with atomic(self._path(number)) as temporary, temporary.open("wb") as file:
+        with atomic_path(self._plan_path(number)) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for allow_pickle
 
-    def load(self, number: int) -> SlidePlan:
-        """A plan as it was saved."""
+    def load_plan(self, number: int) -> SlidePlan:
+        """Return a stored plan."""
         values: dict[str, Any] = {}
-        with np.load(self._path(number)) as file:
+        with np.load(self._plan_path(number)) as file:
             for key in file.files:
                 kind, _, name = key.rpartition(" ")
                 if kind == "bytes":
@@ -177,75 +174,76 @@ class Plans:
                 values[name] = tuple(value) if isinstance(value, list) else value
         return SlidePlan(record=self.records[number], spec=self.spec, **values)
 
-    def slide(self, number: int) -> str:
+    def slide_name(self, number: int) -> str:
         return self.records[number].slide
 
-    def labels(self, number: int) -> NDArray[np.int8]:
-        """The labels of a slide's patches alone."""
-        with np.load(self._path(number)) as file:
+    def load_labels(self, number: int) -> NDArray[np.int8]:
+        """Return only the labels of a slide's patches."""
+        with np.load(self._plan_path(number)) as file:
             return np.asarray(file["label"], np.int8)
 
-    def marks(self, numbers: Iterable[int]) -> dict[str, frozenset[str]]:
-        """Return slide → the digest of its content, of those of these that have one."""
-        found = {}
+    def load_marks(self, numbers: Iterable[int]) -> dict[str, frozenset[str]]:
+        """Return slide → digest of its content, for slides with a quickhash."""
+        marks = {}
         for number in numbers:
-            with np.load(self._path(number)) as file:
+            with np.load(self._plan_path(number)) as file:
                 if quickhash := json.loads(str(file["plain"]))["quickhash"]:
-                    found[self.slide(number)] = frozenset({f"slide {quickhash}"})
-        return found
+                    marks[self.slide_name(number)] = frozenset({f"slide {quickhash}"})
+        return marks
 
-    def in_tiles(self, number: int) -> bool:
-        """Whether a slide's patches are whole native tiles of it."""
-        with np.load(self._path(number)) as file:
+    def is_native_tiled(self, number: int) -> bool:
+        """Return whether a slide's patches are whole native tiles."""
+        with np.load(self._plan_path(number)) as file:
             return bool(json.loads(str(file["plain"]))["in_tiles"])
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{self.slide(number)}.npz"
+    def _plan_path(self, number: int) -> Path:
+        return self.folder / f"{self.slide_name(number)}.npz"
 
 
-def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int) -> Iterator[Done]:
-    """Plan and save the slides with these numbers, a few at a time; a kept plan of the same stays.
+def plan_slides(numbers: Sequence[int], slides: SlideList, plans: Plans, threads: int) -> Iterator[Outcome]:
+    """Plan and store the slides with these numbers, a few at a time; current plans are reused.
 
     Yields:
-        In order what became of each: a reason where it cannot be used.
+        The outcomes in order, with a reason for excluded slides.
     """
-    params = params_of(listed.study, listed.pipeline, listed.site.annotations_origin)
-    segmenter = segmenter_of(listed.study, listed.pipeline)
-    spec, reader = plans.spec, listed.pipeline.slides.reader
+    params = build_plan_params(slides.study, slides.pipeline, slides.site.annotations_origin)
+    segmenter = load_plan_segmenter(slides.study, slides.pipeline)
+    spec, reader = plans.spec, slides.pipeline.slides.reader
 
-    def one(number: int) -> Done:
+    def plan_number(number: int) -> Outcome:
         record = plans.records[number]
         try:
-            of = made_of(record, spec, params, reader)
-            if of is not None and plans.holds(number, of):
-                return Done(record.slide)
+            digest = hash_plan_inputs(record, spec, params, reader)
+            if digest is not None and plans.has_plan(number, digest):
+                return Outcome(record.slide)
             check_opens_safely(record.path, record.mpp_override, reader)
-            found = plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
-        except Exception as error:  # one slide that a library chokes on must not end the others
-            faults = quality_of_plan(0, error, error.reasons) if isinstance(error, AllSetAside) else None
-            return Done(record.slide, reason=reason_of(error), quality=faults)
-        plans.save(number, found, of)
-        return Done(record.slide, note="; ".join(found.notes))
+            plan = plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
+        except Exception as error:  # the failure of one slide must not end the others
+            faults = plan_quality(0, error, error.reasons) if isinstance(error, AllPatchesExcluded) else None
+            return Outcome(record.slide, reason=describe_failure(error), quality=faults)
+        plans.save_plan(number, plan, digest)
+        return Outcome(record.slide, note="; ".join(plan.notes))
 
-    n_threads = min(threads, _PLANNERS)
-    yield from in_order(one, numbers, threads=n_threads, ahead=2 * n_threads)
+    n_threads = min(threads, _PLANNING_THREADS)
+    yield from map_in_order(plan_number, numbers, threads=n_threads, ahead=2 * n_threads)
 
 
-def choose(
+def sample_patches(
     plans: Plans, numbers: Sequence[int], *, balance: bool, max_per_slide: int | None, seed: int = SEED
 ) -> list[NDArray[np.bool_]]:
-    """Which patches of each of these slides are kept, balanced over the site if asked; the same in every rank.
+    """Return masks of the sampled patches of each slide, the same on every rank.
 
-    Without `balance` no slide's patches depend on which other slides there are (`sample_rows`).
+    With `balance` classes are balanced over the site; without it no slide's sample depends on other slides
+    (`sample_rows`).
     """
     if not numbers:
         return []
-    labels = [plans.labels(number) for number in numbers]
+    labels = [plans.load_labels(number) for number in numbers]
     sizes = [len(label) for label in labels]
     keep = sample_rows(
         np.concatenate(labels).astype(np.int64),
         np.repeat(np.arange(len(sizes)), sizes),
-        [plans.slide(number) for number in numbers],
+        [plans.slide_name(number) for number in numbers],
         balance=balance,
         max_per_slide=max_per_slide,
         seed=seed,

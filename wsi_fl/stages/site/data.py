@@ -1,6 +1,4 @@
-"""What a site's store holds for a run: patches as pixels, or features of patches one by one, of slides as bags, and of
-patients as mean vectors.
-"""
+"""Data of a site: patches as pixels, or features of patches, of slides as bags, of patients as means."""
 
 from __future__ import annotations
 
@@ -20,24 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import types
-from wsi_fl.federation.preflight import Inputs
+from wsi_fl.federation.preflight import ModelInputs
 from wsi_fl.learning.examples import (
     IN_MEMORY_BYTES,
     Examples,
-    allowed_classes,
-    bag_examples,
-    bags_at_once,
-    in_memory,
-    resized,
+    bag_batch_size,
+    build_bag_examples,
+    cache_examples,
+    find_allowed_classes,
+    resize_images,
 )
-from wsi_fl.learning.tasks import Task, strata
-from wsi_fl.learning.validation import Lots, folds_of
-from wsi_fl.runs.site import PIXELS
+from wsi_fl.learning.tasks import Task, fold_strata
+from wsi_fl.learning.validation import HoldoutDraw, assign_folds
+from wsi_fl.runs.site import PIXELS_KEY
 from wsi_fl.slides.patching.copies import Scan
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
-from wsi_fl.stages.site.lots import lots_of
-from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of
+from wsi_fl.stages.site.lots import load_holdout_draw
+from wsi_fl.stages.site.targets import build_task, list_classes, look_up_labels, name_outputs
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore, SlideSource, SlideUnreadable
 from wsi_fl.study.folder import Study
@@ -47,19 +45,19 @@ from wsi_fl.system.machine import n_cores
 from wsi_fl.system.names import compose_text, glob_paths
 from wsi_fl.types import BagTable, GridSpec, PatchTable, Shape, UsageError, WsiFlError
 
-_OPEN_SLIDES = 16
-_MOST_THREADS = 8
-_READ = 4096
-"""Features read at a time."""
-_INSTEAD = {
+_MAX_OPEN_SLIDES = 16
+_MAX_THREADS = 8
+_READ_ROWS = 4096
+"""Rows of features read at a time."""
+_ALTERNATIVES = {
     "slide": "train.example = 'patch'",
     "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
 }
-"""What to ask of instead."""
+"""Settings to use instead."""
 
 
 class _SlidePixels:
-    """A site's slides, as `PatchStore` reads from them; a few stay open."""
+    """Reader of a site's slides for `PatchStore`; a few stay open."""
 
     def __init__(self, study: Study, site: str) -> None:
         self._study, self._site = study, site
@@ -67,21 +65,21 @@ class _SlidePixels:
         self._lock = Lock()
 
     @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
+    def _thread_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(_MAX_THREADS, n_cores()))
 
     def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
-        """The patches uint8[b, size_px, size_px, 3] at these corners; SlideUnreadable where they cannot be read."""
+        """Return the patches uint8[b, size_px, size_px, 3] at corners; SlideUnreadable where they cannot be read."""
         out = np.empty((len(xy_l0), spec.size_px, spec.size_px, 3), np.uint8)
         with self._lock:
             try:
-                slide = self._slide(source)
+                slide = self._open_slide(source)
 
-                def read(row: int) -> None:
+                def read_patch(row: int) -> None:
                     x, y = (int(v) for v in xy_l0[row])
                     slide.read((x, y), spec.size_px, spec.mpp, out[row], overlapping=False)
 
-                for _ in self._threads.map(read, range(len(xy_l0))):
+                for _ in self._thread_pool.map(read_patch, range(len(xy_l0))):
                     pass
             except SlideUnreadable:
                 raise
@@ -89,9 +87,9 @@ class _SlidePixels:
                 raise SlideUnreadable(str(error)) from None
         return out
 
-    def _slide(self, source: SlideSource) -> Slide:
+    def _open_slide(self, source: SlideSource) -> Slide:
         if source.slide not in self._open:
-            path, reader = self._find(source), cast(Reader, source.reader)
+            path, reader = self._find_slide(source), cast(Reader, source.reader)
             check_opens_safely(path, source.mpp_override, reader)
             slide = Slide(path, source.mpp_override, reader)
             if slide.quickhash != source.quickhash:
@@ -99,46 +97,48 @@ class _SlidePixels:
                 raise SlideUnreadable(
                     f"{slide.path}: not the slide that was tiled; run `wsi-fl tile --site {self._site}` again"
                 )
-            if len(self._open) >= _OPEN_SLIDES:
+            if len(self._open) >= _MAX_OPEN_SLIDES:
                 self._open.popitem(last=False)[1].close()
             self._open[source.slide] = slide
         self._open.move_to_end(source.slide)
         return self._open[source.slide]
 
-    def _find(self, source: SlideSource) -> Path:
-        """Where the slide was when it was tiled, else where the site file says slides are now."""
+    def _find_slide(self, source: SlideSource) -> Path:
+        """Return the slide's path at tiling, or its match among the slides of the site file."""
         path = self._study.root / source.path
         if path.exists():
             return path
-        site = self._study.site(self._site)
+        site = self._study.load_site(self._site)
         name = compose_text(path.name)
-        moved = (file for file in slides_of(self._study, site) if compose_text(file.name) == name)
-        if (found := next(moved, None)) is None:
+        candidates = (file for file in list_slides(self._study, site) if compose_text(file.name) == name)
+        if (moved_path := next(candidates, None)) is None:
             raise SlideUnreadable(
                 f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
             )
-        return found
+        return moved_path
 
 
-def patterns_of(study: Study, given: str | list[str] | None) -> tuple[str, ...]:
-    """Return the glob patterns that a key of a site file gives, resolved; the study's own folder may hold a [ or *."""
+def resolve_patterns(study: Study, patterns: str | list[str] | None) -> tuple[str, ...]:
+    """Return the glob patterns of a site file's key, resolved; a [ or * in the study's path is escaped."""
     escaped = Study(Path(glob.escape(str(study.root))))
-    return tuple(str(escaped.resolve(one)) for one in ([given] if isinstance(given, str) else given or []))
+    return tuple(
+        str(escaped.resolve(pattern)) for pattern in ([patterns] if isinstance(patterns, str) else patterns or [])
+    )
 
 
-def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
-    """Yield all that the patterns in `slides` of a site file match now."""
-    for pattern in patterns_of(study, site.slides):
+def list_slides(study: Study, site: SiteFile) -> Iterator[Path]:
+    """Yield the current matches of the patterns in `slides` of a site file."""
+    for pattern in resolve_patterns(study, site.slides):
         yield from glob_paths(pattern)
 
 
-class Eligible(NamedTuple):
-    """What a site may train on. Others see how many rows or patients that are, so no setting that others choose for the
-    sake of a patient changes it.
+class EligibleRows(NamedTuple):
+    """Rows that a site may train on. Others see their number, so it is independent of settings that others could choose
+    for the sake of a patient.
 
     Attributes:
         patient: str[m], of each row.
-        training: int64[n], which of these rows are trained on, in the order of the training examples.
+        training: int64[n], positions of the training rows, in the order of the training examples.
     """
 
     patient: NDArray[np.str_]
@@ -149,100 +149,98 @@ Table = PatchTable | BagTable
 _Opened = TypeVar("_Opened", PatchStore, BagStore)
 
 
-class Data:
-    """A site's store, open, as the models of a pipeline see it; a context manager.
+class SiteData:
+    """A site's open store as input of a pipeline's models; a context manager.
 
     Attributes:
-        study, site, store: where it is, whose, and the open file.
-        receives: whether the site lends no labels: all of them are 0 here, whatever the store says.
+        study, site, store: its study and site, and the open file.
+        receives: whether the site has no labels: all are 0 here.
     """
 
     store: PatchStore | BagStore
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline, store: Any) -> None:
         self.study, self.site, self.pipeline, self.store = study, site, pipeline, store
-        self.receives = study.site(site).receives
+        self.receives = study.load_site(site).is_receiver
 
     @property
     def task(self) -> Task:
-        """What is asked of an example."""
-        return task_of(self.pipeline.target)
+        """The prediction task."""
+        return build_task(self.pipeline.target)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """What each output of a model is called; the classes, where classes are asked."""
+        """The names of a model's outputs, such as the classes."""
         return self.store.meta.classes
 
     @cached_property
-    def whole(self) -> Any:
-        """The columns of all examples, with the truth as label and the splits of the store."""
+    def full_table(self) -> Any:
+        """The table of all examples, with the true labels and the splits of the store."""
         return self.store.table
 
     @cached_property
-    def lots(self) -> Lots:
-        """What draws who is held out."""
-        return lots_of(self.study, self.site)
+    def holdout_draw(self) -> HoldoutDraw:
+        """The held-out draw of the site."""
+        return load_holdout_draw(self.study, self.site)
 
     @property
     def is_fold(self) -> bool:
-        """Whether the run tests one of folds in place of the store's own test part."""
+        """Whether a cross-validation fold replaces the store's test set."""
         train = self.pipeline.train
         return train.folds is not None and train.fold is not None and not self.receives
 
     @cached_property
     def table(self) -> Any:
-        """The same with the splits that the run uses: those of its fold, where it is one of folds."""
-        table, train = self.whole, self.pipeline.train
+        """The table of all examples with the splits of the run, such as its fold."""
+        table, train = self.full_table, self.pipeline.train
         if not self.is_fold:
             return table
         assert train.folds is not None and train.fold is not None
         try:
-            fold = folds_of(
+            fold = assign_folds(
                 table.patient,
-                strata(table.label, self.task),
+                fold_strata(table.label, self.task),
                 n_folds=train.folds,
                 seed=train.seed,
                 stratified=train.stratify,
-                lots=self.lots,
+                holdout=self.holdout_draw,
             )
         except UsageError as error:
             raise UsageError(f"site {self.site}: {error}") from None
         return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
 
-    def eligible(self) -> Eligible:
-        """Return what may be trained on, before a fold or validation patients are held out of it."""
+    def list_eligible(self) -> EligibleRows:
+        """Return the rows that may be trained on, before a fold or validation patients are held out."""
         split = np.full(len(self.table), "train") if self.is_fold else self.table.split
         rows = np.flatnonzero(split == "train")
-        return Eligible(self.table.patient[rows], np.flatnonzero(self.table.split[rows] == "train"))
+        return EligibleRows(self.table.patient[rows], np.flatnonzero(self.table.split[rows] == "train"))
 
     @property
     def remark(self) -> str:
-        """What to say of examples that are left out, or are all alike; empty for nothing."""
+        """A remark on examples that are excluded, or all alike; empty for none."""
         return ""
 
     @property
     def shape(self) -> Shape:
-        """What models see of an example."""
+        """The shape of a model's input."""
         raise NotImplementedError
 
-    def examples(self, split: str) -> Examples:
-        """Return the examples of one split as the models see them, in memory where they fit."""
+    def load_examples(self, split: str) -> Examples:
+        """Return the examples of a split, in memory where they fit."""
         raise NotImplementedError
 
-    def inputs(self) -> Inputs:
-        """Return what other sites must know of what the models see, for the preflight."""
+    def describe_inputs(self) -> ModelInputs:
+        """Return the inputs of models for the preflight."""
         raise NotImplementedError
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a run must know of the store once the store is gone."""
+    def describe_store(self) -> dict[str, Any]:
+        """Return the facts that a run keeps of the store."""
         return {"classes": list(self.classes), "spec": asdict(self.store.meta.spec)}
 
     def digest(self) -> str:
-        """Return the SHA-256 over what a run uses: examples, labels, splits and the secret of its lots, where it draws
-        any. It stays with the site.
-        """
+        """Return the SHA-256 over examples, labels, splits and the held-out secret where used; it stays at the site."""
         draws = self.is_fold or self.pipeline.train.val_fraction > 0
-        if not draws or not (mark := self.lots.mark):
+        if not draws or not (mark := self.holdout_draw.secret_digest):
             return self._store_digest()
         return hashlib.sha256(f"{self._store_digest()} {mark}".encode()).hexdigest()
 
@@ -251,16 +249,16 @@ class Data:
         raise NotImplementedError
 
     def is_synthetic(self) -> bool:
-        """Return whether the examples were drawn by a generator, or computed from patches that were."""
+        """Return whether the examples are from a generator, or computed from its patches."""
         return self.store.meta.generator is not None
 
     def require_current(self) -> None:
-        """Refuse features of other patches than the site's patch store holds, where that is still there."""
+        """Refuse features of other patches than those of the site's patch store, where that exists."""
 
     @cached_property
-    def held_out(self) -> Examples:
+    def test_examples(self) -> Examples:
         """The test examples, read once."""
-        return self.examples("test")
+        return self.load_examples("test")
 
     def __enter__(self) -> Self:
         return self
@@ -269,84 +267,76 @@ class Data:
         self.store.close()
 
 
-class Patches(Data):
+class PatchData(SiteData):
     """Patches as pixels."""
 
     store: PatchStore
 
     @property
     def shape(self) -> types.Images:
-        return types.Images(self.store.channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
+        return types.Images(self.store.n_channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
 
-    def examples(self, split: str) -> Examples:
-        found = examples_of(self.store, split, self.shape.size_px, table=self.table)
-        self.store.rest()  # a process may hold the stores of hundreds of sites
-        return found
+    def load_examples(self, split: str) -> Examples:
+        examples = load_patches(self.store, split, self.shape.size_px, table=self.table)
+        self.store.close_shards()  # a process may hold the stores of hundreds of sites
+        return examples
 
-    def inputs(self) -> Inputs:
+    def describe_inputs(self) -> ModelInputs:
         return {"channels": self.shape.channels, "input_px": self.shape.size_px}
 
     def _store_digest(self) -> str:
         return store_digest(self.store)
 
-    def facts(self) -> dict[str, Any]:
-        facts = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
-        return super().facts() | facts | pixels_digest(self.store)
+    def describe_store(self) -> dict[str, Any]:
+        facts = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.n_channels}
+        return super().describe_store() | facts | pixels_digest(self.store)
 
 
 def open_store(study: Study, site: str) -> PatchStore:
-    """Open the patch store of a site; WsiFlError when there is none, or it is another site's; so does `open_bags`."""
-    return _own(
-        study, site, study.store(site), "tile", lambda path: PatchStore(path, _SlidePixels(study, site))
+    """Open the patch store of a site; WsiFlError for none, or another site's."""
+    return _open_local(
+        study, site, study.store_path(site), "tile", lambda path: PatchStore(path, _SlidePixels(study, site))
     )
 
 
 def open_bags(study: Study, site: str, data: str) -> BagStore:
-    """Open the bag store of a site's patches (`data` = "features") or mosaics ("mosaics")."""
-    path, command = (study.features, "features") if data == "features" else (study.mosaic, "mosaic")
-    return _own(study, site, path(site), command, BagStore)
+    """Open the bag store of a site's patches ("features") or mosaics ("mosaics"); WsiFlError as for `open_store`."""
+    path, command = (study.features_path, "features") if data == "features" else (study.mosaic_path, "mosaic")
+    return _open_local(study, site, path(site), command, BagStore)
 
 
-def maker_of(study: Study, site: str, command: str) -> str:
-    """Return the command that makes a site's store, with its options: where the site has no slides, features come by
-    `import`, and images by `partition`.
-    """
+def maker_command(study: Study, site: str, command: str) -> str:
+    """Return the command that makes a site's store: without slides, `import` of features, `partition` of images."""
     named = study.site_path(site).is_file()
-    if not named or study.site(site).slides is not None or (study.mosaic(site).parent / "mosaics").is_dir():
+    if not named or study.load_site(site).slides is not None or (study.mosaic_path(site).parent / "mosaics").is_dir():
         return f"{command} --site {site}"
     others = {"mosaic": f"import --site {site} …", "tile": "partition DATA …"}
     return others.get(command, f"{command} --site {site}")
 
 
-def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
-    """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
+def _open_local(study: Study, site: str, path: Path, command: str, open_file: Callable[[Path], _Opened]) -> _Opened:
+    """Open a store of the site itself: no other site's rows are used under its name and ledger."""
     if not path.exists():
-        maker = maker_of(study, site, command)
-        raise WsiFlError(f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {maker}`")
-    store = opened(path)
-    if (theirs := store.meta.site) != study.owner(site):
+        maker = maker_command(study, site, command)
+        raise WsiFlError(f"{study.relative_path(path)}: no store of site {site} yet; run `wsi-fl {maker}`")
+    store = open_file(path)
+    if (store_site := store.meta.site) != study.store_owner(site):
         store.close()
         raise WsiFlError(
-            f"{study.relative(path)} is the store of site {theirs}; put that back under its name, and run "
+            f"{study.relative_path(path)} is the store of site {store_site}; put that back under its name, and run "
             f"`wsi-fl {store.command} --site {site}`"
         )
     return store
 
 
-def scans_in(store: PatchStore | BagStore) -> list[Scan]:
-    """Return the slides of a store with what marks their content; none of synthetic images, which are no slides."""
+def list_scans(store: PatchStore | BagStore) -> list[Scan]:
+    """Return the slides of a store with content marks; none of synthetic images."""
     if store.meta.generator is not None:
         return []
     slides, (_, first) = store.table.slide, np.unique(store.table.slide, return_index=True)
-    marks, rows = store.marks(), np.sort(first)
+    marks, rows = store.compute_marks(), np.sort(first)
     return [
-        Scan(
-            store.meta.site,
-            str(slides[k]),
-            str(store.table.patient[k]),
-            str(store.table.split[k]),
-            marks[name],
-        )
+        Scan(store.meta.site, str(slides[k]), str(store.table.patient[k]), str(store.table.split[k]), marks[name])
         for k in rows.tolist()
         if (name := str(slides[k])) in marks
     ]
@@ -354,71 +344,79 @@ def scans_in(store: PatchStore | BagStore) -> list[Scan]:
 
 def store_digest(store: PatchStore) -> str:
     """Return the SHA-256 over the patches of a store, their labels and splits."""
-    return _hashed(store.table, store.table.xy_l0).hexdigest()
+    return _hash_examples(store.table, store.table.xy_l0).hexdigest()
 
 
 def pixels_digest(store: PatchStore) -> dict[str, str]:
-    """Return {"pixels_sha256": of what a store knows of its shards}."""
-    return {PIXELS: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
+    """Return {"pixels_sha256": SHA-256 over the checksums of a store's shards}."""
+    return {PIXELS_KEY: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
 
 
-def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
-    """Return whether a store is the one that a generator's document knows."""
-    said = {"sha256": store_digest(store)} | pixels_digest(store)
-    return all(known[key] == value for key, value in said.items())
+def is_source_store(store: PatchStore, document: Mapping[str, Any]) -> bool:
+    """Return whether a store is the source in a generator's document."""
+    digests = {"sha256": store_digest(store)} | pixels_digest(store)
+    return all(document[key] == value for key, value in digests.items())
 
 
-def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
-    """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
+def _hash_examples(table: Table, content: NDArray[Any]) -> hashlib._Hash:
+    """Return the SHA-256 over a column of examples, labels, slides, patients and splits; still open for updates."""
     digest = hashlib.sha256()
-    label, beyond = table.label, None
+    label, remainder = table.label, None
     if label.dtype == np.float64:
-        # what single precision holds counts as it did when labels were of that kind
+        # float32 part first, so that digests equal those of float32 labels
         label = label.astype(np.float32)
-        beyond = table.label - label
-    for column in (known, label, table.slide, table.patient, table.split):
+        remainder = table.label - label
+    for column in (content, label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
-    if beyond is not None and beyond.any():
-        digest.update(beyond.tobytes())
+    if remainder is not None and remainder.any():
+        digest.update(remainder.tobytes())
     return digest
 
 
-def examples_of(
+def load_patches(
     store: PatchStore,
     split: str,
     input_px: int | None,
     in_memory_bytes: int = IN_MEMORY_BYTES,
     table: PatchTable | None = None,
 ) -> Examples:
-    """Return the patches of one split of the store, reduced to input_px, in memory where they fit.
+    """Return the patches of a split of the store, reduced to input_px, in memory where they fit.
 
     Args:
-        table: that of a fold, in place of the store's own.
+        table: of a fold, in place of the store's table.
     """
     table = store.table if table is None else table
     rows = np.flatnonzero(table.split == split)
-    some = table.take(rows)
-    found = Examples(lambda chosen: store.read(rows[chosen]), some.label, some.slide, some.patient)
-    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
+    split_table = table.take(rows)
+    examples = Examples(
+        lambda chosen: store.read(rows[chosen]), split_table.label, split_table.slide, split_table.patient
+    )
+    return cache_examples(resize_images(examples, input_px) if input_px else examples, in_memory_bytes)
 
 
-class _Bagged(Data):
-    """The rows of a bag store, as `train.example` says, and what the site's own table says of them (`[target]`)."""
+class _BagData(SiteData):
+    """Examples of a bag store (`train.example`), with labels of the store or of the site's table (`[target]`)."""
 
     store: BagStore
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline, store: BagStore) -> None:
         super().__init__(study, site, pipeline, store)
         target = pipeline.target
-        self.answers = answers(study, study.site(site), target, store.table) if target.asked else None
-        self.example = pipeline.example
+        self.target_labels = (
+            look_up_labels(study, study.load_site(site), target, store.table) if target.is_set else None
+        )
+        self.example = pipeline.example_level
 
     @property
     def classes(self) -> tuple[str, ...]:
-        if self.answers:
-            return outputs_of(self.pipeline.target)
-        known = self.store.meta.classes
-        return classes_of(self.pipeline.subtypes) if self.receives and known == types.UNLABELLED else known
+        if self.target_labels:
+            return name_outputs(self.pipeline.target)
+        store_classes = self.store.meta.classes
+        return (
+            list_classes(self.pipeline.subtypes)
+            if self.receives and store_classes == types.UNLABELLED
+            else store_classes
+        )
 
     @property
     def shape(self) -> Shape:
@@ -426,132 +424,128 @@ class _Bagged(Data):
 
     @property
     def remark(self) -> str:
-        if self.answers is None:
-            label, patches = self.whole.label, self.store.patches.label
+        if self.target_labels is None:
+            label, patches = self.full_table.label, self.store.patch_table.label
             if self.receives or len(set(label.tolist())) != 1 or len(set(patches.tolist())) == 1:
                 return ""
-            one = self.classes[label[0]]
-            return f"site {self.site}: each of {len(label)} {self.example}s has some {one}, so that all count as {one}"
-        if not (aside := self.answers.aside):
+            class_name = self.classes[label[0]]
+            examples = f"site {self.site}: each of {len(label)} {self.example}s"
+            return f"{examples} has some {class_name}, so all are labelled {class_name}"
+        if not (excluded := self.target_labels.excluded):
             return ""
-        shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
-        where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no answer"
-        strange = self.answers.strange
-        also = f"; {len(strange)} values were not agreed on, such as {strange[0]}" if strange else ""
-        return f"{where} in {self.answers.source} and are left out: {shown}{also}"
+        listed = ", ".join(excluded[:3]) + (", …" if len(excluded) > 3 else "")
+        where = f"site {self.site}: {len(excluded)} of {len(self.store)} slides have no label"
+        strange = self.target_labels.problems
+        values_note = f"; {len(strange)} values were not agreed on, such as {strange[0]}" if strange else ""
+        return f"{where} in {self.target_labels.source} and are left out: {listed}{values_note}"
 
     @cached_property
-    def whole(self) -> Table:
-        """As of all data; a receiver's examples are all to be predicted."""
-        table = self._rows()
+    def full_table(self) -> Table:
+        """The table of all examples; at a site without labels all are test examples."""
+        table = self._build_table()
         if not self.receives:
             return table
         return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
 
-    def eligible(self) -> Eligible:
-        """As of all data; of a real site with those of whom its table has no answer, so that n tells of no answer.
+    def list_eligible(self) -> EligibleRows:
+        """Return the rows that may be trained on; of a real site also those without a label: n discloses none.
 
-        Where patients count, a slide without a patient and without an answer is nobody's and left out.
+        Where the unit is the patient, a slide without a patient and a label is left out.
         """
-        if self.answers is None or self.receives or not self.study.site(self.site).real:
-            return super().eligible()
+        if self.target_labels is None or self.receives or not self.study.load_site(self.site).real:
+            return super().list_eligible()
         slides, table = self.store.table, self.table
         rows = np.flatnonzero(table.split == "train")
-        may = self.is_fold | (slides.split == "train")
+        may_train = self.is_fold | (slides.split == "train")
         if counts_patients(self.pipeline):
-            known = np.zeros(len(slides), bool)
-            known[np.concatenate(self.answers.bags)] = True
-            may &= known | (slides.patient != "")
-        if self.pipeline.target.of == "patient":
-            names = np.unique(slides.patient[may])
-            return Eligible(names, np.searchsorted(names, table.patient[rows]))
-        place = np.cumsum(may) - 1
-        return Eligible(slides.patient[may], place[[self.answers.bags[row][0] for row in rows]])
+            has_label = np.zeros(len(slides), bool)
+            has_label[np.concatenate(self.target_labels.bags)] = True
+            may_train &= has_label | (slides.patient != "")
+        if self.pipeline.target.example_level == "patient":
+            names = np.unique(slides.patient[may_train])
+            return EligibleRows(names, np.searchsorted(names, table.patient[rows]))
+        positions = np.cumsum(may_train) - 1
+        return EligibleRows(slides.patient[may_train], positions[[self.target_labels.bags[row][0] for row in rows]])
 
-    def _rows(self) -> Table:
-        if self.answers is not None:
-            return self.answers.table
+    def _build_table(self) -> Table:
+        if self.target_labels is not None:
+            return self.target_labels.table
         if self.example == "patch":
-            return self.store.patches
+            return self.store.patch_table
         if self.example == "patient":
-            return self._patients()
-        if self.store.own_labels and self.store.meta.classes != types.CLASSES:
-            self._require_one(self.store.bag_of_patch, self.store.table.slide, "slide")
+            return self._patient_table()
+        if self.store.has_patch_labels and self.store.meta.classes != types.CLASSES:
+            self._require_one_label(self.store.bag_of_patch, self.store.table.slide, "slide")
         return self.store.table
 
-    def _patients(self) -> BagTable:
-        """A row per patient, in the order of the store; one with any tumour is a tumour."""
-        patches, bags = self.store.patches, self.store.table
+    def _patient_table(self) -> BagTable:
+        """Return a row per patient, in the order of the store; a patient with any tumour is labelled tumour."""
+        patches, bags = self.store.patch_table, self.store.table
         if unnamed := patches.slide[patches.patient == ""][:1].tolist():
             raise UsageError(
-                f"{self.store.path}: slide {unnamed[0]} has no patient, and train.example = 'patient' asks for one"
+                f"{self.store.path}: slide {unnamed[0]} has no patient, and train.example = 'patient' needs one"
             )
-        _, first, of = np.unique(patches.patient, return_index=True, return_inverse=True)
+        _, first, patient_index = np.unique(patches.patient, return_index=True, return_inverse=True)
         names = patches.patient[first]
         if self.store.meta.classes != types.CLASSES:
-            self._require_one(of, names, "patient")
+            self._require_one_label(patient_index, names, "patient")
         label = np.zeros(len(first), np.int64)
-        np.maximum.at(label, of, patches.label)
-        kinds = [bags.tumor_type[np.unique(self.store.bag_of_patch[of == k])] for k in range(len(first))]
-        kind = [str(some[0]) if len(set(some.tolist())) == 1 else "" for some in kinds]
+        np.maximum.at(label, patient_index, patches.label)
+        kinds = [bags.tumor_type[np.unique(self.store.bag_of_patch[patient_index == k])] for k in range(len(first))]
+        kind = [str(bag_types[0]) if len(set(bag_types.tolist())) == 1 else "" for bag_types in kinds]
         table = BagTable(label, np.array(kind, np.str_), names, names, patches.split[first])
         return table.take(np.argsort(first))
 
-    def _require_one(self, of: NDArray[np.int64], names: NDArray[np.str_], what: str) -> None:
-        """Refuse slides or patients whose patches have several labels that nothing ranks."""
+    def _require_one_label(self, group_index: NDArray[np.int64], names: NDArray[np.str_], group_kind: str) -> None:
+        """Refuse slides or patients whose patches have several labels without an order."""
         if self.receives:
             return
-        label = self.store.patches.label
-        _, first = np.unique(of, return_index=True)
-        if len(strange := np.flatnonzero(label != label[first][of])):
+        label = self.store.patch_table.label
+        _, first = np.unique(group_index, return_index=True)
+        if len(strange := np.flatnonzero(label != label[first][group_index])):
             raise UsageError(
-                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different labels; "
-                f"set {_INSTEAD[what]}"
+                f"{self.store.path}: the patches of {group_kind} {names[group_index[strange[0]]]} have different "
+                f"labels; set {_ALTERNATIVES[group_kind]}"
             )
 
     @cached_property
-    def _means(self) -> NDArray[np.float32]:
-        """float32[n, d], the mean over all features of each patient's slides; of those in `whole`."""
-        store, whole = self.store, self.whole
-        number = {name: k for k, name in enumerate(whole.patient.tolist())}
-        used = range(len(store)) if self.answers is None else np.concatenate(self.answers.bags).tolist()
-        sums, n = np.zeros((len(whole), store.n_features)), np.zeros(len(whole))
+    def _patient_means(self) -> NDArray[np.float32]:
+        """Means float32[n, d] of the features of each patient in `full_table`."""
+        store, full_table = self.store, self.full_table
+        number = {name: k for k, name in enumerate(full_table.patient.tolist())}
+        used = range(len(store)) if self.target_labels is None else np.concatenate(self.target_labels.bags).tolist()
+        sums, n = np.zeros((len(full_table), store.n_features)), np.zeros(len(full_table))
         for bag in used:
-            rows = store.rows_of(bag)
-            of = np.array([number[name] for name in store.patches.patient[rows].tolist()])
-            np.add.at(n, of, 1)
-            features = store.bag(bag).features
-            for k in np.unique(of):
-                sums[k] += features[of == k].sum(axis=0, dtype=np.float64)
+            rows = store.bag_rows(bag)
+            patient_index = np.array([number[name] for name in store.patch_table.patient[rows].tolist()])
+            np.add.at(n, patient_index, 1)
+            features = store.read_bag(bag).features
+            for k in np.unique(patient_index):
+                sums[k] += features[patient_index == k].sum(axis=0, dtype=np.float64)
         return (sums / n[:, None]).astype(np.float32)
 
-    def examples(self, split: str) -> Examples:
+    def load_examples(self, split: str) -> Examples:
         rows = np.flatnonzero(self.table.split == split)
         table = self.table.take(rows)
-        allowed = None if self.answers else self._allowed(table, rows)
+        allowed = None if self.target_labels else self._find_allowed(table, rows)
         if self.example == "slide":
-            bags = self.answers.bags if self.answers else np.arange(len(self.store))[:, None]
-            found = self._bags(table, [bags[row] for row in rows], allowed)
-            return replace(found, task=self.task)
-        read = self._means.__getitem__ if self.example == "patient" else self.store.read
-        found = Examples(
-            lambda chosen: read(rows[chosen]),
-            table.label,
-            table.slide,
-            table.patient,
-            allowed,
-            task=self.task,
+            bags = self.target_labels.bags if self.target_labels else np.arange(len(self.store))[:, None]
+            examples = self._bag_examples(table, [bags[row] for row in rows], allowed)
+            return replace(examples, task=self.task)
+        read = self._patient_means.__getitem__ if self.example == "patient" else self.store.read
+        examples = Examples(
+            lambda chosen: read(rows[chosen]), table.label, table.slide, table.patient, allowed, task=self.task
         )
-        return in_memory(found, chunk=_READ)
+        return cache_examples(examples, chunk=_READ_ROWS)
 
-    def _allowed(self, table: Table, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """bool[n, classes], what examples may be by their tumour types; WsiFlError for one that is something else."""
+    def _find_allowed(self, table: Table, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Return bool[n, classes], the classes allowed by tumour type; WsiFlError for a label that is not."""
         meta, store = self.store.meta, self.store
         if self.example != "slide" and not meta.tumor_types:
             return None
-        whose = table.tumor_type if isinstance(table, BagTable) else None
-        kinds = store.table.tumor_type[store.bag_of_patch[rows]] if whose is None else whose
-        allowed = allowed_classes(kinds, meta.classes, meta.tumor_types)
+        bag_types = table.tumor_type if isinstance(table, BagTable) else None
+        kinds = store.table.tumor_type[store.bag_of_patch[rows]] if bag_types is None else bag_types
+        allowed = find_allowed_classes(kinds, meta.classes, meta.tumor_types)
         strange = ~allowed[np.arange(len(table)), table.label] & (not self.receives)
         for row in np.flatnonzero(strange)[:1]:
             raise WsiFlError(
@@ -560,123 +554,121 @@ class _Bagged(Data):
             )
         return allowed
 
-    def _bags(
+    def _bag_examples(
         self, table: BagTable, rows: Sequence[NDArray[np.int64]], allowed: NDArray[np.bool_] | None
     ) -> Examples:
-        """Examples of a table, each of one or more slides of the store, by position."""
+        """Return the examples of a table, each of one or more slides of the store, by position."""
         store = self.store
 
-        def read(k: int) -> NDArray[np.float32]:
-            parts = [store.bag(int(row)).features for row in rows[k]]
+        def read_bag(k: int) -> NDArray[np.float32]:
+            parts = [store.read_bag(int(row)).features for row in rows[k]]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-        sizes = np.array([store.sizes[some].sum() for some in rows], np.int64)
-        return bag_examples(
-            read,
+        sizes = np.array([store.bag_sizes[bag_rows].sum() for bag_rows in rows], np.int64)
+        return build_bag_examples(
+            read_bag,
             table,
             allowed,
             n_features=store.n_features,
             in_memory=int(sizes.sum()) * store.n_features * np.float32().nbytes <= IN_MEMORY_BYTES,
-            at_once=bags_at_once(int(sizes.max(initial=1)), store.n_features),
+            at_once=bag_batch_size(int(sizes.max(initial=1)), store.n_features),
         )
 
-    def inputs(self) -> Inputs:
+    def describe_inputs(self) -> ModelInputs:
         meta = self.store.meta
-        found = Inputs(n_features=self.store.n_features, encoder=meta.encoder)
+        inputs = ModelInputs(n_features=self.store.n_features, encoder=meta.encoder)
         if meta.made_by != "features":
-            kinds = {} if self.answers else meta.tumor_types
-            found["tumor_types"] = {kind: list(classes) for kind, classes in kinds.items()}
-        return found
+            kinds = {} if self.target_labels else meta.tumor_types
+            inputs["tumor_types"] = {kind: list(classes) for kind, classes in kinds.items()}
+        return inputs
 
     def _store_digest(self) -> str:
-        whole, store = self.whole, self.store
-        digest = _hashed(whole, whole.tumor_type if isinstance(whole, BagTable) else whole.xy_l0)
-        if self.answers is not None:
-            digest.update(np.concatenate(self.answers.bags).tobytes())
+        full_table, store = self.full_table, self.store
+        digest = _hash_examples(
+            full_table, full_table.tumor_type if isinstance(full_table, BagTable) else full_table.xy_l0
+        )
+        if self.target_labels is not None:
+            digest.update(np.concatenate(self.target_labels.bags).tobytes())
         digest.update(store.meta.encoder.encode())
         for k in range(len(store)):
-            bag = store.bag(k)
+            bag = store.read_bag(k)
             digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
         return digest.hexdigest()
 
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | {**self.inputs(), "recipe": dict(self.store.meta.recipe)}
+    def describe_store(self) -> dict[str, Any]:
+        return super().describe_store() | {**self.describe_inputs(), "recipe": dict(self.store.meta.recipe)}
 
     def require_current(self) -> None:
         meta, study = self.store.meta, self.study
-        if meta.made_by != "features" or not study.store(self.site).exists():
+        if meta.made_by != "features" or not study.store_path(self.site).exists():
             return
-        with open_store(study, self.site) as made:
-            cut, table = made.meta, made.table
+        with open_store(study, self.site) as patch_store:
+            patch_meta, table = patch_store.meta, patch_store.table
         columns = ("slide", "xy_l0", "label", "patient", "split")
-        if (cut.spec, cut.classes) != (meta.spec, meta.classes) or any(
-            not np.array_equal(getattr(table, name), getattr(self.store.patches, name)) for name in columns
+        if (patch_meta.spec, patch_meta.classes) != (meta.spec, meta.classes) or any(
+            not np.array_equal(getattr(table, name), getattr(self.store.patch_table, name)) for name in columns
         ):
             raise UsageError(
-                f"{study.relative(self.store.path)}: features of patches as they were before the site was tiled "
+                f"{study.relative_path(self.store.path)}: features of patches as they were before the site was tiled "
                 f"again; run `wsi-fl features --site {self.site}`"
             )
 
 
 @dataclass(frozen=True)
 class ExampleKind:
-    """What a pipeline learns from: which store, what a row of it is, and a word for many of them."""
+    """The kind of a pipeline's examples: its store, the example, and the plural for texts."""
 
     data: Literal["patches", "features", "mosaics"]
     example: Literal["patch", "slide", "patient"]
-    word: str
+    plural: str
 
     @property
-    def of_images(self) -> bool:
-        """Whether models see pixels."""
+    def is_images(self) -> bool:
+        """Whether examples are images."""
         return self.data == "patches"
 
     @property
-    def cut_by(self) -> Literal["tile", "mosaic"]:
-        """The command, and the section of a pipeline, by which slides become what the store holds."""
+    def tiling_command(self) -> Literal["tile", "mosaic"]:
+        """The command, and the section of a pipeline, that cuts slides for the store."""
         return "mosaic" if self.data == "mosaics" else "tile"
 
     @property
-    def linear(self) -> str | None:
-        """The linear head on such examples; None for pixels."""
-        return None if self.of_images else "mean_head" if self.example == "slide" else "linear_head"
+    def linear_head(self) -> str | None:
+        """The linear head for such examples; None for images."""
+        return None if self.is_images else "mean_head" if self.example == "slide" else "linear_head"
 
     def shape(self, n_features: int) -> Shape:
-        """Return what models see of examples of so many features."""
+        """Return the shape of a model's input, given the number of features."""
         return (types.Bags if self.example == "slide" else types.Vectors)(n_features)
 
-    def path(self, study: Study, site: str) -> Path:
-        """Return where a site's store is, or would be."""
-        return {"patches": study.store, "features": study.features, "mosaics": study.mosaic}[self.data](site)
+    def store_path(self, study: Study, site: str) -> Path:
+        """Return the path of a site's store, which may not exist."""
+        return {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}[self.data](
+            site
+        )
 
 
 def counts_patients(pipeline: Pipeline) -> bool:
-    """Return whether n is a number of patients; else it is one of rows."""
+    """Return whether the privacy unit is the patient; otherwise it is the row."""
     return pipeline.privacy.enabled and pipeline.privacy.unit == "patient"
 
 
-def kind_of(pipeline: Pipeline) -> ExampleKind:
-    """Return what a pipeline learns from; UsageError where there are no such examples."""
-    data, example, target = pipeline.train.data, pipeline.example, pipeline.target
+def find_example_kind(pipeline: Pipeline) -> ExampleKind:
+    """Return the kind of a pipeline's examples; UsageError for settings that exclude each other."""
+    data, example, target = pipeline.train.data, pipeline.example_level, pipeline.target
     if data == "patches" and example != "patch":
-        raise UsageError(
-            f"train.example = {example!r} is for features; set train.data = 'features' or 'mosaics'"
-        )
-    if not target.asked:
+        raise UsageError(f"train.example = {example!r} is for features; set train.data = 'features' or 'mosaics'")
+    if not target.is_set:
         return ExampleKind(data, example, {"patch": "patches"}.get(example, f"{example}s"))
     if example == "patch":
-        raise UsageError(
-            "[target] asks about slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'"
-        )
-    if example == "patient" and target.of != "patient":
-        raise UsageError(
-            "[target] asks about slides, and train.example = 'patient'; set target.per = 'patient'"
-        )
-    return ExampleKind(data, example, f"{target.of}s")
+        raise UsageError("[target] is for slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'")
+    if example == "patient" and target.example_level != "patient":
+        raise UsageError("[target] is for slides, and train.example = 'patient'; set target.per = 'patient'")
+    return ExampleKind(data, example, f"{target.example_level}s")
 
 
-def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
-    """Open the store that a pipeline trains on; says which command makes a missing one."""
-    if kind_of(pipeline).of_images:
-        return Patches(study, site, pipeline, open_store(study, site))
-    return _Bagged(study, site, pipeline, open_bags(study, site, pipeline.train.data))
+def open_data(study: Study, site: str, pipeline: Pipeline) -> SiteData:
+    """Open the store that a pipeline trains on; the error for a missing one names the command to make it."""
+    if find_example_kind(pipeline).is_images:
+        return PatchData(study, site, pipeline, open_store(study, site))
+    return _BagData(study, site, pipeline, open_bags(study, site, pipeline.train.data))

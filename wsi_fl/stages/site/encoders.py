@@ -9,7 +9,7 @@ from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.site.public import require_published
-from wsi_fl.stages.work.job import device_of_rank, take_threads
+from wsi_fl.stages.work.job import select_device, take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import WsiFlError
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def encoder_of(
+def load_encoder(
     study: Study,
     pipeline: Pipeline,
     section: Literal["features", "mosaic"],
     threads: int,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     *,
     device: torch.device | None = None,
 ) -> Encoder:
-    """The encoder of a section of a pipeline on a device, by default this rank's, and this rank's share of cores.
+    """Load the encoder of a pipeline's section on a device, by default this rank's, with this rank's share of cores.
 
-    `tell` is told what people should know.
+    `report` is called with lines for people.
     """
     take_threads(threads)
-    settings = pipeline.mosaic if section == "mosaic" else pipeline.encoding
+    settings = pipeline.mosaic if section == "mosaic" else pipeline.encoder_settings
     weights = study.resolve(settings.weights) if settings.weights else None
     if weights is not None and pipeline.privacy.enabled:
         require_published(weights, f"{section}.weights")
@@ -41,11 +41,11 @@ def encoder_of(
             settings.encoder,
             weights,
             input_px=settings.input_px,
-            device=device or device_of_rank(),
+            device=device or select_device(),
             half_precision=pipeline.gpu.encode == "half",
             compiled=pipeline.gpu.compile,
             cache=study.root / "weights",
-            tell=tell,
+            tell=report,
         )
     except NoWeightsError as error:
         raise NoWeightsError(
@@ -54,24 +54,24 @@ def encoder_of(
         ) from None
     except WsiFlError as error:
         raise type(error)(f"[{section}] {error}") from None
-    said = f"as timm has it, {', '.join(encoder.parts)}"
+    note = f"as timm has it, {', '.join(encoder.parts)}"
     if preset := PRESETS.get(settings.encoder):
-        gib = preset.needed_bytes / (1 << 30)
-        said = f"licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
-    tell(f"{encoder.name}: {said}")
+        gib = preset.memory_bytes / (1 << 30)
+        note = f"licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
+    report(f"{encoder.name}: {note}")
     return encoder
 
 
-def transform_of(encoder: Encoder) -> dict[str, Any]:
-    """Return for `--json` what an encoder does to patches and what it pools."""
-    how = encoder.network.transform
+def describe_transform(encoder: Encoder) -> dict[str, Any]:
+    """Return an encoder's transform of patches and its pooling, for `--json`."""
+    transform = encoder.network.transform
     preset = PRESETS.get(encoder.name)
     return {
-        "mean": list(how.mean),
-        "sd": list(how.sd),
-        "px": how.px,
-        "interpolation": how.interpolation,
-        "resize_px": how.resize_px or how.px,
+        "mean": list(transform.mean),
+        "sd": list(transform.sd),
+        "px": transform.px,
+        "interpolation": transform.interpolation,
+        "resize_px": transform.resize_px or transform.px,
         "pooling": encoder.network.pooling,
         "trained_mpp": list(preset.mpp) if preset else [],
     }

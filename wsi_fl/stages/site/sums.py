@@ -1,4 +1,4 @@
-"""The letters that sites have released once, `statistics/<site>.safetensors`: sums of features by column, and noise."""
+"""Class statistics released by sites, `statistics/<site>.safetensors`: sums of features by column, and noise."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wsi_fl.privacy.ledger_file import Guarantee, digest
-from wsi_fl.stages.site.data import Data
+from wsi_fl.privacy.ledger_file import Guarantee, digest_values
+from wsi_fl.stages.site.data import SiteData
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, Target
+from wsi_fl.study.pipeline import Pipeline, TargetSettings
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differences
 
 if TYPE_CHECKING:
-    from wsi_fl.models.directions import Directions
+    from wsi_fl.models.directions import Projection
 
-RUN = "oneshot"
-"""What ledgers call the release."""
-DAMAGED_LETTER = "copy the file from its site again, or put its backup back"
-"""What helps where no copy of a letter is whole."""
+STATISTICS_RUN = "oneshot"
+"""Name of the release in ledgers."""
+DAMAGED_HINT = "copy the file from its site again, or put its backup back"
+"""Hint for damaged statistics."""
 
 
-class Facts(BaseModel):
-    """What the header of a released file says of its numbers, as JSON text.
+class StatisticsHeader(BaseModel):
+    """The header of a released file, JSON text.
 
     Attributes:
-        site: whose sums they are.
-        data, example: what a row is, as `train.data` and `train.example` say it.
+        site: the releasing site.
+        data, example: of a row, see `train.data` and `train.example`.
         encoder, n_features: of the features.
-        classes: of the labels; of other questions what each output is called.
-        task: what `[target]` asked, in full; empty for what stores are labelled with.
-        dimensions, projection: along how many directions features are summed, and the SHA-256 of these.
-        unit, n: what ε protects, and how many of them there are.
-        sigma: noise multiplier; 0 without privacy.
-        epsilon: of everything that the site has released like this, with `delta` and what it is worth.
+        classes: of the labels; for other tasks the names of outputs.
+        task: `[target]` in full; empty for labels of stores.
+        dimensions, projection: number of directions, and SHA-256 of the projection.
+        unit, n: privacy unit, and number of units.
+        sigma: noise multiplier; 0 without differential privacy.
+        epsilon: of all such releases of the site, with `delta` and `guarantee`.
         digest: SHA-256 of the vector, as in the site's ledger.
     """
 
@@ -66,160 +66,162 @@ class Facts(BaseModel):
 
     @property
     def columns(self) -> int:
-        """Return how many columns features are summed in; ValidationError when `task` is no `[target]`."""
-        from wsi_fl.models.shared_head import n_columns  # and with it PyTorch
+        """Return the number of columns of sums; ValidationError when `task` is no `[target]`."""
+        from wsi_fl.models.shared_head import count_columns  # and with it PyTorch
 
-        asked = Target.model_validate_json(self.task or "{}")
-        return n_columns(len(self.classes), asked.kind)
+        target = TargetSettings.model_validate_json(self.task or "{}")
+        return count_columns(len(self.classes), target.target_kind)
 
 
 @dataclass(frozen=True, eq=False)
-class ReleasedSums:
-    """A letter as its site released it; `vector` is float32[k + columns], see `SharedHead.sums`."""
+class ReleasedStatistics:
+    """Released class statistics; `vector` is float32[k + columns], see `SharedHead.sums`."""
 
-    facts: Facts
+    header: StatisticsHeader
     vector: NDArray[np.float32]
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of what left."""
-        return self.facts.digest
+        """Return the SHA-256 of the released vector."""
+        return self.header.digest
 
 
-def write_sums(path: Path, sums: ReleasedSums) -> None:
+def write_statistics(path: Path, statistics: ReleasedStatistics) -> None:
     """Write a released file."""
     import torch
 
-    save_tensors(path, {"sums": torch.from_numpy(sums.vector)}, sums.facts.model_dump())
+    save_tensors(path, {"sums": torch.from_numpy(statistics.vector)}, statistics.header.model_dump())
 
 
-def as_file(sums: ReleasedSums) -> bytes:
-    """Return what `write_sums` writes: the numbers and their header, and nothing else that a file might hold."""
+def encode_file(statistics: ReleasedStatistics) -> bytes:
+    """Return the content that `write_statistics` writes: numbers and header only."""
     with TemporaryDirectory() as folder:
-        write_sums(file := Path(folder) / "letter.safetensors", sums)
+        write_statistics(file := Path(folder) / "letter.safetensors", statistics)
         return file.read_bytes()
 
 
-def read_sums(path: Path, label: str) -> ReleasedSums:
-    """Return what `write_sums` wrote; WsiFlError where numbers and header do not belong together."""
-    from wsi_fl.models.shared_head import n_sums  # and with it PyTorch
+def read_statistics(path: Path, label: str) -> ReleasedStatistics:
+    """Read a released file; WsiFlError where numbers and header do not match."""
+    from wsi_fl.models.shared_head import count_sums  # and with it PyTorch
 
     try:
         tensors, document = load_tensors(path, "release")
     except WsiFlError as error:
-        raise WsiFlError(f"{str(error).replace(str(path), label, 1)}; {DAMAGED_LETTER}") from None
+        raise WsiFlError(f"{str(error).replace(str(path), label, 1)}; {DAMAGED_HINT}") from None
     try:
-        facts = Facts.model_validate(document)
+        header = StatisticsHeader.model_validate(document)
         vector = tensors["sums"].numpy()
-        size = n_sums(facts.columns, facts.dimensions)
-        whole = (
-            facts.dimensions <= facts.n_features
+        size = count_sums(header.columns, header.dimensions)
+        is_valid = (
+            header.dimensions <= header.n_features
             and vector.dtype == np.float32
             and vector.shape == (size,)
-            and digest(vector) == facts.digest
+            and digest_values(vector) == header.digest
             and bool(np.isfinite(vector).all())
-            and vector[-facts.columns :].max() == np.float32(facts.sigma**2)
+            and vector[-header.columns :].max() == np.float32(header.sigma**2)
         )
     except (ValidationError, KeyError, TypeError, OverflowError):
-        whole = False
-    if not whole:
-        raise WsiFlError(f"{label}: not sums that a site released, or edited since; {DAMAGED_LETTER}")
-    return ReleasedSums(facts, vector)
+        is_valid = False
+    if not is_valid:
+        raise WsiFlError(f"{label}: no class statistics that a site released, or edited since; {DAMAGED_HINT}")
+    return ReleasedStatistics(header, vector)
 
 
-def releases_of(study: Study, sites: Iterable[SiteFile]) -> dict[str, ReleasedSums]:
-    """Return the released sums of those of some sites that write a letter and have a file here."""
-    found = {}
+def load_statistics(study: Study, sites: Iterable[SiteFile]) -> dict[str, ReleasedStatistics]:
+    """Read the released statistics of sites with labels and a file here."""
+    statistics: dict[str, ReleasedStatistics] = {}
     for site in sites:
-        path = study.release(site.name)
-        if path.exists() and not site.receives:
-            found[site.name] = read_sums(path, study.relative(path))
-            refuse_another_site(found[site.name].facts, site.name, study.relative(path))
-    return found
+        path = study.release_path(site.name)
+        if path.exists() and not site.is_receiver:
+            statistics[site.name] = read_statistics(path, study.relative_path(path))
+            refuse_another_site(statistics[site.name].header, site.name, study.relative_path(path))
+    return statistics
 
 
-def refuse_another_site(facts: Facts, site: str, label: str) -> None:
-    """Refuse sums that are another site's than they are taken for; WsiFlError says whose."""
-    if facts.site != site:
-        theirs = _short(facts.site)
-        raise WsiFlError(f"{label}: these are the sums of site {theirs}; call the file {theirs}.safetensors")
+def refuse_another_site(header: StatisticsHeader, site: str, label: str) -> None:
+    """Refuse statistics of another site; WsiFlError names it."""
+    if header.site != site:
+        owner = _shorten(header.site)
+        raise WsiFlError(f"{label}: these are the statistics of site {owner}; call the file {owner}.safetensors")
 
 
-def missing_release(study: Study, site: str) -> str:
-    """Return in words that a site has no file here, and what to do about it."""
+def describe_missing(study: Study, site: str) -> str:
+    """Describe that a site has no file here, and what to do."""
     return (
-        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl statistics --site {site}` "
+        f"{study.relative_path(study.release_path(site))}: no statistics of site {site} yet; run `wsi-fl "
+        f"statistics --site {site}` "
         "where its store is, and copy the file here"
     )
 
 
-def wanted_of(data: Data) -> dict[str, Any]:
-    """Return what the header of a file must say that a pipeline can use beside a site's own store."""
+def build_header(data: SiteData) -> dict[str, Any]:
+    """Return the header fields of statistics that match a site's store and pipeline."""
     assert isinstance(data.shape, Bags | Vectors)
-    pipeline, directions = data.pipeline, directions_of(data)
+    pipeline, projection = data.pipeline, load_projection(data)
     return {
         "data": pipeline.train.data,
-        "example": pipeline.example,
-        "encoder": data.inputs()["encoder"],
+        "example": pipeline.example_level,
+        "encoder": data.describe_inputs()["encoder"],
         "n_features": data.shape.n_features,
         "classes": list(data.classes),
-        "task": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.asked else "",
-        "dimensions": directions.n,
-        "projection": directions.digest,
+        "task": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.is_set else "",
+        "dimensions": projection.n_components,
+        "projection": projection.digest,
         "unit": pipeline.privacy.unit,
     }
 
 
-def directions_of(data: Data) -> Directions:
-    """Return the directions along which a site's features are summed: those of public tissue, or random ones."""
-    from wsi_fl.models.directions import random_directions  # and with it PyTorch
+def load_projection(data: SiteData) -> Projection:
+    """Return the projection of a site's features: of public reference slides, or random."""
+    from wsi_fl.models.directions import random_projection  # and with it PyTorch
 
     assert isinstance(data.shape, Bags | Vectors)
-    wanted, encoder = data.pipeline.model.projection, data.inputs()["encoder"]
-    if isinstance(wanted, int):
-        return random_directions(data.shape.n_features, wanted)
-    directions = open_directions(data.study, wanted)
-    assert directions.origin is not None
-    if any(encoder_differences([directions.origin.encoder, str(encoder)])):
+    choice, encoder = data.pipeline.model.projection, data.describe_inputs()["encoder"]
+    if isinstance(choice, int):
+        return random_projection(data.shape.n_features, choice)
+    projection = open_projection(data.study, choice)
+    assert projection.origin is not None
+    if any(encoder_differences([projection.origin.encoder, str(encoder)])):
         raise UsageError(
-            f"model.projection = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
-            f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl projection)"
+            f"model.projection = {choice!r}: projection for {projection.origin.encoder}, but the features of site "
+            f"{data.site} are of {encoder}; make a projection with that encoder (wsi-fl projection)"
         )
-    return directions
+    return projection
 
 
-def of_patients(pipeline: Pipeline) -> bool:
-    """Return whether a letter is of patients with many rows each, whose means are summed."""
-    return pipeline.privacy.unit == "patient" and pipeline.example == "patch"
+def has_patient_means(pipeline: Pipeline) -> bool:
+    """Return whether statistics are of patients with many rows each, whose means are summed."""
+    return pipeline.privacy.unit == "patient" and pipeline.example_level == "patch"
 
 
-def open_directions(study: Study, path: str) -> Directions:
-    """Return the public directions of a file, by its path in the study; WsiFlError when it is missing or damaged."""
-    from wsi_fl.models.directions import read_directions
+def open_projection(study: Study, path: str) -> Projection:
+    """Read the projection in a file of the study; WsiFlError when it is missing or damaged."""
+    from wsi_fl.models.directions import read_projection
 
     file = study.resolve(path)
     if not file.exists():
         raise WsiFlError(
             f"model.projection = {path!r}: no such file; make it with `wsi-fl projection`, or copy it here"
         )
-    return read_directions(file, study.relative(file))
+    return read_projection(file, study.relative_path(file))
 
 
-def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
-    """Refuse sums that cannot be added to those of this plan, naming the first thing that differs."""
-    for key, value in wanted.items():
-        theirs = getattr(facts, key)
-        alike = theirs == value
+def refuse_mismatch(header: StatisticsHeader, expected: Mapping[str, Any], label: str) -> None:
+    """Refuse statistics that do not match this plan, naming the first difference."""
+    for key, value in expected.items():
+        file_value = getattr(header, key)
+        is_equal = file_value == value
         if key == "encoder":
-            alike = not any(encoder_differences([str(theirs), str(value)]))
-        if not alike:
+            is_equal = not any(encoder_differences([str(file_value), str(value)]))
+        if not is_equal:
             raise UsageError(
-                f"{label}: sums with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings back, "
-                f"or release anew (wsi-fl statistics --site {facts.site} --again), which spends the same ε again"
+                f"{label}: statistics with {key} = {_shorten(file_value)}, but here it is {_shorten(value)}; put the "
+                f"settings back, or release again (wsi-fl statistics --site {header.site} --again), which spends "
+                "the same ε again"
             )
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     text = "".join(c if c.isprintable() else "?" for c in text[:61])
     return text if len(text) <= 60 else f"{text[:59]}…"

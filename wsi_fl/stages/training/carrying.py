@@ -1,7 +1,7 @@
-"""Letters that lie at their sites, see `statistics`, carried by the network in the place of people.
+"""Synchronisation of released class statistics (see `statistics`) over the network, in place of people.
 
-Every site tells which letters lie there. Who lacks another's gets it from that site alone, checks it as a file that
-people have carried, and keeps it as such. The run then rests on the files, as in a study where all of them lie.
+Each site announces its files. A site that lacks another's statistics gets them from that site only, checks and stores
+them as a file that people copied. The run then uses the files.
 """
 
 from __future__ import annotations
@@ -16,145 +16,161 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import Digest, Name, NotAgreed
+from wsi_fl.federation.documents import Digest, ProtocolError, SiteName
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.stages.site.account import check_own, guarantee_of, open_ledger, terms_of
+from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.stages.site.account import build_terms, find_guarantee, open_ledger, require_release
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import (
-    RUN,
-    ReleasedSums,
-    as_file,
-    read_sums,
+    STATISTICS_RUN,
+    ReleasedStatistics,
+    build_header,
+    encode_file,
+    read_statistics,
     refuse_another_site,
-    refuse_others,
-    wanted_of,
+    refuse_mismatch,
 )
-from wsi_fl.stages.training.checks import check_letters
-from wsi_fl.system.files import atomic
-from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+from wsi_fl.stages.training.checks import require_statistics
+from wsi_fl.system.files import atomic_path
+from wsi_fl.types import ReportableError, UsageError, WsiFlError
 
-_MOST = 8 << 20
-"""The longest letter as base64: 1000 classes along 1536 directions. All letters of a job are in memory at once."""
-_Names = Annotated[list[Name], Field(max_length=10_000)]
+_MAX_TEXT_CHARS = 8 << 20
+"""The longest file as base64: 1000 classes along 1536 directions. All files of a job are in memory at once."""
+_SiteNames = Annotated[list[SiteName], Field(max_length=10_000)]
 
 
-class Lies(TypedDict):
-    """Which letters lie at a site, by the SHA-256 of their files.
+class StatisticsOffer(TypedDict):
+    """The files of class statistics at a site, by SHA-256.
 
     Attributes:
-        own: its own; "" for none.
-        held: of the sites of the plan, its own among them.
-        began: whose letters its run began with, where it goes on with one of a signed plan.
+        own: of the site; "" for none.
+        held: by site of the plan, itself included.
+        began: the sites whose statistics its run began with, where it resumes a run of a signed plan.
     """
 
     own: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
-    held: Annotated[dict[Name, Digest], Field(max_length=10_000)]
-    began: _Names | None
+    held: Annotated[dict[SiteName, Digest], Field(max_length=10_000)]
+    began: _SiteNames | None
 
 
-class Carried(TypedDict):
-    """The file of a site's own letter in base64; "" where all have it."""
+class StatisticsFile(TypedDict):
+    """The file of a site's class statistics in base64; "" where all have it."""
 
-    letter: Annotated[str, Field(max_length=_MOST)]
+    letter: Annotated[str, Field(max_length=_MAX_TEXT_CHARS)]
 
 
-def carry(party: RunContext, comm: Comm) -> RunContext:
-    """Bring every site the letters that it lacks of those who are there; return the party that rests on common ones.
+def sync_statistics(context: RunContext, comm: Comm) -> RunContext:
+    """Send each site the files that it lacks from present sites; return the context of the common statistics.
 
-    A letter of a site that is away is used where all have the same. Nothing is told where heads rest on no files.
+    A file of an absent site is used where all have the same. Nothing is disclosed where heads use no files.
 
     Raises:
-        KnownToAll: when fewer letters are there than was agreed on.
-        WsiFlError: when the own letter may not leave, or another's is none that people could have carried here.
+        KnownToAll: when there are fewer statistics than agreed.
+        WsiFlError: when local statistics may not leave, or others' are invalid.
     """
-    if not party.by_files:
-        return party
-    names, here = [party.names[k] for k in comm.running], [party.names[k] for k in comm.sites]
-    marks = {name: sha256(as_file(one)).hexdigest() for name, one in party.releases.items()}
-    kept = party.run.site(here[0]).released() if party.run.agreement else None
-    began = None if kept is None else sorted(kept)
-    mine = [Lies(own=marks.get(name, ""), held=marks, began=began) for name in here]
-    told = dict(zip(names, comm.gather(mine, Lies), strict=True))
-    lacking = [name for name in names if told[name]["own"] and _lack(told, name)]
-    if lacking:
-        leaving = [Carried(letter=_letter(party, name) if name in lacking else "") for name in here]
-        came = dict(zip(names, comm.gather(leaving, Carried), strict=True))
-        for name in lacking:
-            if name not in here:
-                _keep(party, here[0], name, came[name]["letter"])
-    party = replace(party, letters=frozenset(_common(told, party.names)))
+    if not context.uses_files:
+        return context
+    names, local_names = [context.names[k] for k in comm.running], [context.names[k] for k in comm.sites]
+    file_digests = {
+        name: sha256(encode_file(statistics)).hexdigest() for name, statistics in context.statistics.items()
+    }
+    released_before = (
+        context.run.site_folder(local_names[0]).read_statistics_digests() if context.run.agreement_digest else None
+    )
+    begun_names = None if released_before is None else sorted(released_before)
+    local_offers = [
+        StatisticsOffer(own=file_digests.get(name, ""), held=file_digests, began=begun_names) for name in local_names
+    ]
+    offers = dict(zip(names, comm.gather(local_offers, StatisticsOffer), strict=True))
+    missing_names = [name for name in names if offers[name]["own"] and _is_missing(offers, name)]
+    if missing_names:
+        local_files = [
+            StatisticsFile(letter=_encode_statistics(context, name) if name in missing_names else "")
+            for name in local_names
+        ]
+        files = dict(zip(names, comm.gather(local_files, StatisticsFile), strict=True))
+        for name in missing_names:
+            if name not in local_names:
+                _keep_statistics(context, local_names[0], name, files[name]["letter"])
+    context = replace(context, common_sites=frozenset(_find_common(offers, context.names)))
     try:
-        check_letters(party)
+        require_statistics(context)
     except WsiFlError as error:
-        raise KnownToAll(str(error)) from None
-    return party
+        raise ReportableError(str(error)) from None
+    return context
 
 
-def _lack(told: Mapping[str, Lies], name: str) -> bool:
-    """Return whether a site lacks the letter of another as it lies there."""
-    return any(one["held"].get(name) != told[name]["own"] for one in told.values())
+def _is_missing(offers: Mapping[str, StatisticsOffer], name: str) -> bool:
+    """Return whether a site lacks the current file of another."""
+    return any(offer["held"].get(name) != offers[name]["own"] for offer in offers.values())
 
 
-def _common(told: Mapping[str, Lies], names: Sequence[str]) -> list[str]:
-    """Return whose letters all sites have once letters were carried, and had as the run began."""
-    away = {name: {one["held"].get(name, "") for one in told.values()} for name in names if name not in told}
-    there = [name for name in names if (told[name]["own"] if name in told else away[name] - {""})]
-    begun = [one["began"] for one in told.values() if one["began"] is not None]
-    return [name for name in there if len(away.get(name, "1")) == 1 and all(name in one for one in begun)]
+def _find_common(offers: Mapping[str, StatisticsOffer], names: Sequence[str]) -> list[str]:
+    """Return the sites whose statistics all sites have after synchronisation, and had when the run began."""
+    absent_digests = {
+        name: {offer["held"].get(name, "") for offer in offers.values()} for name in names if name not in offers
+    }
+    available = [name for name in names if (offers[name]["own"] if name in offers else absent_digests[name] - {""})]
+    begun = [offer["began"] for offer in offers.values() if offer["began"] is not None]
+    return [
+        name
+        for name in available
+        if len(absent_digests.get(name, "1")) == 1 and all(name in begun_names for begun_names in begun)
+    ]
 
 
-def own_letter(party: RunContext, name: str) -> tuple[ReleasedSums, PrivacyLedger, int]:
-    """Return a site's own letter as it may leave, its ledger, and the round in which it was released.
+def load_local_statistics(context: RunContext, name: str) -> tuple[ReleasedStatistics, PrivacyLedger, int]:
+    """Return a site's class statistics, its ledger, and the round of their release, after checks that they may leave.
 
     Raises:
-        UsageError: when there is none, or it has no differential privacy and the site allows that no longer.
-        WsiFlError: when it was edited, or the ledger does not know that it may leave.
+        UsageError: when there are none, or they have no differential privacy and the site no longer allows that.
+        WsiFlError: when they were edited, or are not final in the ledger.
     """
-    study, site = party.study, party.site(name)
-    label = study.relative(study.release(name))
-    if (sums := party.releases.get(name)) is None:
+    study, site = context.study, context.find_site(name)
+    label = study.relative_path(study.release_path(name))
+    if (statistics := context.statistics.get(name)) is None:
         raise UsageError(
-            f"site {name} has released no letter yet, and this plan sends it; there: `wsi-fl statistics --site {name}`"
+            f"site {name} has released no statistics, and this plan sends them; there: `wsi-fl statistics "
+            f"--site {name}`"
         )
-    terms = terms_of(site, party.pipeline, guarantee_of(party.method, party.pipeline))
-    ledger = open_ledger(study, site, RUN, terms)
-    round_ = check_own(ledger, RUN, digest(sums.vector), label)
+    terms = build_terms(site, context.pipeline, find_guarantee(context.method, context.pipeline))
+    ledger = open_ledger(study, site, STATISTICS_RUN, terms)
+    round_ = require_release(ledger, STATISTICS_RUN, digest_values(statistics.vector), label)
     if not round_.final:
         raise WsiFlError(
-            f"{label}: the ledger does not say that it may leave; run `wsi-fl statistics --site {name}`, which spends "
-            "nothing then"
+            f"{label}: not final in the ledger, so that it may not leave; run `wsi-fl statistics --site {name}`, which "
+            "spends nothing then"
         )
     if ledger.epsilon() is None and not site.allows("model"):
         raise UsageError(
-            f"sites/{name}.toml: a letter without differential privacy may not leave this site; add allow = "
+            f"sites/{name}.toml: statistics without differential privacy may not leave this site; add allow = "
             '["model"] there'
         )
-    return sums, ledger, round_.number
+    return statistics, ledger, round_.number
 
 
-def _letter(party: RunContext, name: str) -> str:
-    """Return a site's own letter as it leaves, which is on its ledger by now; nothing is spent."""
-    sums, ledger, round_ = own_letter(party, name)
-    text = b64encode(as_file(sums)).decode()
-    if len(text) > _MOST:
+def _encode_statistics(context: RunContext, name: str) -> str:
+    """Return a site's class statistics as base64, recorded in its ledger; nothing is spent."""
+    statistics, ledger, round_ = load_local_statistics(context, name)
+    text = b64encode(encode_file(statistics)).decode()
+    if len(text) > _MAX_TEXT_CHARS:
         raise WsiFlError(
-            f"the letter of site {name} is too long for a network; copy it to the others' statistics/"
+            f"the statistics of site {name} are too long for a network; copy them to the others' statistics/"
         )
-    ledger.reissue(round_, sums.vector, schema="sums", agreement=party.run.agreement)
+    ledger.release_again(round_, statistics.vector, schema="sums", agreement=context.run.agreement_digest)
     return text
 
 
-def _keep(party: RunContext, me: str, name: str, letter: str) -> None:
-    """Keep another site's letter, once it is known to be one that is of use here."""
-    study, label = party.study, f"the letter of site {name}"
+def _keep_statistics(context: RunContext, local_site: str, name: str, text: str) -> None:
+    """Store another site's class statistics after checks."""
+    study, label = context.study, f"the statistics of site {name}"
     try:
-        content = b64decode(letter, validate=True)
+        content = b64decode(text, validate=True)
     except ValueError:
-        raise NotAgreed(f"site {name} told what was not agreed on: no letter") from None
-    with atomic(study.release(name)) as temporary:
+        raise ProtocolError(f"site {name} told what was not agreed on: no statistics") from None
+    with atomic_path(study.release_path(name)) as temporary:
         temporary.touch(mode=0o600)
         temporary.write_bytes(content)
-        sums = read_sums(temporary, label)
-        refuse_another_site(sums.facts, name, label)
-        refuse_others(sums.facts, wanted_of(party.data(me)), label)
+        statistics = read_statistics(temporary, label)
+        refuse_another_site(statistics.header, name, label)
+        refuse_mismatch(statistics.header, build_header(context.open_data(local_site)), label)

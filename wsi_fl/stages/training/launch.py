@@ -1,4 +1,4 @@
-"""Starting one MPI rank per site, noticing who is lost, and saying how a run goes on that was stopped."""
+"""Start of an MPI rank per site, detection of dropouts, and hints how to resume."""
 
 from __future__ import annotations
 
@@ -20,105 +20,106 @@ from threading import Thread
 from typing import IO, Any
 
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.work.console import Watcher, say
+from wsi_fl.stages.work.console import Watcher, print_message
 from wsi_fl.stages.work.job import take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import (
-    is_first,
+    is_first_rank,
     launcher_reason,
     local_environment,
     n_cores,
-    share_of_threads,
-    threads_wanted,
+    read_thread_setting,
+    threads_per_rank,
 )
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 _POLL_S = 0.05
 _STALE_S = 5.0
-"""Older reports of a late site count no more; who waits repeats them every second."""
-_MANY = 20
+"""Age from which reports of a late site are ignored; waiting ranks repeat them each second."""
+_DEADLOCK_TIMEOUTS = 20
 LAUNCHER = "WSI_FL_LAUNCHER"
-"""Tells the ranks which process to report to; without it they would go on with nobody to look after them."""
-_KILLED = re.compile(
-    rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
-)
-"""What Open MPI's launcher says of a rank that a signal ended, and what MPICH's says."""
+"""Environment variable with the launcher's process id, without which ranks would outlive it."""
+_SIGNAL_REPORT = re.compile(rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)")
+"""Text of Open MPI's and MPICH's launchers about a rank that a signal ended."""
 
 
 def resume_command(study: Study, run: RunFolder) -> str:
-    """Return the command that continues a run."""
-    return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
+    """Return the command that resumes a run."""
+    return f"wsi-fl train --resume {shlex.quote(study.relative_path(run.path))}"
 
 
-def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
-    """Name the command that continues a run where Ctrl-C or a full disk ends it."""
-    return naming(run.path, f"continue with `{resume_command(study, run)}`")
+def hint_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
+    """Name the command that resumes a run after Ctrl-C or on a full disk."""
+    return hint_way_on(run.path, f"continue with `{resume_command(study, run)}`")
 
 
 @contextmanager
-def naming(place: Path, way_on: str) -> Iterator[None]:
-    """Say how work goes on that Ctrl-C or a full disk ends while it writes to `place`."""
+def hint_way_on(path: Path, way_on: str) -> Iterator[None]:
+    """Add to the error of Ctrl-C or a full disk at `path` how to continue."""
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; {way_on}") from None
     except Exception as error:
         try:
-            raise_if_full(error, place)
+            raise_if_full(error, path)
         except DiskFull:
-            raise DiskFull(f"{place}: the disk is full; free some space and {way_on}") from error
+            raise DiskFull(f"{path}: the disk is full; free some space and {way_on}") from error
         raise
 
 
 class SitesLost(Exception):
-    """Some ranks were killed or hang; the job was ended so that the others can start again."""
+    """Ranks were killed or hang; the job was ended so that the others can start again."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         super().__init__(reasons)
         self.reasons = reasons
-        """Site → why."""
+        """Site → reason."""
 
 
 def find_mpiexec() -> str:
-    """mpiexec beside this Python, else on PATH; WsiFlError when there is none, saying how to get one."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
-    if found is None:
+    """Return mpiexec beside this Python, or on PATH; WsiFlError, with a hint to install it, when there is none."""
+    sibling = Path(sys.executable).parent / "mpiexec"
+    path = str(sibling) if sibling.is_file() else shutil.which("mpiexec")
+    if path is None:
         raise WsiFlError(f"no MPI: mpiexec was not found; {_INSTALL}")
-    return found
+    return path
 
 
 def rank_environment(n_ranks: int) -> dict[str, str]:
-    """The environment of ranks on this machine, whose threads are divided among them if they were to take more."""
+    """Return the environment of ranks on this machine, with its cores divided among them."""
     environment = local_environment()
-    threads = _threads(n_ranks)
-    if not environment.get("OMP_NUM_THREADS") or threads_note(n_ranks):
-        environment["OMP_NUM_THREADS"] = str(threads)
-    if os.geteuid() == 0:  # containers; Open MPI wants to be told twice
+    n_threads = _count_threads(n_ranks)
+    if not environment.get("OMP_NUM_THREADS") or describe_threads(n_ranks):
+        environment["OMP_NUM_THREADS"] = str(n_threads)
+    if os.geteuid() == 0:  # containers; Open MPI needs both
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return environment
 
 
-def threads_note(n_ranks: int) -> str:
-    """Say that OMP_NUM_THREADS asks for more than the machine has; "" where it does not."""
-    wanted = threads_wanted()
-    if wanted is None or wanted <= _threads(n_ranks):
+def describe_threads(n_ranks: int) -> str:
+    """Describe that OMP_NUM_THREADS exceeds the machine's cores; "" where it does not."""
+    n_requested = read_thread_setting()
+    if n_requested is None or n_requested <= _count_threads(n_ranks):
         return ""
     cores = n_cores()
-    return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
+    share = f"each takes {_count_threads(n_ranks)}"
+    return f"OMP_NUM_THREADS = {n_requested} in {n_ranks} ranks is more than {cores} cores: {share}"
 
 
 def share_threads() -> None:
-    """Take this rank's share of the machine's cores, and say so once where more threads were asked for."""
-    share, wanted = share_of_threads(), threads_wanted()
+    """Take this rank's share of the machine's cores, and report once where more threads were requested."""
+    share, n_requested = threads_per_rank(), read_thread_setting()
     take_threads(share)
-    if wanted and wanted > share and is_first():
-        say(f"  OMP_NUM_THREADS = {wanted} in every rank is more than there are cores: each takes {share}")
+    if n_requested and n_requested > share and is_first_rank():
+        print_message(
+            f"  OMP_NUM_THREADS = {n_requested} in every rank is more than there are cores: each takes {share}"
+        )
 
 
-def _threads(n_ranks: int) -> int:
+def _count_threads(n_ranks: int) -> int:
     return max(1, n_cores() // n_ranks)
 
 
@@ -128,21 +129,21 @@ def run_ranks(
     """Run `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
 
     Args:
-        sites: rank k belongs to the k-th.
-        log: where what MPI itself says is kept.
-        timeout_s: how long one rank may let another wait.
-        resume: the command that continues the job, for messages.
+        sites: of ranks 0, 1, ….
+        log: file of MPI's output.
+        timeout_s: longest wait of a rank for another.
+        resume: the command that resumes the job, for messages.
 
     Raises:
         SitesLost: when ranks were killed, or hang.
-        WsiFlError, UsageError: with the failing rank's own reason, or that a rank died without one.
+        WsiFlError, UsageError: with the failing rank's reason, or that a rank died without one.
     """
     command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
-    written = log.stat().st_size if log.exists() else 0
-    if said := threads_note(len(sites)):
-        watcher.say(f"  {said}")
+    log_start = log.stat().st_size if log.exists() else 0
+    if note := describe_threads(len(sites)):
+        watcher.print_message(f"  {note}")
     with (
         log.open("ab") as log_file,
         _signals_interrupt(),
@@ -157,61 +158,59 @@ def run_ranks(
     ):
         assert process.stdout is not None
         ranks = _Ranks(watcher, timeout_s)
-        reader = Thread(target=ranks.follow, args=(process.stdout,), daemon=True)
+        reader = Thread(target=ranks.follow_events, args=(process.stdout,), daemon=True)
         reader.start()
         try:
             hanging: dict[str, str] = {}
             while process.poll() is None and not hanging:
                 time.sleep(_POLL_S)
-                hanging = ranks.hanging()
-                if ranks.deadlocked():
+                hanging = ranks.find_hanging()
+                if ranks.is_deadlocked():
                     raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
             if hanging:
-                ranks.kill(hanging)  # MPI can end the others only once these are gone
-            _end(process)
+                ranks.kill(hanging)  # MPI can end the others only after these
+            _end_process(process)
         except KeyboardInterrupt:
             raise WsiFlError(f"interrupted; continue with `{resume}`") from None
         finally:
-            _end(process)
+            _end_process(process)
         code = process.returncode
         reader.join(timeout=5)
-    lost = hanging or (ranks.killed(log.read_bytes()[written:]) if code else {})
+    lost = hanging or (ranks.find_killed(log.read_bytes()[log_start:]) if code else {})
     if lost:
         raise SitesLost(lost)
     if ranks.failures:
         kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
         raise kind(ranks.failures[0]["error"])
-    if code and not ranks.began:
-        reason = launcher_reason(log.read_bytes()[written:].decode(errors="replace"))
+    if code and not ranks.has_begun:
+        reason = launcher_reason(log.read_bytes()[log_start:].decode(errors="replace"))
         raise WsiFlError(
             f"no site's process began: {reason} (mpiexec exit code {code}, see {log}); `wsi-fl doctor` tries MPI by "
             "itself, and --backend local trains without it"
         )
     if code:
-        raise WsiFlError(
-            f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
-        )
+        raise WsiFlError(f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`")
 
 
 class _Ranks:
-    """What the ranks of a job said, and what follows from their silence."""
+    """Events and timeouts of the ranks of a job."""
 
     def __init__(self, watcher: Watcher, timeout_s: float) -> None:
         self.failures: list[dict[str, Any]] = []
         self._watcher, self._timeout_s = watcher, timeout_s
         self._pids: dict[str, int] = {}
-        self._heard: dict[str, float] = {}
+        self._last_heard: dict[str, float] = {}
         self._hosts: dict[str, str] = {}
         self._late: dict[str, tuple[float, float]] = {}
-        """Site → when others first and last said that they wait for it too long, without a break."""
+        """Site → first and last report of others that it is late, without a break."""
 
     @property
-    def began(self) -> bool:
-        """Whether any rank spoke."""
+    def has_begun(self) -> bool:
+        """Whether a rank has reported."""
         return bool(self._pids)
 
-    def follow(self, stream: IO[bytes]) -> None:
-        """Reads events until the last rank is gone."""
+    def follow_events(self, stream: IO[bytes]) -> None:
+        """Read events until the last rank has ended."""
         for line in stream:
             try:
                 event = json.loads(line)
@@ -220,42 +219,42 @@ class _Ranks:
             if not isinstance(event, dict):
                 continue
             if (site := event.get("site", event.get("part"))) is not None:
-                self._heard[site] = time.monotonic()
+                self._last_heard[site] = time.monotonic()
             if "pid" in event:
                 self._pids[event["site"]] = event["pid"]
                 self._hosts[event["site"]] = event.get("host", "")
             if "late" in event:
-                now = time.monotonic()
+                current = time.monotonic()
                 for name in event["late"]:
-                    first, last = self._late.get(name, (now, now))
-                    self._late[name] = (now if now - last > _STALE_S else first, now)
+                    first, last = self._late.get(name, (current, current))
+                    self._late[name] = (current if current - last > _STALE_S else first, current)
             if "error" in event:
                 self.failures.append(event)
             if "say" in event:
-                self._watcher.say(event["say"])
+                self._watcher.print_message(event["say"])
             if "part" in event:
                 self._watcher.update(event["part"], event["done"], event["total"], event["note"])
 
-    def hanging(self) -> dict[str, str]:
-        """Sites that others wait for longer than the timeout, and that gave no sign of life for half of it."""
-        now = time.monotonic()
+    def find_hanging(self) -> dict[str, str]:
+        """Return the sites later than the timeout and without a sign of life for half of it, with reasons."""
+        current = time.monotonic()
         return {
-            site: f"no sign of life for {now - self._heard[site]:.0f} s"
+            site: f"no sign of life for {current - self._last_heard[site]:.0f} s"
             for site, (_, last) in sorted(self._late.copy().items())
-            if now - last < _STALE_S and now - self._heard.get(site, now) > self._timeout_s / 2
+            if current - last < _STALE_S and current - self._last_heard.get(site, current) > self._timeout_s / 2
         }
 
-    def deadlocked(self) -> bool:
-        """Whether some site lets others wait for many times the timeout, though it is alive."""
-        return any(last - first > _MANY * self._timeout_s for first, last in self._late.copy().values())
+    def is_deadlocked(self) -> bool:
+        """Return whether others wait for a site, though alive, for many times the timeout."""
+        return any(last - first > _DEADLOCK_TIMEOUTS * self._timeout_s for first, last in self._late.copy().values())
 
-    def killed(self, log: bytes) -> dict[str, str]:
-        """The sites whose processes ended by a signal, as MPI's launcher said."""
-        of_pid = {pid: site for site, pid in self._pids.items()}
+    def find_killed(self, log: bytes) -> dict[str, str]:
+        """Return the sites whose processes a signal ended, from the log of MPI's launcher."""
+        site_of_pid = {pid: site for site, pid in self._pids.items()}
         return {
-            of_pid[int(pid)]: f"its process was killed by {_signal_name(int(sign))}"
-            for pid, sign in _KILLED.findall(log)
-            if int(pid) in of_pid
+            site_of_pid[int(pid)]: f"its process was killed by {_signal_name(int(sign))}"
+            for pid, sign in _SIGNAL_REPORT.findall(log)
+            if int(pid) in site_of_pid
         }
 
     def kill(self, sites: dict[str, str]) -> None:
@@ -274,24 +273,24 @@ def _signal_name(number: int) -> str:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a job as Ctrl-C does: its ranks would go on without anybody to look after them."""
+    """Let SIGTERM and SIGHUP end a job as Ctrl-C does, as its ranks would outlive it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def interrupt(*_: object) -> None:
+    def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {sign: signal.signal(sign, interrupt) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {sign: signal.signal(sign, raise_interrupt) for sign in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for sign, handler in before.items():
+        for sign, handler in handlers.items():
             signal.signal(sign, handler)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends mpiexec and the ranks it started, politely first."""
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """End mpiexec and its ranks, by SIGTERM first."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sign)

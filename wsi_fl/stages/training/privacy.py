@@ -1,4 +1,4 @@
-"""`privacy`: what a plan costs, or the noise that a budget asks for."""
+"""`compute_privacy`: ε of settings, or the noise for a budget."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from math import isfinite
 from typing import Any
 
 from wsi_fl.privacy import accounting
-from wsi_fl.privacy.plan import Proposal, planned, proposals
-from wsi_fl.report.words import detected
-from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.study.toml import LEAST_SIGMA
+from wsi_fl.privacy.plan import BudgetProposal, list_proposals, propose_plan
+from wsi_fl.report.words import describe_detection
+from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.study.toml import MIN_SIGMA
 from wsi_fl.types import UsageError
 
 _BATCH_SIZE = 32
-_LEAST_DELTA = 1e-300
+_MIN_DELTA = 1e-300
 _ACCOUNTANTS = {
     "exact": "exact",
     "rdp": "RDP accountant, an upper bound",
@@ -22,7 +22,7 @@ _ACCOUNTANTS = {
 }
 
 
-def privacy(
+def compute_privacy(
     *,
     n: int,
     batch_size: int | None,
@@ -32,9 +32,9 @@ def privacy(
     target_epsilon: float | None,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """ε of `epochs` epochs of DP-SGD over n rows, and for a patient with `group` of them; or how to keep to a target.
+    """Return ε of `epochs` epochs of DP-SGD over n rows, and of a patient with `group` of them; or σ for a target ε.
 
-    Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
+    Given a target and a batch size, it is the least σ; without a batch size, the planner proposes one.
     """
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(
@@ -42,73 +42,74 @@ def privacy(
             if sigma is not None
             else "give --sigma or --target-epsilon"
         )
-    if not _LEAST_DELTA <= delta < 1:
-        raise UsageError(
-            f"--delta {delta:g}: give a probability from {_LEAST_DELTA:g} to below 1, such as 1e-5"
-        )
-    if sigma is not None and not (sigma == 0 or sigma >= LEAST_SIGMA):
-        raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {LEAST_SIGMA:g}")
+    if not _MIN_DELTA <= delta < 1:
+        raise UsageError(f"--delta {delta:g}: give a probability from {_MIN_DELTA:g} to below 1, such as 1e-5")
+    if sigma is not None and not (sigma == 0 or sigma >= MIN_SIGMA):
+        raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {MIN_SIGMA:g}")
     if batch_size is not None and batch_size > n:
         raise UsageError(f"--batch-size {batch_size} is more than the {n} rows of --n")
-    ways: list[Proposal] = []
+    options: list[BudgetProposal] = []
     if sigma is not None:
-        mechanism = accounting.plan(n, batch_size or _BATCH_SIZE, epochs, sigma, 1.0)
+        mechanism = accounting.plan_mechanism(n, batch_size or _BATCH_SIZE, epochs, sigma, 1.0)
     elif target_epsilon is not None and batch_size is not None:
-        mechanism = accounting.plan(n, batch_size, epochs, 0.0, 1.0)
-        found = accounting.sigma_for(target_epsilon, mechanism.sample_rate, mechanism.steps, delta)
-        mechanism = replace(mechanism, sigma=found)
+        mechanism = accounting.plan_mechanism(n, batch_size, epochs, 0.0, 1.0)
+        least_sigma = accounting.find_sigma(target_epsilon, mechanism.sample_rate, mechanism.steps, delta)
+        mechanism = replace(mechanism, sigma=least_sigma)
     else:
         assert target_epsilon is not None
-        ways = proposals(n, epochs, target_epsilon, delta)
-        best = planned(n, epochs, target_epsilon, delta)
+        options = list_proposals(n, epochs, target_epsilon, delta)
+        best = propose_plan(n, epochs, target_epsilon, delta)
         mechanism, batch_size = best.mechanism, best.batch_size
     value = accounting.epsilon([mechanism], delta)
-    worth = accounting.group_epsilon([mechanism], delta, group) if group else None
+    patient_epsilon = accounting.group_epsilon([mechanism], delta, group) if group else None
     return {
         "epsilon": value if isfinite(value) else None,
-        "max_tpr_at_fpr_1pct": accounting.detection([mechanism]) if isfinite(value) else None,
+        "max_tpr_at_fpr_1pct": accounting.max_tpr([mechanism]) if isfinite(value) else None,
         "delta": delta,
         "sigma": mechanism.sigma,
         "sample_rate": mechanism.sample_rate,
         "steps": mechanism.steps,
-        "accountant": accounting.priced_by([mechanism], delta),
+        "accountant": accounting.pricing_method([mechanism], delta),
         "n": n,
         "batch_size": batch_size or _BATCH_SIZE,
         "ways": [
             {
-                "batch_size": way.batch_size,
-                "sigma": way.mechanism.sigma,
-                "steps": way.mechanism.steps,
-                "signal_to_noise": way.signal_to_noise,
+                "batch_size": option.batch_size,
+                "sigma": option.mechanism.sigma,
+                "steps": option.mechanism.steps,
+                "signal_to_noise": option.signal_to_noise,
             }
-            for way in ways
+            for option in options
         ],
-        "group": {"rows": group, "epsilon": worth} if group else None,
+        "group": {"rows": group, "epsilon": patient_epsilon} if group else None,
     }
 
 
 def privacy_lines(document: dict[str, Any]) -> Lines:
     value = "no guarantee (no noise)" if document["epsilon"] is None else f"ε = {document['epsilon']:.3f}"
     if document["delta"] * document["n"] >= 1:
-        yield Line(
-            f"δ = {document['delta']:g} is not below 1/n: it would allow some patches to be published whole",
-            "yellow",
+        yield TextLine(
+            f"δ = {document['delta']:g} is not below 1/n: it would allow the publication of whole patches", "yellow"
         )
-    for way in document["ways"]:
-        mark = "→" if way["batch_size"] == document["batch_size"] else " "
-        yield Line(
-            f" {mark} B = {way['batch_size']:<6} σ = {way['sigma']:<7.3f} {way['steps']:>6} steps   "
-            f"signal to noise {way['signal_to_noise']:.0f}"
+    for option in document["ways"]:
+        mark = "→" if option["batch_size"] == document["batch_size"] else " "
+        yield TextLine(
+            f" {mark} B = {option['batch_size']:<6} σ = {option['sigma']:<7.3f} {option['steps']:>6} steps   "
+            f"signal to noise {option['signal_to_noise']:.0f}"
         )
     if document["ways"]:
-        yield Line(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
-    yield Line(
+        yield TextLine(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
+    yield TextLine(
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({_ACCOUNTANTS[document['accountant']]})"
     )
     if document["max_tpr_at_fpr_1pct"] is not None:
-        yield Line(detected(document["max_tpr_at_fpr_1pct"], "row"))
+        yield TextLine(describe_detection(document["max_tpr_at_fpr_1pct"], "row"))
     if document["group"]:
-        rows, worth = document["group"]["rows"], document["group"]["epsilon"]
-        above = f"more than {accounting.MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
-        yield Line(f"for a patient with {rows} rows together: ε = {above} (group privacy)")
+        rows, patient_epsilon = document["group"]["rows"], document["group"]["epsilon"]
+        above = (
+            f"more than {accounting.MAX_GROUP_EPSILON:g}, no protection"
+            if patient_epsilon is None
+            else f"{patient_epsilon:.3g}"
+        )
+        yield TextLine(f"for a patient with {rows} rows together: ε = {above} (group privacy)")

@@ -1,4 +1,4 @@
-"""The summary of a training job: a row per site, which all sites get to know, and what they sent together."""
+"""The summary of a training job: a row per site, disclosed to all sites, and total traffic."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Annotated, cast
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
+from wsi_fl.federation.documents import Amount, Count, PrintableText, RoundNumber, SiteName
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, group_of
+from wsi_fl.stages.site.account import Group, compute_group
 from wsi_fl.stages.site.party import RunContext
 
 if TYPE_CHECKING:
     from wsi_fl.federation.site import Site  # and with it PyTorch; who reads summaries need not wait for it
 
 
-class _SiteRow(TypedDict):
-    """A site's row of a summary; None also for what a real site keeps to itself.
+class _SiteSummary(TypedDict):
+    """A site's row of a summary; None also for values that stay at a real site.
 
     Attributes:
-        rounds: how many it took part in.
-        rounds_completed: which: the first and the last round of each stretch.
+        rounds: number of rounds completed.
+        rounds_completed: first and last round of each stretch of completed rounds.
     """
 
-    site: Name
+    site: SiteName
     epsilon: Amount | None
     lifetime_epsilon: Amount | None
     lifetime_guarantee: Guarantee
@@ -34,11 +34,11 @@ class _SiteRow(TypedDict):
     max_epsilon: Amount | None
     delta: Amount
     guarantee: Guarantee
-    unit: Words
+    unit: PrintableText
     batch_size: Count | None
     sigma: Amount | None
-    rounds: Round
-    rounds_completed: list[Annotated[list[Round], Field(min_length=2, max_length=2)]]
+    rounds: RoundNumber
+    rounds_completed: list[Annotated[list[RoundNumber], Field(min_length=2, max_length=2)]]
     rejected: Count
     n_train: Count | None
     n_units: Count
@@ -47,8 +47,8 @@ class _SiteRow(TypedDict):
     group: Group | None
 
 
-class SummaryRow(_SiteRow):
-    """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
+class SummaryRow(_SiteSummary):
+    """The document that sites exchange at the end: a row, and values for totals."""
 
     receives: bool
     trained_seconds: Amount | None
@@ -57,17 +57,17 @@ class SummaryRow(_SiteRow):
     communication_seconds: Amount | None
 
 
-class _Loss(TypedDict):
-    """A site that was lost and has not come back."""
+class _SiteLoss(TypedDict):
+    """A site that dropped out and has not returned."""
 
-    site: Name
-    round: Round
-    reason: Words
-    time: Words
+    site: SiteName
+    round: RoundNumber
+    reason: PrintableText
+    time: PrintableText
 
 
-class _Communication(TypedDict):
-    """What all sites sent together."""
+class _TrafficTotals(TypedDict):
+    """Total traffic of all sites."""
 
     messages: Count
     bytes: Count
@@ -75,31 +75,31 @@ class _Communication(TypedDict):
 
 
 class Summary(TypedDict):
-    """What all sites know of a run that has finished.
+    """The summary of a finished run, the same at all sites.
 
     Attributes:
         run: its folder, relative to the study.
-        sites: what each site has spent and done; receivers have spent nothing.
-        statistics: site → beginning of the digest of its letter, where heads were made of files.
+        sites: spending and work of each site with labels.
+        statistics: site → first digits of the digest of its statistics, where heads were computed from files.
     """
 
-    run: Words
-    method: Words
+    run: PrintableText
+    method: PrintableText
     seconds: Amount
-    sites: list[_SiteRow]
-    inference_sites: list[Name]
-    statistics: dict[Name, Words]
-    lost: list[Name]
-    losses: list[_Loss]
-    communication: _Communication
+    sites: list[_SiteSummary]
+    inference_sites: list[SiteName]
+    statistics: dict[SiteName, PrintableText]
+    lost: list[SiteName]
+    losses: list[_SiteLoss]
+    communication: _TrafficTotals
 
 
-def row_of(site: Site) -> SummaryRow:
-    """Return a site's row, of all rounds, those before a restart too."""
-    lines = site.folder.metrics()
+def build_row(site: Site) -> SummaryRow:
+    """Return a site's row, over all rounds, those before a restart included."""
+    lines = site.folder.read_metrics()
     took_part = [line["round"] for line in lines if line["takes_part"]]
     terms = site.ledger.terms
-    sent = site.folder.transfers()
+    sent = site.folder.list_transfers()
     waited = sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent)
     return {
         "site": site.name,
@@ -114,15 +114,15 @@ def row_of(site: Site) -> SummaryRow:
         "batch_size": site.plan.batch_size if site.plan else None,
         "sigma": site.plan.sigma if site.plan else None,
         "rounds": len(took_part),
-        "rounds_completed": _stretches(took_part),
+        "rounds_completed": _find_stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        "n_train": rows_for_others(site),
+        "n_train": count_public_rows(site),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
-        "max_tpr_at_fpr_1pct": site.ledger.detection(),
-        "group": None if terms.lifetime else group_of(site),
+        "max_tpr_at_fpr_1pct": site.ledger.max_tpr(),
+        "group": None if terms.lifetime else compute_group(site),
         "receives": site.receives,
-        # time grows with the rows that were drawn, so a real hospital keeps its own
+        # not disclosed by a real hospital, as time grows with the number of drawn rows
         "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
@@ -130,53 +130,55 @@ def row_of(site: Site) -> SummaryRow:
     }
 
 
-def rows_for_others(site: Site) -> int | None:
-    """Return how many training rows a site tells others.
+def count_public_rows(site: Site) -> int | None:
+    """Return the number of training rows that a site discloses.
 
-    A real one tells n: where patients are protected, how many rows they have is theirs, and how many are left once some
-    are held out would say of whom the settings hold out whether they are there.
+    A real one discloses n: with patients as units their number of rows stays at the site, and the number after the
+    held-out draw would disclose whether patients that settings hold out are there.
     """
     if not site.ledger.terms.lifetime:
         return len(site.train)
     return None if site.ledger.terms.unit == "patient" else site.units.n - site.n_canaries
 
 
-def _stretches(rounds: Sequence[int]) -> list[list[int]]:
-    """Return the first and the last of each stretch of rising rounds without a gap."""
-    found: list[list[int]] = []
+def _find_stretches(rounds: Sequence[int]) -> list[list[int]]:
+    """Return the first and last round of each stretch without a gap."""
+    stretches: list[list[int]] = []
     for round_ in rounds:
-        if found and round_ == found[-1][1] + 1:
-            found[-1][1] = round_
+        if stretches and round_ == stretches[-1][1] + 1:
+            stretches[-1][1] = round_
         else:
-            found.append([round_, round_])
-    return found
+            stretches.append([round_, round_])
+    return stretches
 
 
-def finished_in(run: RunFolder) -> Summary | None:
-    """Return the summary of a run; None where it has not finished; WsiFlError when it is damaged."""
-    return cast(Summary | None, run.summary())
+def load_summary(run: RunFolder) -> Summary | None:
+    """Return the summary of a run; None where it has not finished; WsiFlError for a damaged one."""
+    return cast(Summary | None, run.read_summary())
 
 
-def summary_of(party: RunContext, rows: Sequence[SummaryRow], seconds: float) -> Summary:
-    """Return the summary of a run, made of what all sites told."""
-    run = party.run
-    communication: _Communication = {
+def build_summary(context: RunContext, rows: Sequence[SummaryRow], seconds: float) -> Summary:
+    """Return the summary of a run from the rows of all sites."""
+    run = context.run
+    communication: _TrafficTotals = {
         "messages": sum(row["messages"] for row in rows),
         "bytes": sum(row["bytes"] for row in rows),
         "seconds": max(row["communication_seconds"] or 0.0 for row in rows),
     }
     return {
-        "run": party.study.relative(run.path),
-        "method": party.name,
+        "run": context.study.relative_path(run.path),
+        "method": context.name,
         "seconds": max([seconds, *(row["trained_seconds"] or 0.0 for row in rows)]),
-        "sites": [_own(row) for row in rows if not row["receives"]],
+        "sites": [_strip_row(row) for row in rows if not row["receives"]],
         "inference_sites": [row["site"] for row in rows if row["receives"]],
-        "statistics": {name: one.digest[:8] for name, one in party.releases.items()},
-        "lost": [loss["site"] for loss in run.losses()],
-        "losses": [cast(_Loss, {key: loss[key] for key in _Loss.__annotations__}) for loss in run.losses()],
+        "statistics": {name: statistics.digest[:8] for name, statistics in context.statistics.items()},
+        "lost": [loss["site"] for loss in run.list_dropouts()],
+        "losses": [
+            cast(_SiteLoss, {key: loss[key] for key in _SiteLoss.__annotations__}) for loss in run.list_dropouts()
+        ],
         "communication": communication,
     }
 
 
-def _own(row: SummaryRow) -> _SiteRow:
-    return cast(_SiteRow, {key: value for key, value in row.items() if key in _SiteRow.__annotations__})
+def _strip_row(row: SummaryRow) -> _SiteSummary:
+    return cast(_SiteSummary, {key: value for key, value in row.items() if key in _SiteSummary.__annotations__})

@@ -1,4 +1,4 @@
-"""`train`: one run, or a series of them that are told together, from the plan to the document at the end."""
+"""`train`: a run, or a series of runs with a common document."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from itertools import product
 from typing import Any, NamedTuple, TypedDict, cast
 from uuid import uuid4
 
-from wsi_fl.federation.comm import LocalComm, mpi_of
+from wsi_fl.federation.comm import LocalComm, load_mpi
 from wsi_fl.learning.validation import rare_classes
-from wsi_fl.report.words import absences, detected_of, letters
+from wsi_fl.report.words import describe_absences, describe_worst_detection, format_statistics
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import spends, spent_words
+from wsi_fl.stages.site.account import costs_epsilon, describe_spending
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.checks import check, tell_doubts
-from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up
-from wsi_fl.stages.training.summary import Summary, finished_in
-from wsi_fl.stages.work.console import Line, Lines, OneOf, Silent, Watcher, say
-from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.stages.training.checks import check_run, report_doubts
+from wsi_fl.stages.training.going_on import RunRequest, describe_run, note_participants, open_run
+from wsi_fl.stages.training.summary import Summary, load_summary
+from wsi_fl.stages.work.console import Lines, NestedProgress, SilentProgress, TextLine, Watcher, print_message
+from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.machine import launched_ranks
+from wsi_fl.system.machine import count_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 
-class Summaries(TypedDict):
-    """What was trained as a series: the summaries of its runs, and what sets them apart."""
+class SeriesSummary(TypedDict):
+    """A series: the summaries of its runs, and their seeds, folds or left-out sites."""
 
     method: str
     seeds: list[int]
@@ -37,12 +37,12 @@ class Summaries(TypedDict):
 
 
 @dataclass(frozen=True)
-class _Series:
-    """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
+class _RunSeries:
+    """Runs that differ in seed, test fold or left-out site.
 
     Attributes:
-        folds: how many folds each seed has; None for no cross-validation.
-        sites: each is left out by one run of each seed; empty where none is.
+        folds: number of folds of each seed; None for no cross-validation.
+        sites: each is left out by one run of each seed; empty for none.
     """
 
     id: str
@@ -51,45 +51,45 @@ class _Series:
     sites: tuple[str, ...] = ()
 
     @property
-    def members(self) -> list[Member]:
-        """All of its runs, in order."""
+    def members(self) -> list[SeriesMember]:
+        """The members of the series, in order."""
         folds = range(1, self.folds + 1) if self.folds else (None,)
-        return [Member(*one) for one in product(self.seeds, folds, self.sites or (None,))]
+        return [SeriesMember(*values) for values in product(self.seeds, folds, self.sites or (None,))]
 
-    def pipeline_of(self, pipeline: Pipeline, member: Member) -> Pipeline:
-        """Return the pipeline of one run: that of the series, or of another run, under what sets this one apart."""
+    def build_pipeline(self, pipeline: Pipeline, member: SeriesMember) -> Pipeline:
+        """Return the pipeline of a member, given that of the series or of another member."""
         folds = {"fold": member.fold} if self.folds else {}
         left_out = {"left_out": member.left_out} if self.sites else {}
-        own = pipeline.changed(train={"seed": member.seed, **folds, **left_out})
-        return own.model_copy(update={"sites": list(self.sites)}) if self.sites else own
+        member_pipeline = pipeline.replace_keys(train={"seed": member.seed, **folds, **left_out})
+        return member_pipeline.model_copy(update={"sites": list(self.sites)}) if self.sites else member_pipeline
 
-    def begun(self, study: Study) -> dict[Member, RunFolder]:
-        """Return its runs that there are; what all of them share, such as a fold of the pipeline, sets none apart."""
-        found = {}
-        for path in sorted(study.runs.glob("[0-9]*-*/manifest.json")):
+    def find_runs(self, study: Study) -> dict[SeriesMember, RunFolder]:
+        """Return the existing runs by member, without settings common to all, such as a fold of the pipeline."""
+        runs = {}
+        for path in sorted(study.runs_path.glob("[0-9]*-*/manifest.json")):
             run = RunFolder(path.parent)
             if (run.manifest.get("series") or {}).get("id") == self.id:
-                seed, fold, left_out = Member.of(load_pipeline(run.path / "config.toml"))
-                found[Member(seed, fold if self.folds else None, left_out if self.sites else None)] = run
-        return found
+                seed, fold, left_out = SeriesMember.read_member(load_run_pipeline(run.path / "config.toml"))
+                runs[SeriesMember(seed, fold if self.folds else None, left_out if self.sites else None)] = run
+        return runs
 
 
-class Member(NamedTuple):
-    """What sets one run of a series apart."""
+class SeriesMember(NamedTuple):
+    """Seed, fold and left-out site of a run of a series."""
 
     seed: int
     fold: int | None
     left_out: str | None
 
     @staticmethod
-    def of(pipeline: Pipeline) -> Member:
-        """Return which run of a series has this configuration."""
+    def read_member(pipeline: Pipeline) -> SeriesMember:
+        """Return the member of a pipeline."""
         train = pipeline.train
-        return Member(train.seed, train.fold, train.left_out)
+        return SeriesMember(train.seed, train.fold, train.left_out)
 
     @property
-    def place(self) -> tuple[int, int, str]:
-        """What members are ordered by."""
+    def sort_key(self) -> tuple[int, int, str]:
+        """The sort key of members."""
         return self.seed, self.fold or 0, self.left_out or ""
 
     def __str__(self) -> str:
@@ -105,26 +105,30 @@ def train(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
-    told: bool = False,
+    is_reported: bool = False,
 ) -> Summary:
-    """Train one run and return its summary; `told` where what is unusual of its stores was said already.
+    """Train a run and return its summary; `is_reported` where doubts about its stores were reported already.
 
-    Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all sites in
-    this process with backend "local".
+    Started by mpiexec or srun it is one rank; otherwise it starts a rank per site, or runs all sites in this process
+    with backend "local".
     """
     name = study.pipeline_name(pipeline_name)
-    pipeline = study.pipeline(name, overrides)
-    if (ranks := launched_ranks()) is not None:
-        party = RunContext.of(study, pipeline, method)
-        _check_ranks(ranks, party)
-        from wsi_fl.stages.training.ranks import join  # and with it PyTorch; launchers need not wait for it
+    pipeline = study.load_pipeline(name, overrides)
+    if (ranks := count_ranks()) is not None:
+        context = RunContext.create(study, pipeline, method)
+        _check_ranks(ranks, context)
+        from wsi_fl.stages.training.ranks import (
+            run_launched_rank,  # and with it PyTorch; launchers need not wait for it
+        )
 
-        check(party, backend, stores=False)
-        return join(party, Asked(name))
-    return begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
+        check_run(context, backend, stores=False)
+        return run_launched_rank(context, RunRequest(name))
+    return begin_run(
+        study, pipeline, method, name, backend=backend, watcher=watcher or SilentProgress(), is_reported=is_reported
+    )
 
 
-def begin(
+def begin_run(
     study: Study,
     pipeline: Pipeline,
     method: str,
@@ -132,121 +136,114 @@ def begin(
     *,
     backend: str,
     watcher: Watcher,
-    series: _Series | None = None,
-    told: bool = False,
+    series: _RunSeries | None = None,
+    is_reported: bool = False,
 ) -> Summary:
     """Start the ranks of a new run, or run it in this process."""
-    party = RunContext.of(study, pipeline, method)
-    check(party, backend)
-    tell_doubts(party, stores=not told)
+    context = RunContext.create(study, pipeline, method)
+    check_run(context, backend)
+    report_doubts(context, stores=not is_reported)
     if backend == "mpi":
         launch.find_mpiexec()
-    run = RunFolder.create(study.runs, method, name)
-    describe_run(party, Asked(name), uuid4().hex, run, asdict(series) if series else None)
+    run = RunFolder.create(study.runs_path, method, name)
+    describe_run(context, RunRequest(name), uuid4().hex, run, asdict(series) if series else None)
     try:
-        return _start(replace(party, run=run), backend, watcher)
+        return _start_run(replace(context, run=run), backend, watcher)
     except UsageError:  # refused before the first step
         run.discard_if_unstarted()
         raise
 
 
-def resume(
-    study: Study,
-    run_name: str,
-    *,
-    without: Sequence[str] = (),
-    backend: str = "mpi",
-    watcher: Watcher | None = None,
+def resume_run(
+    study: Study, run_name: str, *, without: Sequence[str] = (), backend: str = "mpi", watcher: Watcher | None = None
 ) -> Summary:
-    """Continue a run from the last round that all its sites had finished, `without` sites that are left out now.
+    """Resume a run from the last round that all its sites had finished, `without` excluded sites.
 
-    A site that was lost on the way comes back in the round where the others stand, even when they have finished.
+    A site that dropped out returns in the current round of the others, even when they have finished.
     """
-    ranks = launched_ranks()
-    run = RunFolder(study.run(run_name))
-    asked = Asked(run.name, run, without=without)
-    party, finished = taken_up(study, asked)
+    ranks = count_ranks()
+    run = RunFolder(study.find_run(run_name))
+    request = RunRequest(run.name, run, without=without)
+    context, finished = open_run(study, request)
     if finished is not None:
-        say(f"{finished['run']} has finished already; nothing is sent again")
+        print_message(f"{finished['run']} has finished already; nothing is sent again")
         return finished
     if ranks is not None:
-        _check_ranks(ranks, party)
-    check(party, backend, stores=ranks is None)
-    note_who_goes_on(party, asked)
+        _check_ranks(ranks, context)
+    check_run(context, backend, stores=ranks is None)
+    note_participants(context, request)
     if ranks is not None:
-        from wsi_fl.stages.training.ranks import join
+        from wsi_fl.stages.training.ranks import run_launched_rank
 
-        return join(party, asked)
-    return _start(party, backend, watcher or Silent())
+        return run_launched_rank(context, request)
+    return _start_run(context, backend, watcher or SilentProgress())
 
 
-def _check_ranks(ranks: int, party: RunContext) -> None:
+def _check_ranks(ranks: int, context: RunContext) -> None:
     """Refuse another number of ranks than of sites before anything else is loaded."""
-    if ranks != (n := len(party.running)):
+    if ranks != (n := len(context.running)):
         raise UsageError(f"{n} sites need {n} ranks, but {ranks} were started")
-    mpi_of(ranks)
+    load_mpi(ranks)
 
 
-def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
-    """Start the ranks, and those of the other sites once more whenever one is lost."""
-    study, run, names = party.study, party.run, party.names
+def _start_run(context: RunContext, backend: str, watcher: Watcher) -> Summary:
+    """Start the ranks, and again those of the remaining sites after each dropout."""
+    study, run, names = context.study, context.run, context.names
     if backend == "local":
         from wsi_fl.stages.training.ranks import work_as_rank
 
-        comm = LocalComm(len(names), running=party.running_here)
-        with launch.naming_resume(study, run):
+        comm = LocalComm(len(names), running=context.running_locally)
+        with launch.hint_resume(study, run):
             return work_as_rank(study, run, comm, watcher)
-    again = launch.resume_command(study, run)
+    resume_hint = launch.resume_command(study, run)
     while True:
-        running = [names[k] for k in party.running_here]
+        running = [names[k] for k in context.running_locally]
         try:
             launch.run_ranks(
                 running,
                 ["rank", str(run.path)],
                 log=run.path / "mpi.log",
-                timeout_s=party.pipeline.comm.timeout_s,
+                timeout_s=context.pipeline.comm.timeout_s,
                 watcher=watcher,
-                resume=again,
+                resume=resume_hint,
             )
             break
         except launch.SitesLost as lost:
-            left, least = len(set(running) - set(lost.reasons)), party.pipeline.train.min_sites or 1
-            if not left:
-                raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
-            if left < least:
-                gone = ", ".join(lost.reasons)
+            n_left, min_sites = len(set(running) - set(lost.reasons)), context.pipeline.train.min_sites or 1
+            if not n_left:
+                raise WsiFlError(f"all sites were lost; continue with `{resume_hint}`") from None
+            if n_left < min_sites:
+                lost_names = ", ".join(lost.reasons)
                 raise WsiFlError(
-                    f"{gone} was lost, and {left} of at least {least} sites are left (train.min_sites); continue with "
-                    f"`{again}`"
+                    f"{lost_names} was lost, and {n_left} of at least {min_sites} sites are left (train.min_sites); "
+                    f"continue with `{resume_hint}`"
                 ) from None
             for name, reason in lost.reasons.items():
-                loss = run.note_loss(name, reason)
-                watcher.say(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
-    summary = finished_in(run)
+                loss = run.record_dropout(name, reason)
+                watcher.print_message(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
+    summary = load_summary(run)
     if summary is None:
-        raise WsiFlError(f"the ranks ended without a summary; continue with `{again}`")
+        raise WsiFlError(f"the ranks ended without a summary; continue with `{resume_hint}`")
     return summary
 
 
-def summary_lines(summary: Summary, again: str = "") -> Lines:
-    """The summary for people; `again` is the command by which a lost site comes back, by default `train --resume`."""
+def summary_lines(summary: Summary, return_command: str = "") -> Lines:
+    """Yield the summary for people; `return_command` brings a site back, by default `train --resume`."""
     for row in summary["sites"]:
-        yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
-    if found := detected_of(summary["sites"]):
-        yield Line(f"  {found}")
+        yield TextLine(f"  {row['site']}: {row['rounds']} rounds, {describe_spending(row)}")
+    if detection_line := describe_worst_detection(summary["sites"]):
+        yield TextLine(f"  {detection_line}")
     for name in summary.get("inference_sites", ()):
-        yield Line(f"  {name}: receives; it released nothing and paid nothing")
+        yield TextLine(f"  {name}: without labels; it released and spent nothing")
     if digests := summary.get("statistics"):
-        yield Line(f"  made of {len(digests)} letters: {letters(digests)}")
+        yield TextLine(f"  made of {len(digests)} class statistics: {format_statistics(digests)}")
     c = summary["communication"]
-    yield Line(
-        f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"
-    )
+    yield TextLine(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
     for loss in summary["losses"]:
-        yield Line(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
-        yield Line(f"  it can come back: {again or 'wsi-fl train --resume ' + summary['run']}")
-    yield from (Line(f"  {said}", "yellow") for said in absences(summary["sites"]))
-    yield Line(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
+        yield TextLine(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
+        yield TextLine(f"  it can come back: {return_command or 'wsi-fl train --resume ' + summary['run']}")
+    yield from (TextLine(f"  {line}", "yellow") for line in describe_absences(summary["sites"]))
+    yield TextLine(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
 
 
 def train_series(
@@ -259,7 +256,7 @@ def train_series(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
-) -> Summaries:
+) -> SeriesSummary:
     """Train all runs of a series.
 
     There is one for each of train.seed, train.seed + 1, …; of each seed one per fold where `train.folds` is set and no
@@ -268,54 +265,51 @@ def train_series(
     if seeds is not None and seeds < 1:
         raise UsageError("--seeds must be at least 1")
     name = study.pipeline_name(pipeline_name)
-    pipeline = study.pipeline(name, overrides)
-    if launched_ranks() is not None:
+    pipeline = study.load_pipeline(name, overrides)
+    if count_ranks() is not None:
         raise UsageError(
             "--seeds, --folds and --leave-site-out start ranks of their own; leave out mpiexec or srun, or train one "
             "run after another"
         )
-    series = _series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
-    for member in series.members:  # what is wrong with the last one is said before the first is trained
-        check(RunContext.of(study, series.pipeline_of(pipeline, member), method), backend, told=True)
-    with RunContext.of(study, pipeline, method) as party:
-        _tell(party, series)
-    return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
+    series = _build_series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
+    for member in series.members:  # all are checked before the first is trained
+        check_run(RunContext.create(study, series.build_pipeline(pipeline, member), method), backend, is_reported=True)
+    with RunContext.create(study, pipeline, method) as context:
+        _report_series(context, series)
+    return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
 
 
-def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _Series:
+def _build_series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _RunSeries:
     train = pipeline.train
-    sites = tuple(site.name for site in study.sites(pipeline)) if leave_site_out else ()
+    sites = tuple(site.name for site in study.load_sites(pipeline)) if leave_site_out else ()
     if leave_site_out and (train.folds or train.left_out):
-        raise UsageError(
-            "--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out"
-        )
+        raise UsageError("--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out")
     if leave_site_out and len(sites) < 2:
         raise UsageError("--leave-site-out needs two sites or more")
     folds = train.folds if train.fold is None else None
-    return _Series(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
+    return _RunSeries(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
 
 
-def _tell(party: RunContext, series: _Series) -> None:
-    """Say what the runs cost together, and which classes are too rare for as many folds."""
-    n, target = len(series.members), party.pipeline.privacy.target_epsilon
-    if n > 1 and (series.folds or series.sites) and spends(party.pipeline):
-        say(
-            f"  every run is charged on the ledgers by itself: {n} runs cost a site about {n} times as much",
-            "yellow",
+def _report_series(context: RunContext, series: _RunSeries) -> None:
+    """Report the total cost of the runs, and classes too rare for the number of folds."""
+    n, target = len(series.members), context.pipeline.privacy.target_epsilon
+    if n > 1 and (series.folds or series.sites) and costs_epsilon(context.pipeline):
+        print_message(
+            f"  every run is charged on the ledgers by itself: {n} runs cost a site about {n} times as much", "yellow"
         )
-        for site in party.sites:
+        for site in context.sites:
             if site.real and site.max_epsilon is not None and target and n * target > site.max_epsilon:
-                say(
+                print_message(
                     f"  sites/{site.name}.toml: max_epsilon = {site.max_epsilon:g} may not be enough for {n} runs of "
-                    f"ε = {target:g}; what is not affordable is not trained",
+                    f"ε = {target:g}; runs beyond the budget are not trained",
                     "yellow",
                 )
-    for name in party.names if series.folds and party.task.kind == "classes" else ():
-        if not (party.site(name).allows("patches") and party.has_store(name)):
+    for name in context.names if series.folds and context.task.kind == "classes" else ():
+        if not (context.find_site(name).allows("patches") and context.has_store(name)):
             continue
-        table, classes, n_folds = party.data(name).table, party.data(name).classes, series.folds or 1
+        table, classes, n_folds = (context.open_data(name).table, context.open_data(name).classes, series.folds or 1)
         for kind, patients in rare_classes(table.patient, table.label, n_folds=n_folds).items():
-            say(
+            print_message(
                 f"  site {name}: {patients} patients of class {classes[kind]} for {n_folds} folds, so some folds test "
                 "none of them here",
                 "yellow",
@@ -324,49 +318,46 @@ def _tell(party: RunContext, series: _Series) -> None:
 
 def resume_series(
     study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
-) -> Summaries | None:
-    """Complete the series that a run belongs to; None where it belongs to none, or under mpiexec of one's own."""
-    if launched_ranks() is not None:
+) -> SeriesSummary | None:
+    """Complete the series of a run; None where it has none, or under mpiexec or srun."""
+    if count_ranks() is not None:
         return None
-    run = RunFolder(study.run(run_name))
+    run = RunFolder(study.find_run(run_name))
     manifest = run.manifest
-    if not (known := manifest.get("series")):
+    if not (document := manifest.get("series")):
         return None
-    series = _Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
-    pipeline = load_pipeline(run.path / "config.toml")
+    series = _RunSeries(
+        document["id"], tuple(document["seeds"]), document.get("folds"), tuple(document.get("sites") or ())
+    )
+    pipeline = load_run_pipeline(run.path / "config.toml")
     method, name = manifest["method"], manifest["pipeline"]
-    return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
+    return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
 
 
-def _complete(
-    study: Study,
-    series: _Series,
-    method: str,
-    name: str,
-    pipeline: Pipeline,
-    *,
-    backend: str,
-    watcher: Watcher,
-) -> Summaries:
-    """The runs of all members: those there are finished, the others begun."""
-    begun, members = series.begun(study), series.members
-    to_do = [one for one in members if one not in begun or begun[one].summary() is None]
+def _complete_series(
+    study: Study, series: _RunSeries, method: str, name: str, pipeline: Pipeline, *, backend: str, watcher: Watcher
+) -> SeriesSummary:
+    """Finish existing runs and train the others; return the series."""
+    runs, members = series.find_runs(study), series.members
+    open_members = [member for member in members if member not in runs or runs[member].read_summary() is None]
     summaries: list[Summary] = []
     for number, member in enumerate(members, 1):
-        say(f"{member} ({number} of {len(members)})")
-        run = begun.get(member)
-        if run is not None and (summary := finished_in(run)) is not None:
+        print_message(f"{member} ({number} of {len(members)})")
+        run = runs.get(member)
+        if run is not None and (summary := load_summary(run)) is not None:
             summaries.append(summary)
             continue
-        place = to_do.index(member)
-        how: Any = {"backend": backend, "watcher": OneOf(watcher, place, len(to_do))}
-        first = next(iter(series.begun(study).values()), None)
-        with launch.naming_resume(study, first) if first is not None else nullcontext():
+        position = open_members.index(member)
+        options: Any = {"backend": backend, "watcher": NestedProgress(watcher, position, len(open_members))}
+        first = next(iter(series.find_runs(study).values()), None)
+        with launch.hint_resume(study, first) if first is not None else nullcontext():
             if run is not None:
-                summary = resume(study, run.name, **how)
+                summary = resume_run(study, run.name, **options)
             else:
-                own = series.pipeline_of(pipeline, member)
-                summary = begin(study, own, method, name, **how, series=series, told=place > 0)
+                member_pipeline = series.build_pipeline(pipeline, member)
+                summary = begin_run(
+                    study, member_pipeline, method, name, **options, series=series, is_reported=position > 0
+                )
         summaries.append(summary)
     return {
         "method": method,
@@ -377,15 +368,15 @@ def _complete(
     }
 
 
-def lines(document: Summary | Summaries) -> Lines:
-    """The summary of a run, or of the runs of a series, for people."""
+def train_lines(document: Summary | SeriesSummary) -> Lines:
+    """Yield the summary of a run or a series for people."""
     if "runs" not in document:
         yield from summary_lines(document)
         return
-    document = cast(Summaries, document)
+    document = cast(SeriesSummary, document)
     runs, n_seeds = document["runs"], len(document["seeds"])
-    seconds, names = sum(one["seconds"] for one in runs), " ".join(one["run"] for one in runs)
+    seconds, names = sum(summary["seconds"] for summary in runs), " ".join(summary["run"] for summary in runs)
     parts = "folds" if document["folds"] else "sites left out" if document["left_out"] else "seeds"
     seeded = f" from {n_seeds} seeds" if parts != "seeds" and n_seeds > 1 else ""
     done = f"{len(runs)} {parts}{seeded} of {document['method']} done"
-    yield Line(f"{done}, {seconds:.0f} s of training; next: wsi-fl compare {names}")
+    yield TextLine(f"{done}, {seconds:.0f} s of training; next: wsi-fl compare {names}")

@@ -1,4 +1,4 @@
-"""The processes that prepare or predict slides together: one, or the ranks that mpiexec or srun started."""
+"""Parallel work on slides: one process, or the ranks of mpiexec or srun."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from wsi_fl.stages.work.console import Silent, Watcher, reason_of, say
-from wsi_fl.system.machine import cores, launched_ranks, threads_wanted
+from wsi_fl.stages.work.console import SilentProgress, Watcher, describe_failure, print_message
+from wsi_fl.system.machine import count_ranks, list_cores, read_thread_setting
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -23,23 +23,23 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-class _Cores(TypedDict):
-    """The machine of a rank, and the cores that the rank may use."""
+class _RankCores(TypedDict):
+    """The machine of a rank, and its usable cores."""
 
     host: str
     cores: list[int]
 
 
-class _Outcome(TypedDict, total=False):
-    """What became of a rank's work: its result (JSON), or its error and whether that is wrong usage."""
+class _RankOutcome(TypedDict, total=False):
+    """The outcome of a rank's work: its result (JSON), or its error and whether that is wrong usage."""
 
     result: Any
     error: str
     usage: bool
 
 
-class _Alone:
-    """One process, for which torch and MPI need not be loaded."""
+class _SingleProcess:
+    """Communication of a single process, without torch and MPI."""
 
     sites = running = (0,)
 
@@ -50,128 +50,130 @@ class _Alone:
         pass
 
 
-class Job:
-    """This process among those of the job: which (`rank`) of how many (`size`), with how many cores (`threads`)."""
+class RankJob:
+    """This process among those of the job: its `rank`, the number of ranks (`size`) and its cores (`threads`)."""
 
     def __init__(self) -> None:
-        ranks = launched_ranks()
+        ranks = count_ranks()
         if ranks is None:
-            self._comm: Any = _Alone()
+            self._comm: Any = _SingleProcess()
         else:
             from wsi_fl.federation.comm import MpiComm
 
             self._comm = MpiComm(inf, tuple(range(ranks)))
         self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
-        mine: _Cores = {"host": socket.gethostname(), "cores": cores()}
-        told = [(one["host"], one["cores"]) for one in self._comm.gather([mine], _Cores)]
-        self.threads = _share_of_cores((mine["host"], mine["cores"]), told)
+        rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores()}
+        cores_by_rank = [
+            (document["host"], document["cores"]) for document in self._comm.gather([rank_cores], _RankCores)
+        ]
+        self.threads = _count_cores((rank_cores["host"], rank_cores["cores"]), cores_by_rank)
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
-    def say(self, text: str, style: str = "") -> None:
-        """Tell people something, once for all ranks."""
-        if self.first:
-            say(text, style)
+    def print_message(self, text: str, style: str = "") -> None:
+        """Print a message once for all ranks."""
+        if self.is_first:
+            print_message(text, style)
 
-    def watched(self, watcher: Watcher | None) -> Watcher:
-        """Return the watcher in the first rank and a silent one in the others, or where there is none."""
-        return watcher if watcher and self.first else Silent()
+    def select_watcher(self, watcher: Watcher | None) -> Watcher:
+        """Return the watcher on the first rank, and a silent one on others or without a watcher."""
+        return watcher if watcher and self.is_first else SilentProgress()
 
-    def mine(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share of a list that all ranks have alike."""
+    def local_share(self, items: Sequence[_T]) -> list[_T]:
+        """Return this rank's share of a list common to all ranks."""
         return list(items[self.rank :: self.size])
 
-    def each(self, work: Callable[[], _T]) -> _T:
-        """Do the work on every rank and return this rank's own result.
+    def run_on_ranks(self, work: Callable[[], _T]) -> _T:
+        """Do the work on every rank and return the result of this rank.
 
-        A failure anywhere is told once, by the first rank, and ends all (SystemExit); what others had finished stays.
+        A failure anywhere is printed once, by the first rank, and ends all (SystemExit); finished work stays.
         """
-        own: list[_T] = []
-        self._together(lambda: own.append(work()))
-        return own[0]
+        results: list[_T] = []
+        self._gather_results(lambda: results.append(work()))
+        return results[0]
 
-    def first_does(self, work: Callable[[], _T]) -> _T | None:
-        """Do the work on the first rank while the others wait; return its result there and None elsewhere."""
-        return self.each(lambda: work() if self.first else None)
+    def run_on_first(self, work: Callable[[], _T]) -> _T | None:
+        """Do the work on the first rank while the others wait; return its result there, None elsewhere."""
+        return self.run_on_ranks(lambda: work() if self.is_first else None)
 
     @contextmanager
-    def first_holds(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Have the first rank enter a context, and all ranks go on once it has; it is left at the end."""
+    def hold_on_first(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Hold a context on the first rank; all ranks wait until it is entered."""
         with ExitStack() as stack:
-            self.first_does(lambda: stack.enter_context(context))
+            self.run_on_first(lambda: stack.enter_context(context))
             yield
 
-    def share(
+    def share_items(
         self,
         items: Sequence[_T],
         work: Callable[[list[_T]], Iterable[_R]],
-        tell: Callable[[float, _T], None] | None = None,
+        progress: Callable[[float, _T], None] | None = None,
     ) -> list[_R]:
-        """Give every rank its share of the items, and return the results of all ranks in the order of the items.
+        """Distribute the items over the ranks; return all results in the order of the items.
 
         Args:
-            work: gives a result, plain enough for JSON, for each item of a share, in order.
-            tell: told after each item how many of all items (float, an estimate) are done, and which was the last.
+            work: yields a result, plain enough for JSON, for each item of a share, in order.
+            progress: called after each item with the estimated number (float) of all finished items, and the item.
         """
-        mine = self.mine(items)
+        local_items = self.local_share(items)
 
-        def do() -> list[_R]:
-            found: list[_R] = []
-            for item, result in zip(mine, work(mine), strict=True):
-                found.append(result)
-                if tell is not None:
-                    tell(len(found) * len(items) / len(mine), item)
-            return found
+        def work_locally() -> list[_R]:
+            results: list[_R] = []
+            for item, result in zip(local_items, work(local_items), strict=True):
+                results.append(result)
+                if progress is not None:
+                    progress(len(results) * len(items) / len(local_items), item)
+            return results
 
-        parts = self._together(do)
+        parts = self._gather_results(work_locally)
         return [parts[k % self.size][k // self.size] for k in range(len(items))]
 
-    def _together(self, work: Callable[[], _T]) -> list[_T]:
+    def _gather_results(self, work: Callable[[], _T]) -> list[_T]:
         """Do the work on every rank and return all results (JSON) in order of ranks."""
         failure: BaseException | None = None
-        outcome: _Outcome = {}
+        outcome: _RankOutcome = {}
         try:
             outcome["result"] = work()
         except Exception as error:
             failure = error
             place = Path(getattr(error, "filename", None) or "the store")
-            outcome = {"error": reason_of(error, place), "usage": isinstance(error, UsageError)}
+            outcome = {"error": describe_failure(error, place), "usage": isinstance(error, UsageError)}
         except BaseException:  # Ctrl-C: the others would wait in vain
             self._comm.abort(1)
             raise
         if failure is not None and self.size == 1:
             raise failure
-        outcomes: list[_Outcome] = self._comm.gather([outcome], _Outcome)
-        for one in outcomes:
-            if "error" in one:
-                if not self.first:
-                    raise SystemExit(2 if one["usage"] else 1)
-                raise (UsageError if one["usage"] else WsiFlError)(one["error"])
-        return [one["result"] for one in outcomes]
+        outcomes: list[_RankOutcome] = self._comm.gather([outcome], _RankOutcome)
+        for rank_outcome in outcomes:
+            if "error" in rank_outcome:
+                if not self.is_first:
+                    raise SystemExit(2 if rank_outcome["usage"] else 1)
+                raise (UsageError if rank_outcome["usage"] else WsiFlError)(rank_outcome["error"])
+        return [rank_outcome["result"] for rank_outcome in outcomes]
 
 
-def _share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
-    """How many of its cores a rank may count as its own, given (host, cores) of all ranks."""
-    host, cores = mine
-    sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
-    return max(1, int(sum(1 / n for n in sharing) + 1e-9))
+def _count_cores(rank_cores: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
+    """Return the number of cores of a rank, shared cores divided, given (host, cores) of all ranks."""
+    host, cores = rank_cores
+    n_sharing = [sum(core in other_cores for name, other_cores in ranks if name == host) for core in cores]
+    return max(1, int(sum(1 / n for n in n_sharing) + 1e-9))
 
 
 def take_threads(share: int) -> None:
-    """Have PyTorch take a share of the machine's cores, or fewer threads where people ask for fewer.
+    """Set PyTorch's threads to a share of the machine's cores, or fewer if so requested.
 
-    In a rank PyTorch's own number is no guide: under Open MPI its mathematics begins with one thread.
+    On a rank PyTorch's default is useless: one thread under Open MPI.
     """
     import torch
 
-    most = torch.get_num_threads() if launched_ranks() is None else share
-    torch.set_num_threads(min(threads_wanted() or most, share))
+    n_threads = torch.get_num_threads() if count_ranks() is None else share
+    torch.set_num_threads(min(read_thread_setting() or n_threads, share))
 
 
-def device_of_rank() -> torch.device:
-    """cuda:(local rank) where there are GPUs, else the CPU."""
+def select_device() -> torch.device:
+    """Return cuda:(local rank) where there are GPUs, else the CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -179,6 +181,6 @@ def device_of_rank() -> torch.device:
     names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
     device = torch.device("cuda", local % torch.cuda.device_count())
-    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
-    torch.backends.cudnn.deterministic = True  # a run that goes on reaches what it would have
+    torch.cuda.set_device(device)  # default of calls without a device, in all threads
+    torch.backends.cudnn.deterministic = True  # a resumed run equals an uninterrupted one
     return device

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from wsi_fl.federation.site import Buffer, BufferShape
-from wsi_fl.learning.examples import Examples, resized
-from wsi_fl.stages.site.data import Patches, learned_from
+from wsi_fl.learning.examples import Examples, resize_images
+from wsi_fl.stages.site.data import PatchData, is_source_store
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
@@ -20,13 +20,13 @@ def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
     Raises:
         WsiFlError: when the site has no generator, or one whose check was not passed.
     """
-    data = party.data(party.names[index])
-    if not isinstance(data, Patches):
+    data = party.open_data(party.names[index])
+    if not isinstance(data, PatchData):
         return None
     seen, n_classes = data.shape, len(data.classes)
-    shape = BufferShape(party.pipeline.section(Replay).buffer, seen.size_px, seen.channels, n_classes)
+    shape = BufferShape(party.pipeline.find_section(Replay).buffer, seen.size_px, seen.channels, n_classes)
     _check_room(shape)
-    known = party.run.site(data.site).buffer()
+    known = party.run.site_folder(data.site).read_buffer()
     if known is not None:
         values, provenance = known
         return Buffer(shape, values, provenance)
@@ -43,18 +43,19 @@ def _check_room(shape: BufferShape) -> None:
         )
 
 
-def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> Buffer:
+def _drawn(party: RunContext, data: PatchData, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
     from wsi_fl.synthesis.stages.kinds import outcome
     from wsi_fl.synthesis.stages.sample import as_pixels
-    from wsi_fl.synthesis.state import balanced_labels
+    from wsi_fl.synthesis.state import balance_labels
 
-    study, site, settings = party.study, data.site, party.pipeline.section(Replay)
+    study, site, settings = party.study, data.site, party.pipeline.find_section(Replay)
     folder, document = GAN.trained(study, site)
-    if not learned_from(data.store, document["store"]):
+    if not is_source_store(data.store, document["store"]):
         raise UsageError(
-            f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
+            f"{study.relative_path(folder.path)}: was trained on another store of site {site}, which may hold "
+            "what is for "
             f"testing now; run `wsi-fl synthesize train --site {site} --again`"
         )
     found = GAN.provenance(folder, document)
@@ -64,16 +65,16 @@ def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> 
             "replay.unchecked = true shares it all the same"
         )
     seed = int(np.random.SeedSequence((party.pipeline.train.seed, index)).generate_state(1)[0])
-    labels = balanced_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
+    labels = balance_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
     found |= {"seed": seed}
     images = np.concatenate(list(as_pixels(GAN.draw(folder, found, labels))))
     name = np.full(len(labels), "synthetic")
-    seen = resized(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
-    return Buffer(shape, shape.packed(seen.read(np.arange(len(labels))), labels), found)
+    seen = resize_images(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
+    return Buffer(shape, shape.pack_samples(seen.read(np.arange(len(labels))), labels), found)
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     """Return the bytes of a buffer; None where models see no images."""
     if not isinstance(shape, Images):
         return None
-    return BufferShape(pipeline.section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes
+    return BufferShape(pipeline.find_section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes

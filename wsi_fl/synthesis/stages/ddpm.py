@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.stages.work.job import select_device
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -32,27 +32,18 @@ from wsi_fl.synthesis.ddpm import (
     DdpmState,
     Sampling,
     UNet,
-    drawn,
+    count_training_steps,
+    draw_images,
+    flatten_parameters,
     step,
-    steps_by_rule,
-    vector_of,
 )
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
-from wsi_fl.synthesis.lpips import Lpips, nearest_lpips
-from wsi_fl.synthesis.stages.kinds import (
-    Case,
-    Course,
-    Document,
-    Evidence,
-    GeneratorType,
-    Losses,
-    pictures_of,
-    shape_of,
-)
+from wsi_fl.synthesis.lpips import Lpips, find_nearest_lpips
+from wsi_fl.synthesis.stages.kinds import Case, Course, Document, Evidence, GeneratorType, Losses, pictures_of, shape_of
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
-from wsi_fl.synthesis.state import balanced_labels
-from wsi_fl.system.files import locked
+from wsi_fl.synthesis.state import balance_labels
+from wsi_fl.system.files import site_lock
 from wsi_fl.types import UsageError
 
 _SHOWN_STEPS = 25
@@ -65,7 +56,7 @@ class _DdpmCourse(Course):
     state: DdpmState
 
     def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
-        ddpm = pipeline.section(Ddpm)
+        ddpm = pipeline.find_section(Ddpm)
         _sampling_of(ddpm)  # it is refused now, not after hours
         if ddpm.resolution % 2 ** (len(ddpm.channels) - 1) or any(width % 8 for width in ddpm.channels):
             raise UsageError(
@@ -74,7 +65,7 @@ class _DdpmCourse(Course):
             )
         super().__init__(store, ddpm)
         shape = shape_of(ddpm, DdpmShape, store, widths=ddpm.channels)
-        steps = ddpm.steps or steps_by_rule(len(self.pictures), shape.n_classes, ddpm.batch_size)
+        steps = ddpm.steps or count_training_steps(len(self.pictures), shape.n_classes, ddpm.batch_size)
         self.phases = {"denoiser": steps}
         self.settings = {
             "shape": asdict(shape),
@@ -95,7 +86,7 @@ class _DdpmCourse(Course):
 
     def show(self, labels: NDArray[np.int64]) -> Tensor:
         how = Sampling("ddim", min(_SHOWN_STEPS, self.state.shape.chain))
-        return torch.cat(list(drawn(self.state.average, labels, how, seed=0)))
+        return torch.cat(list(draw_images(self.state.average, labels, how, seed=0)))
 
 
 def _sampling_of(settings: Ddpm) -> Sampling:
@@ -110,33 +101,24 @@ def _sampling_of(settings: Ddpm) -> Sampling:
             "ddpm.class_dropout=0.1"
         )
     if settings.sampling_steps > settings.chain:
-        raise UsageError(
-            f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps"
-        )
+        raise UsageError(f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps")
     return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
 
 
 def load_denoiser(folder: GeneratorFolder) -> UNet:
     """Return the denoiser that a folder keeps, ready to draw; WsiFlError as `load_generator`."""
-    return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape(**shape)), device_of_rank())
+    return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape(**shape)), select_device())
 
 
 def _key_of(denoiser: UNet, *others: Any) -> str:
     """A digest of all that decides the images that are drawn: the name of their folder."""
     digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
-    digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
+    digest.update(np.ascontiguousarray(flatten_parameters(denoiser), "<f4").tobytes())
     return digest.hexdigest()[:24]
 
 
 def images_of(
-    study: Study,
-    pipeline: Pipeline,
-    store: PatchStore,
-    denoiser: UNet,
-    *,
-    site: str,
-    watcher: Watcher,
-    part: str,
+    study: Study, pipeline: Pipeline, store: PatchStore, denoiser: UNet, *, site: str, watcher: Watcher, part: str
 ) -> tuple[str, Path]:
     """Return (key, store) of the images that the pipeline draws from a denoiser; draw them where they are not there.
 
@@ -147,17 +129,17 @@ def images_of(
         store: of real patches of the same kind.
         site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
-    ddpm, sampling, shape = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm)), denoiser.shape
-    labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
+    ddpm, sampling, shape = (pipeline.find_section(Ddpm), _sampling_of(pipeline.find_section(Ddpm)), denoiser.shape)
+    labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
-    path = study.generated(key)
+    path = study.synthetic_path(key)
 
     def told(done: int) -> None:
         watcher.update(part, done, len(labels), "images")
 
-    with locked(path.parent, site, wait=True):
+    with site_lock(path.parent, site, wait=True):
         if not path.exists():
-            batches = drawn(denoiser, labels, sampling, seed=ddpm.seed, told=told)
+            batches = draw_images(denoiser, labels, sampling, seed=ddpm.seed, progress=told)
             real = store.meta
             grid = (real.spec.size_px, real.spec.mpp)
             meta = synthetic_meta(site, real.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
@@ -185,22 +167,20 @@ class _Ddpm(GeneratorType):
         steps, sampling = document["settings"]["steps"], check["sampling"] if check else None
         return {"kind": "ddpm", "iterations": steps, "sampling": sampling}
 
-    def draw(
-        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
-    ) -> Iterator[Tensor]:
+    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches of images, without a check by DDIM."""
         denoiser = load_denoiser(folder)
         known = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
-        return drawn(denoiser, labels, Sampling(**known), seed=provenance["seed"])
+        return draw_images(denoiser, labels, Sampling(**known), seed=provenance["seed"])
 
     def evidence(self, case: Case) -> Evidence:
         """Return what is known of a site's denoiser by the images that others would draw from it."""
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
-        ddpm = case.pipeline.section(Ddpm)
+        ddpm = case.pipeline.find_section(Ddpm)
         key, generated = _images(case)
-        to_training = evidence.nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-        held = evidence.nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        found = evidence.judged(to_training, held, len(evidence.duplicates(training.images.numpy())))
+        to_training = evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+        held = evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        found = evidence.judge_copies(to_training, held, len(evidence.find_duplicates(training.images.numpy())))
         comparisons, lpips = _compared(case, generated, held)
         distances = {"denoiser": to_training.distance}
         if len(held_out):
@@ -238,9 +218,9 @@ def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
     """Return whether a check looked at the images that this pipeline would draw."""
     return (
         check is not None
-        and check["sampling"] == asdict(_sampling_of(pipeline.section(Ddpm)))
-        and check["images"]["per_class"] == pipeline.section(Ddpm).samples_per_class
-        and check["seed"] == pipeline.section(Ddpm).seed
+        and check["sampling"] == asdict(_sampling_of(pipeline.find_section(Ddpm)))
+        and check["images"]["per_class"] == pipeline.find_section(Ddpm).samples_per_class
+        and check["seed"] == pipeline.find_section(Ddpm).seed
     )
 
 
@@ -248,9 +228,7 @@ def _images(case: Case) -> tuple[str, Tensor]:
     """(key of the generated store, its images)."""
     denoiser, site = load_denoiser(case.folder), case.site
     with open_store(case.study, site) as store:
-        key, path = images_of(
-            case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site
-        )
+        key, path = images_of(case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site)
     with PatchStore(path) as store:
         return key, pictures_of(store, denoiser.shape.resolution, "train").images
 
@@ -261,22 +239,22 @@ def _compared(
     """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
     memory = case.memory_bytes
     reached = [
-        evidence.nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
+        evidence.find_nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
         for one in (case.training, case.held_out)
     ]
-    among = evidence.nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
-    if not (by_pixels := evidence.told_apart(reached, (among, held.distance))):
+    among = evidence.find_nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
+    if not (by_pixels := evidence.compare_relative(reached, (among, held.distance))):
         return {}, None
     found = {"nearest sample": by_pixels}
-    if case.pipeline.section(LpipsKeys).weights is None:
+    if case.pipeline.find_section(LpipsKeys).weights is None:
         return found, None
-    lpips, gan, seed = case.lpips(), case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed
+    lpips, gan, seed = case.lpips(), case.pipeline.find_section(Gan), case.pipeline.find_section(Ddpm).seed
     some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
     reached = [
-        nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
+        find_nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
         for one in (some, held_out)
     ]
-    if by_lpips := evidence.told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
+    if by_lpips := evidence.compare_relative(reached, case.usual_lpips(lpips, some, held_out, case.training)):
         found["nearest sample, LPIPS"] = by_lpips
     return found, lpips
 
@@ -292,9 +270,7 @@ def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | N
     if z.duplicates:
         notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")
     if twins := int((held.distance == 0).sum()):
-        notes.append(
-            f"{twins} held-out images are exact duplicates of training images; left out of the comparison."
-        )
+        notes.append(f"{twins} held-out images are exact duplicates of training images; left out of the comparison.")
     if lpips is None:
         notes.append("LPIPS was not computed: lpips.weights is not set.")
     return notes

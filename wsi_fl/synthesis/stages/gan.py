@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.stages.work.job import select_device
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import Comparison, moved, spread, told_apart
+from wsi_fl.synthesis.evidence import Comparison, compare_paired, compare_relative, summarize_distances
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, projected, sampled, step, terms_of
+from wsi_fl.synthesis.gan import GanState, describe_terms, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
-from wsi_fl.synthesis.lpips import Keepaway, Lpips, embeddings, margin_of, nearest_lpips
+from wsi_fl.synthesis.lpips import Keepaway, Lpips, compute_margin, embed_images, find_nearest_lpips
 from wsi_fl.synthesis.stages.kinds import (
     Case,
     Course,
@@ -37,7 +37,7 @@ from wsi_fl.synthesis.stages.kinds import (
     shape_of,
     shared_phase,
 )
-from wsi_fl.synthesis.state import balanced_labels, to_images
+from wsi_fl.synthesis.state import balance_labels, normalize_pixels
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 
 _MARGIN_IMAGES = 256
@@ -48,7 +48,7 @@ class _GanCourse(Course):
     state: GanState
 
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
-        gan = pipeline.section(Gan)
+        gan = pipeline.find_section(Gan)
         super().__init__(store, gan)
         shape = shape_of(gan, GanShape, store)
         self._gan = gan
@@ -60,7 +60,7 @@ class _GanCourse(Course):
         privacy = {name: getattr(gan, f"privacy_{name}") for name in ("weight", "quantile", "images")}
         self.settings = {
             "shape": asdict(shape),
-            "terms": terms_of(gan),
+            "terms": describe_terms(gan),
             "iterations": gan.iterations,
             "privacy_iterations": gan.privacy_iterations,
             "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
@@ -82,7 +82,7 @@ class _GanCourse(Course):
         return {"phases": document["phases"] | {phase: entry}, "margin": state.margin}
 
     def show(self, labels: NDArray[np.int64]) -> Tensor:
-        return sampled(self.state.average, labels, seed=0)
+        return draw_samples(self.state.average, labels, seed=0)
 
     def _kept_away(self) -> Keepaway:
         """The privacy loss: its margin, how far apart the site's own images are, and the images it always looks at."""
@@ -90,15 +90,15 @@ class _GanCourse(Course):
         assert lpips is not None
         if state.margin is None:
             few = self.pictures.some(_MARGIN_IMAGES, gan.seed)
-            state.margin = margin_of(lpips, to_images(few.images), gan.privacy_quantile)
+            state.margin = compute_margin(lpips, normalize_pixels(few.images), gan.privacy_quantile)
         if not gan.privacy_images:
             return Keepaway(lpips, state.margin)
-        many = to_images(self.pictures.some(gan.privacy_images, gan.seed).images)
-        return Keepaway(lpips, state.margin, embeddings(lpips, many))
+        many = normalize_pixels(self.pictures.some(gan.privacy_images, gan.seed).images)
+        return Keepaway(lpips, state.margin, embed_images(lpips, many))
 
 
 def _load_gan(folder: GeneratorFolder, phase: Phase) -> Generator:
-    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device_of_rank())
+    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), select_device())
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,12 @@ class _Gan(GeneratorType):
             "lpips": _lpips_label(document),
         }
 
-    def draw(
-        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
-    ) -> Iterator[Tensor]:
+    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         generator = _load_gan(folder, provenance["phase"])
-        yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
+        yield draw_samples(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
     def evidence(self, case: Case) -> Evidence:
-        gan, lpips = case.pipeline.section(Gan), case.lpips()
+        gan, lpips = case.pipeline.find_section(Gan), case.lpips()
         training, held_out = (one.some(gan.check_images, gan.seed) for one in (case.training, case.held_out))
         real = (training, held_out)
         rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
@@ -160,8 +158,8 @@ class _Gan(GeneratorType):
         distances = {name: one.projected[0] for name, one in found.items()}
         order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
         shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
-        shifted = asdict(moved(distances["after"], distances["before"])) if "after" in found else None
-        spreads = {name: asdict(spread(values)) for name, values in distances.items()}
+        shifted = asdict(compare_paired(distances["after"], distances["before"])) if "after" in found else None
+        spreads = {name: asdict(summarize_distances(values)) for name, values in distances.items()}
         return Evidence(
             training=training,
             held_out=held_out,
@@ -172,7 +170,7 @@ class _Gan(GeneratorType):
             document={
                 "truncation": gan.truncation,
                 "projection": {"steps": gan.projection_steps, **spreads, "moved": shifted},
-                "nearest": {name: asdict(spread(one.nearest[0])) for name, one in found.items()},
+                "nearest": {name: asdict(summarize_distances(one.nearest[0])) for name, one in found.items()},
             },
             notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
             distances={str(name): one for name, one in distances.items()},
@@ -193,22 +191,22 @@ def _measured(
     case: Case, lpips: Lpips, real: tuple[Pictures, Pictures], sought: tuple[Pictures, Pictures], phase: Phase
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
-    gan = case.pipeline.section(Gan)
+    gan = case.pipeline.find_section(Gan)
     generator = _load_gan(case.folder, phase)
     n_classes = generator.shape.n_classes
-    labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
-    samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
+    labels = balance_labels(n_classes, -(-gan.check_samples // n_classes))
+    samples = draw_samples(generator, labels, seed=gan.seed, truncation=gan.truncation)
     both = torch.cat([one.images for one in real])
-    nearest = nearest_lpips(lpips, both, samples, memory_bytes=case.memory_bytes)
+    nearest = find_nearest_lpips(lpips, both, samples, memory_bytes=case.memory_bytes)
     images = torch.cat([one.images for one in sought])
-    distances, projections = projected(
+    distances, projections = project_images(
         generator,
         lpips,
         images,
         steps=gan.projection_steps,
         candidates=gan.check_samples,
         seed=gan.seed,
-        told=lambda done: case.watcher.update(f"projections {phase}", done, len(images)),
+        progress=lambda done: case.watcher.update(f"projections {phase}", done, len(images)),
     )
     distance, n, m = distances.double().numpy(), len(real[0]), len(sought[0])
     return _Found(samples, (nearest[:n], nearest[n:]), (distance[:m], distance[m:]), projections[:m])
@@ -216,7 +214,7 @@ def _measured(
 
 def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
     """Empty where copying cannot be told from likeness."""
-    if not (by_samples := told_apart(found.nearest, usual)):
+    if not (by_samples := compare_relative(found.nearest, usual)):
         return {}
-    by_projections = told_apart(found.projected, usual_of_sought, least=1)
+    by_projections = compare_relative(found.projected, usual_of_sought, min_held_out=1)
     return {"nearest sample": by_samples} | ({"projection": by_projections} if by_projections else {})

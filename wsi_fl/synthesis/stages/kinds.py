@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.site.data import examples_of
+from wsi_fl.stages.site.data import load_patches
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.stages.work.job import select_device
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
 from wsi_fl.synthesis.folder import KINDS, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
-from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips
+from wsi_fl.synthesis.lpips import RANDOM, Lpips, find_nearest_lpips, load_lpips
 from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -94,7 +94,7 @@ class Course(ABC):
         self.pictures = pictures_of(store, section.resolution, "train")
         if len(self.pictures) < _LEAST_IMAGES:
             raise WsiFlError(f"site {site}: its store has no training patches to learn from")
-        self.device, self.checkpoint_every = device_of_rank(), section.checkpoint_every
+        self.device, self.checkpoint_every = select_device(), section.checkpoint_every
         self.images = self.pictures.images.to(self.device)
         self.labels = self.pictures.labels.to(self.device)
 
@@ -131,7 +131,7 @@ class Case:
     @property
     def memory_bytes(self) -> int:
         """The most memory for what is held while two sets of images are compared."""
-        return self.pipeline.section(LpipsKeys).memory_mb << 20
+        return self.pipeline.find_section(LpipsKeys).memory_mb << 20
 
     def lpips(self) -> Lpips:
         """Return LPIPS as the pipeline says."""
@@ -141,8 +141,8 @@ class Case:
         """Return how far training and held-out images are from the nearest training image of another patient."""
         patients, memory = (some.patient, every.patient), self.memory_bytes
         return (
-            nearest_lpips(lpips, some.images, every.images, patients, memory_bytes=memory),
-            nearest_lpips(lpips, held_out.images, every.images, memory_bytes=memory),
+            find_nearest_lpips(lpips, some.images, every.images, patients, memory_bytes=memory),
+            find_nearest_lpips(lpips, held_out.images, every.images, memory_bytes=memory),
         )
 
 
@@ -201,9 +201,7 @@ class GeneratorType(ABC):
         """Return how samples of a checked generator are drawn, as a store's provenance says it."""
 
     @abstractmethod
-    def draw(
-        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
-    ) -> Iterator[Tensor]:
+    def draw(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches uint8[b, c, h, h] on the CPU, an image for each label int64[n]."""
 
     @abstractmethod
@@ -212,7 +210,7 @@ class GeneratorType(ABC):
 
     def folder(self, study: Study, site: str) -> GeneratorFolder:
         """Return the folder of a site's generator, whether or not there is one."""
-        return GeneratorFolder.of(study, study.site(site).name, self.name)
+        return GeneratorFolder.find_folder(study, study.load_site(site).name, self.name)
 
     def trained(self, study: Study, site: str) -> tuple[GeneratorFolder, Document]:
         """Return the folder of a generator whose training has finished, and its document.
@@ -221,8 +219,8 @@ class GeneratorType(ABC):
             WsiFlError: when there is none, or its training has not finished.
         """
         folder = self.folder(study, site)
-        document = folder.document()
-        where = study.relative(folder.path)
+        document = folder.read_document()
+        where = study.relative_path(folder.path)
         command = f"`wsi-fl synthesize train --site {site} --generator {self.name}`"
         if document is None:
             raise WsiFlError(f"{where}: no generator yet; run {command}")
@@ -232,7 +230,7 @@ class GeneratorType(ABC):
 
     def provenance(self, folder: GeneratorFolder, document: Document) -> Document:
         """Return what samples say of the generator that may be shared; they are drawn as it was checked."""
-        digest = folder.digest(shared_phase(document))
+        digest = folder.compute_digest(shared_phase(document))
         state, reasons = check_state(folder, digest)
         return {
             "site": document["site"],
@@ -240,7 +238,7 @@ class GeneratorType(ABC):
             "check": state,
             "reasons": reasons,
             "differential_privacy": False,
-            **self.drawn_as(document, folder.check() if state != "not run" else None),
+            **self.drawn_as(document, folder.read_check() if state != "not run" else None),
         }
 
 
@@ -264,7 +262,7 @@ def shared_phase(document: Document) -> Phase:
 
 def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
     """Return ("passed", "failed" or "not run", reasons) of the check of exactly this generator."""
-    check = folder.check()
+    check = folder.read_check()
     if check is None:
         return "not run", ["`synthesize check` was not run"]
     if check["generator"]["sha256"] != digest:
@@ -284,13 +282,13 @@ def shape_of(section: Gan | Ddpm, made: Callable[..., _Shape], store: PatchStore
     """Make the shape of networks for a store, of the settings that it shares with a section, and of others."""
     names = signature(made).parameters.keys() & type(section).model_fields.keys()
     known = {name: getattr(section, name) for name in names}
-    return made(**known | {"channels": store.channels, "n_classes": len(store.meta.classes)} | others)
+    return made(**known | {"channels": store.n_channels, "n_classes": len(store.meta.classes)} | others)
 
 
 def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
     """Return the patches of these splits, reduced to the resolution, in memory."""
-    parts = [examples_of(store, split, resolution) for split in splits]
-    shape = (0, resolution, resolution, store.channels)
+    parts = [load_patches(store, split, resolution) for split in splits]
+    shape = (0, resolution, resolution, store.n_channels)
     pixels = [np.empty(shape, np.uint8), *(part.read(np.arange(len(part))) for part in parts if len(part))]
     images = np.ascontiguousarray(np.concatenate(pixels).transpose(0, 3, 1, 2))
     labels = np.concatenate([part.label for part in parts])
@@ -304,12 +302,12 @@ def lpips_of(study: Study, pipeline: Pipeline, site: str) -> Lpips:
     Raises:
         UsageError: when a real site is to be measured by an untrained network.
     """
-    weights = pipeline.section(LpipsKeys).weights
-    if weights is not None and weights.startswith(RANDOM) and study.site(site).real:
+    weights = pipeline.find_section(LpipsKeys).weights
+    if weights is not None and weights.startswith(RANDOM) and study.load_site(site).real:
         raise UsageError(
             f"lpips.weights = {weights!r}: an untrained network measures nothing; site {site} is real, give it weights"
         )
     if weights is not None and not weights.startswith(RANDOM):
         weights = str(study.resolve(weights))
-    lpips: Lpips = load_lpips(weights).to(device_of_rank())
+    lpips: Lpips = load_lpips(weights).to(select_device())
     return lpips

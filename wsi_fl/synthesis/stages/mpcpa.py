@@ -20,28 +20,28 @@ from torch import from_numpy
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import Digest, Round
+from wsi_fl.federation.documents import Digest, RoundNumber
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.site import Site, release_once
-from wsi_fl.learning.examples import Examples, joined, subset
-from wsi_fl.learning.units import rows_alone
-from wsi_fl.models import schema
-from wsi_fl.privacy.ledger_file import Release, digest
-from wsi_fl.stages.site.data import Patches, examples_of
+from wsi_fl.learning.examples import Examples, concatenate_examples, select_examples
+from wsi_fl.learning.units import row_units
+from wsi_fl.models import schema_digest
+from wsi_fl.privacy.ledger_file import Release, digest_values
+from wsi_fl.stages.site.data import PatchData, load_patches
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.stages.work.job import select_device
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, UNet, denoiser_from, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, UNet, build_denoiser, flatten_parameters
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
 from wsi_fl.synthesis.stages.ddpm import checked_as, images_of, load_denoiser
 from wsi_fl.synthesis.stages.kinds import check_state
 from wsi_fl.synthesis.stages.train import train_generator
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic_path
 from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
 
 _SERVER = "server"
@@ -73,7 +73,7 @@ class Classifier(TypedDict):
     """The schema of the classifier that a site sends, and the last round of its training."""
 
     schema: Digest
-    rounds: Round
+    rounds: RoundNumber
 
 
 def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
@@ -84,7 +84,7 @@ def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watche
         NoCommonPlan: when the sites' denoisers do not fit together.
     """
     checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
-    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.kept("package"))} for site in sites]
+    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.read_document("package"))} for site in sites]
     if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
         _exchange(party, sites, comm, watcher, checked=checked)
     for site in sites:
@@ -95,20 +95,20 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str
     """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
     train_generator(study, pipeline, DDPM, site, watcher=watcher)
     folder, _ = DDPM.trained(study, site)
-    state, reasons = check_state(folder, folder.digest("denoiser"))
-    if state == "not run" or not checked_as(folder.check(), pipeline):
+    state, reasons = check_state(folder, folder.compute_digest("denoiser"))
+    if state == "not run" or not checked_as(folder.read_check(), pipeline):
         document = check_generator(study, pipeline, DDPM, site, watcher=watcher)
         state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
     if state != "passed":
         why = f"the check was not passed: {'; '.join(reasons)}"
-        if not pipeline.section(Mpcpa).unchecked or study.site(site).real:
+        if not pipeline.find_section(Mpcpa).unchecked or study.load_site(site).real:
             raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
-        watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
-    return folder.digest("denoiser")
+        watcher.print_message(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
+    return folder.compute_digest("denoiser")
 
 
 def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
-    return bool(package and all(study.generated(key).exists() for key in package["images"].values()))
+    return bool(package and all(study.synthetic_path(key).exists() for key in package["images"].values()))
 
 
 def _exchange(
@@ -117,7 +117,7 @@ def _exchange(
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
     study, names = party.study, party.names
     for name, known in checked.items():
-        if DDPM.trained(study, name)[0].digest("denoiser") != known:
+        if DDPM.trained(study, name)[0].compute_digest("denoiser") != known:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
     denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name)) for site in sites}
     mine: list[Denoiser] = [{"schema": denoisers[site.index].shape.schema} for site in sites]
@@ -130,9 +130,7 @@ def _exchange(
         )
     star = _Star(sites, comm, names, _ROUND)
     releases = {
-        site.index: release_once(
-            site.ledger, _ROUND, vector_of(denoisers[site.index]), agreed[0], "generator"
-        )
+        site.index: release_once(site.ledger, _ROUND, flatten_parameters(denoisers[site.index]), agreed[0], "generator")
         for site in sites
     }
     held = star.gather("denoiser", releases, dict.fromkeys(comm.running, agreed[0]))
@@ -143,7 +141,7 @@ def _exchange(
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
         shape, drawn = denoisers[site.index].shape, {}
         for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
-            denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
+            denoiser = build_denoiser(vectors[other], shape).to(select_device())
             drawn[names[other]], _ = images_of(
                 study,
                 party.pipeline,
@@ -153,33 +151,33 @@ def _exchange(
                 watcher=watcher,
                 part=site.name,
             )
-        site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
+        site.folder.write_document("package", {"images": {name: drawn[name] for name in names if name in drawn}})
 
 
-def _patches(party: RunContext, site: str) -> Patches:
+def _patches(party: RunContext, site: str) -> PatchData:
     """The patches of a site: the plan refuses other data."""
-    data = party.data(site)
-    assert isinstance(data, Patches)
+    data = party.open_data(site)
+    assert isinstance(data, PatchData)
     return data
 
 
 def _learn_from(party: RunContext, site: Site) -> None:
     """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
-    package = site.folder.kept("package")
+    package = site.folder.read_document("package")
     assert package is not None
     parts = [] if party.method.learns_from == "generated" else [site.train]
-    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.section(Mpcpa).per_class
+    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.find_section(Mpcpa).per_class
     parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
-    site.train = joined(parts)
-    site.units = rows_alone(len(site.train))
+    site.train = concatenate_examples(parts)
+    site.units = row_units(len(site.train))
 
 
 def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
     """The images drawn from one denoiser, or the first of each class: they were drawn in turn."""
-    store = PatchStore(study.generated(key))
-    every = examples_of(store, "train", size_px)
+    store = PatchStore(study.synthetic_path(key))
+    every = load_patches(store, "train", size_px)
     n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
-    return subset(every, np.arange(n))
+    return select_examples(every, np.arange(n))
 
 
 def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> None:
@@ -190,14 +188,14 @@ def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> No
     learners = {site.index: site.learners["private"] for site in sites}
     mine: list[Classifier] = []
     for site in sites:
-        finished = max((line["round"] for line in site.folder.metrics()), default=0)
-        mine.append({"schema": schema(learners[site.index].model), "rounds": finished})
+        finished = max((line["round"] for line in site.folder.read_metrics()), default=0)
+        mine.append({"schema": schema_digest(learners[site.index].model), "rounds": finished})
     told = comm.gather(mine, Classifier, patient=True)
     agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
     last = max(one["rounds"] for one in told) + 1
     releases = {
         site.index: release_once(
-            site.ledger, last, learners[site.index].vector(), agreed[site.index], "model"
+            site.ledger, last, learners[site.index].parameter_vector(), agreed[site.index], "model"
         )
         for site in sites
     }
@@ -205,7 +203,7 @@ def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> No
     held = _Star(sites, comm, party.names, last).gather("model", releases, agreed)
     for index, vector in held.items():
         path = party.run.path / "aggregate" / f"{party.names[index]}.safetensors"
-        with atomic(path) as temporary:
+        with atomic_path(path) as temporary:
             save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
     for site in sites:
         site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")
@@ -215,7 +213,7 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     """Return the bytes of a denoiser; None where models see no images."""
     if not isinstance(shape, Images):
         return None
-    ddpm = pipeline.section(Ddpm)
+    ddpm = pipeline.find_section(Ddpm)
     wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
     return 4 * UNet(wanted).n_values
 
@@ -246,9 +244,7 @@ class _Star:
         """The site beside which the server lives."""
         return self.comm.running[0]
 
-    def gather(
-        self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]
-    ) -> dict[int, _Vector]:
+    def gather(self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]) -> dict[int, _Vector]:
         """Bring every site's release float32[d] to the server; return them there by site, elsewhere nothing.
 
         Args:
@@ -258,9 +254,7 @@ class _Star:
         """
         mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
         sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
-        found = {
-            k: self._carry(what, (k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes
-        }
+        found = {k: self._carry(what, (k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes}
         return {k: vector for k, vector in found.items() if vector is not None}
 
     def broadcast(self, held: Mapping[int, _Vector], size: int, schema: str) -> dict[int, dict[int, _Vector]]:
@@ -278,8 +272,8 @@ class _Star:
             if others:
                 load: Release | _Vector | None = np.concatenate([held[k] for k in others]) if held else None
                 if isinstance(load, np.ndarray) and receiver != self.hub:
-                    own, ledger = digest(held[self.hub]), self._site(self.hub).ledger
-                    load = ledger.relay(self.round, load, own=own, schema=bundled, weight=1.0)
+                    own, ledger = digest_values(held[self.hub]), self._site(self.hub).ledger
+                    load = ledger.relay_mixture(self.round, load, own_sha256=own, schema=bundled, weight=1.0)
                 pair, total = (self.hub, receiver), size * len(others)
                 arrived = self._carry("package", pair, load, total, bundled)
                 parts = [] if arrived is None else np.split(arrived, len(others))
@@ -310,7 +304,7 @@ class _Star:
             ends = (_SERVER, self.names[receiver]) if what == "package" else (self.names[sender], _SERVER)
             line = {"what": what, "from": ends[0], "to": ends[1], "bytes": HEADER_BYTES + vector.nbytes}
             seconds = round(time.perf_counter() - began, 6)
-            self._site(sender).folder.note_transfer(line | {"seconds": seconds})
+            self._site(sender).folder.record_transfer(line | {"seconds": seconds})
         return arrived
 
     def _site(self, index: int) -> Site:

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.stages.work.console import Lines, TextLine
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import dump_toml, validated
+from wsi_fl.study.toml import dump_toml, validate_model
 from wsi_fl.synthesis.stages.kinds import kind_of, outcome
-from wsi_fl.synthesis.state import balanced_labels
-from wsi_fl.system.files import locked, write_text
+from wsi_fl.synthesis.state import balance_labels
+from wsi_fl.system.files import site_lock, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _SLIDE = "synthetic"
@@ -56,9 +56,9 @@ def sample(
     name = name or f"{site}-synthetic"
     if n_per_class < 1:
         raise UsageError("--n-per-class must be at least 1")
-    target = validated(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
-    source = study.site(site)
-    no_gan = study.denoiser(source.name).exists() and not study.generator(source.name).exists()
+    target = validate_model(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
+    source = study.load_site(site)
+    no_gan = study.denoiser_path(source.name).exists() and not study.generator_path(source.name).exists()
     kind = kind_of(generator or ("ddpm" if no_gan else "gan"))
     folder, document = kind.trained(study, site)
     made_by = kind.provenance(folder, document) | {"seed": seed}
@@ -76,10 +76,10 @@ def sample(
     real, shape = document["store"], document["settings"]["shape"]
     grid = (real["size_px"], real["mpp"])
     meta = synthetic_meta(name, real["classes"], grid, shape["resolution"], made_by)
-    labels = balanced_labels(len(meta.classes), n_per_class)
-    with locked(study.store(name).parent, name):
+    labels = balance_labels(len(meta.classes), n_per_class)
+    with site_lock(study.store_path(name).parent, name):
         images = as_pixels(kind.draw(folder, made_by, labels))
-        table = write_synthetic(study.store(name), meta, labels, images, shape["channels"])
+        table = write_synthetic(study.store_path(name), meta, labels, images, shape["channels"])
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         first = f"# made by {command}; every patch is synthetic"
@@ -87,23 +87,21 @@ def sample(
     return {
         "site": site,
         "name": name,
-        "store": study.relative(study.store(name)),
+        "store": study.relative_path(study.store_path(name)),
         "patches": len(table),
         "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
         "generator": made_by,
-        "site_file": study.relative(study.site_path(name)) if as_site else None,
+        "site_file": study.relative_path(study.site_path(name)) if as_site else None,
         "seconds": time.perf_counter() - began,
     }
 
 
 def _refuse_taken(study: Study, name: str) -> None:
-    path = study.store(name)
+    path = study.store_path(name)
     if path.exists():
         with PatchStore(path) as store:
             if store.meta.generator is None:
-                raise UsageError(
-                    f"{study.relative(path)}: a store of real patches is there; use another --name"
-                )
+                raise UsageError(f"{study.relative_path(path)}: a store of real patches is there; use another --name")
     elif study.site_path(name).exists():
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
@@ -111,12 +109,10 @@ def _refuse_taken(study: Study, name: str) -> None:
 def sampled_lines(document: dict[str, Any]) -> Lines:
     """Say what was written, and what it is worth."""
     generator = document["generator"]
-    yield Line(f"{document['patches']} synthetic patches: {document['store']}")
+    yield TextLine(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
-        yield Line(f"  written although its check was {outcome(generator)}", "red")
-    yield Line(
-        "  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow"
-    )
+        yield TextLine(f"  written although its check was {outcome(generator)}", "red")
+    yield TextLine("  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow")
 
 
 def write_synthetic(
@@ -128,7 +124,7 @@ def write_synthetic(
         pixels: batches uint8[b, h, h, channels], one image per label in order.
     """
     patients = [f"synthetic_{k}" for k in range(len(labels))]
-    table = PatchTable.of_images(labels, _SLIDE, patients, "train")
+    table = PatchTable.from_images(labels, _SLIDE, patients, "train")
     shard = path.parent / "slides" / f"{_SLIDE}.h5"
     shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
     write_shard(shard, shard_meta, table, pixels, channels=channels)

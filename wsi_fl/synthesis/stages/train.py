@@ -8,16 +8,16 @@ from pathlib import Path
 from shutil import rmtree
 
 from wsi_fl import __version__
-from wsi_fl.report.pictures import grid
+from wsi_fl.report.pictures import render_grid
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
-from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
+from wsi_fl.stages.work.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.stages.kinds import Course, Document, GeneratorType, Losses
 from wsi_fl.synthesis.stages.sample import as_pixels
-from wsi_fl.synthesis.state import balanced_labels
-from wsi_fl.system.files import locked, write_bytes
+from wsi_fl.synthesis.state import balance_labels
+from wsi_fl.system.files import site_lock, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20
@@ -45,14 +45,12 @@ def train_generator(
     """
     began = time.perf_counter()
     folder = kind.folder(study, site)
-    with locked(folder.path, site):
+    with site_lock(folder.path, site):
         if again:
             _forget(folder.path)
         with open_store(study, site) as store:
             if store.meta.generator is not None:
-                raise UsageError(
-                    f"site {site}: its patches are synthetic already; a generator learns from real ones"
-                )
+                raise UsageError(f"site {site}: its patches are synthetic already; a generator learns from real ones")
             course = kind.course(study, pipeline, site, store)
             facts = {
                 "sha256": store_digest(store),
@@ -64,15 +62,15 @@ def train_generator(
             }
         document = _begin(study, site, folder, course.settings, facts)
         if not document["finished"]:
-            told = watcher or Silent()
-            if lost := folder.lost():
-                told.say(lost)
+            told = watcher or SilentProgress()
+            if lost := folder.find_lost_checkpoint():
+                told.print_message(lost)
             if folder.load_state(course.state):
                 folder.forget_after(course.state.iteration)
             document = _train(kind, course, folder, document, told)
     return {
         "site": site,
-        "generator": study.relative(folder.path),
+        "generator": study.relative_path(folder.path),
         "resolution": document["settings"]["shape"]["resolution"],
         "classes": document["store"]["classes"],
         "images": document["store"]["n"],
@@ -93,13 +91,11 @@ def _train(
         told.append(course.step())
         done = state.iteration
         if not all(isfinite(value) for value in told[-1].values() if value is not None):
-            raise WsiFlError(
-                f"site {site}: training diverged at iteration {done}; {kind.remedy}, and train --again"
-            )
+            raise WsiFlError(f"site {site}: training diverged at iteration {done}; {kind.remedy}, and train --again")
         phase = next(name for name, end in ends.items() if done <= end)
         if done % _LOG_EVERY == 0 or done == total:
             seconds = time.monotonic() - began
-            folder.log({"iteration": done, **course.line(phase, told), "seconds": seconds})
+            folder.log_metrics({"iteration": done, **course.line(phase, told), "seconds": seconds})
             told = []
         watcher.update(site, done, total, _NOTES[phase])
         if done == ends[phase] and phase != last:
@@ -122,9 +118,9 @@ def _keep(course: Course, folder: GeneratorFolder, document: Document, phase: Ph
 def _picture(course: Course) -> bytes:
     """A row per class."""
     shown = min(course.settings["shape"]["n_classes"], _SHOWN_CLASSES)
-    labels = balanced_labels(shown, _SHOWN_PER_CLASS)
+    labels = balance_labels(shown, _SHOWN_PER_CLASS)
     (images,) = as_pixels([course.show(labels)])
-    return grid([images[labels == k] for k in range(shown)])
+    return render_grid([images[labels == k] for k in range(shown)])
 
 
 def _forget(folder: Path) -> None:
@@ -141,7 +137,7 @@ def _begin(study: Study, site: str, folder: GeneratorFolder, settings: Document,
 
     What the second phase alone depends on may change until that has begun.
     """
-    document = folder.document()
+    document = folder.read_document()
     if document is None:
         document = {
             "site": site,
@@ -153,16 +149,14 @@ def _begin(study: Study, site: str, folder: GeneratorFolder, settings: Document,
         }
         folder.write_document(document)
         return document
-    where = study.relative(folder.path)
+    where = study.relative_path(folder.path)
     if any(document["store"].get(key, value) != value for key, value in store.items()):
         raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
     (first, second), (known_first, known_second) = _by_phase(settings), _by_phase(document["settings"])
     if other := [key for key, value in first.items() if known_first.get(key) != value]:
-        raise UsageError(
-            f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew"
-        )
+        raise UsageError(f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew")
     if second != known_second:
-        if document["finished"] or max(folder.iterations(), default=0) > settings["iterations"]:
+        if document["finished"] or max(folder.list_iterations(), default=0) > settings["iterations"]:
             raise UsageError(
                 f"{where}: a generator with other settings of the privacy loss is there; --again trains anew"
             )
@@ -184,12 +178,10 @@ def trained_lines(document: Document) -> Lines:
     later = document.get("privacy_iterations")
     more = f", then {later} with the privacy loss" if later is not None else ""
     epochs = f" ({document['epochs']:.0f} epochs)" if "epochs" in document else ""
-    yield Line(
+    yield TextLine(
         f"generator of site {document['site']}: {document['resolution']} px, {document['iterations']} iterations"
         f"{more}{epochs}; {document['generator']}"
     )
     if (document.get("lpips") or "").startswith("UNTRAINED"):
-        yield Line(f"  {document['lpips']}", "yellow")
-    yield Line(
-        f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}"
-    )
+        yield TextLine(f"  {document['lpips']}", "yellow")
+    yield TextLine(f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}")

@@ -1,9 +1,9 @@
 // Layers on a canvas: pure functions of a layer, how it is to be drawn, and where the slide lies in the picture.
 
-// Okabe and Ito's colours, told apart with every kind of colour vision; the first two as in the overviews of `tile`.
+// Okabe and Ito's colours, distinguishable with every kind of colour vision; the first two as in the overviews of `tile`.
 const GROUPS = [[0, 114, 178], [230, 159, 0], [213, 94, 0], [204, 121, 167], [240, 228, 66], [153, 153, 153], [86, 180, 233], [0, 158, 115]];
 const LINES = { tissue: "#009e73", annotation: "#000000" };
-// matplotlib's viridis, as in the heatmaps of `predict`: faint where cold, so that only what is hot stands out of a stain.
+// matplotlib's viridis, as in the heatmaps of `predict`: faint for low values, so that only high ones stand out.
 const RAMP = [
   [68, 1, 84], [72, 36, 117], [65, 68, 135], [53, 95, 141], [42, 120, 142], [33, 145, 140], [34, 168, 132], [68, 191, 112],
   [122, 209, 81], [189, 223, 38], [253, 231, 37],
@@ -15,11 +15,11 @@ const COLOURS = Array.from({ length: STEPS }, (_, k) => {
   const mixed = RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low)));
   return [...mixed, Math.round(255 * (FAINT + (1 - FAINT) * share))];
 });
-const ROOM_PX = 6;         // patches with longer sides get an edge, or a cross; shorter ones on a grid are one picture
-const FEW_PX = 2;          // and those off a grid, where they are so short that nobody sees it
-const RIM = [4.5, "#ffffff"];  // under a line, so that it shows on any ground
-const LINE_PX = 2;         // outlines are drawn as exactly as that
-const MOST_CELLS = 2048;   // of that picture, a side
+const EDGE_PX = 6;         // minimum side of patches with edges or crosses; shorter ones on a grid are one picture
+const MIN_PX = 2;          // minimum side of patches off a grid before they are one picture
+const RIM = [4.5, "#ffffff"];  // under a line, visible on any background
+const LINE_PX = 2;         // precision of outlines
+const MAX_CELLS = 2048;   // of that picture, a side
 
 const css = ([red, green, blue, alpha]) => `rgb(${red} ${green} ${blue} / ${alpha / 255})`;
 const groupRgb = (layer, group) => [...GROUPS[(layer.first + group) % GROUPS.length], 255];
@@ -32,19 +32,19 @@ export const lineColour = name => LINES[name] ?? LINES.annotation;
 function batches(layer, how) {
   const key = how.kind === "values" ? how.column ?? layer.shown : "";
   if (layer.batches?.key !== key) {
-    const found = how.kind === "values" ? ofValues(layer.values[key]) : ofGroups(layer);
+    const found = how.kind === "values" ? batchesByValue(layer.values[key]) : batchesByGroup(layer);
     layer.batches = Object.assign(found.filter(([, numbers]) => numbers.length), { key });
   }
   return layer.batches;
 }
 
-function ofGroups(layer) {
+function batchesByGroup(layer) {
   const found = layer.groups.map((_, group) => [groupRgb(layer, group), []]);
   layer.group.forEach((group, k) => found[group][1].push(k));
   return found;
 }
 
-function ofValues(values) {
+function batchesByValue(values) {
   const found = COLOURS.map(colour => [colour, []]);
   values.forEach((value, k) => {
     if (value !== null) found[Math.min(STEPS - 1, Math.floor(value * STEPS))][1].push(k);
@@ -55,7 +55,7 @@ function ofValues(values) {
 function drawLines(context, layer, how, view) {
   const step = 2 ** Math.floor(Math.log2(LINE_PX * view.density / view.zoom));  // from afar a line needs fewer points
   layer.paths ??= {};
-  stroke(context, layer.paths[step] ??= pathOf(layer.rings, step), [RIM, [2, lineColour(how.name)]], view);
+  stroke(context, layer.paths[step] ??= buildPath(layer.rings, step), [RIM, [2, lineColour(how.name)]], view);
 }
 
 /** Draw a path of level-0 pixels, line upon line. @param lines [[width, colour]] */
@@ -73,14 +73,14 @@ function stroke(context, path, lines, view) {
 function drawValues(context, layer, how, view) {
   drawPatches(context, layer, how, view);
   const column = how.column ?? layer.shown, key = `${column} ${how.threshold}`;
-  if (layer.edge?.key !== key) layer.edge = Object.assign(edgeOf(layer, layer.values[column], how.threshold), { key });
+  if (layer.edge?.key !== key) layer.edge = Object.assign(thresholdEdge(layer, layer.values[column], how.threshold), { key });
   context.globalAlpha = 1;
-  const far = layer.side * view.zoom < ROOM_PX * view.density;  // a rim would hide patches as small as that
+  const far = layer.side * view.zoom < EDGE_PX * view.density;  // a rim would hide patches as small as that
   stroke(context, layer.edge, far ? [[1, LINES.annotation]] : [RIM, [2, LINES.annotation]], view);
 }
 
-/** Around the patches from a threshold on: each side of one that no other of them shares, where they lie on a grid. */
-function edgeOf({ xy, side, grid }, values, threshold) {
+/** The edge of the patches from a threshold on: the sides not shared by two of them, on a grid. */
+function thresholdEdge({ xy, side, grid }, values, threshold) {
   const { left, top, cell, exact, columns } = grid, row = columns + 2, path = new Path2D(), reached = new Map();
   values.forEach((value, k) => {
     if (value === null || value < threshold) return;
@@ -100,7 +100,7 @@ function edgeOf({ xy, side, grid }, values, threshold) {
 }
 
 /** Rings as one path, without the points that are nearer than a step, in level-0 pixels, to the one before. */
-function pathOf(rings, step) {
+function buildPath(rings, step) {
   const path = new Path2D();
   for (const ring of rings) {
     let [x, y] = ring;
@@ -117,13 +117,13 @@ function pathOf(rings, step) {
 
 function drawPatches(context, layer, how, view) {
   const side = layer.side * view.zoom, found = batches(layer, how);
-  layer.grid ??= gridOf(layer);
-  if (side < (layer.grid.exact ? ROOM_PX : FEW_PX) * view.density) return drawSmall(context, layer, found, view);
+  layer.grid ??= findGrid(layer);
+  if (side < (layer.grid.exact ? EDGE_PX : MIN_PX) * view.density) return drawSmall(context, layer, found, view);
   for (const [colour, numbers] of found) {
     context.fillStyle = css(colour);
-    const seen = visible(layer, numbers, view);
-    for (let k = 0; k < seen.length; k += 2) context.fillRect(seen[k], seen[k + 1], side, side);
-    if (how.kind === "patches" && side >= ROOM_PX * view.density) drawEdges(context, seen, side, colour, layer.crossed, view);
+    const corners = visible(layer, numbers, view);
+    for (let k = 0; k < corners.length; k += 2) context.fillRect(corners[k], corners[k + 1], side, side);
+    if (how.kind === "patches" && side >= EDGE_PX * view.density) drawEdges(context, corners, side, colour, layer.crossed, view);
   }
 }
 
@@ -138,11 +138,11 @@ function visible(layer, numbers, view) {
   return found;
 }
 
-/** Frames around patches, and a cross through those that were set aside: on both diagonals, as long as there is room. */
-function drawEdges(context, seen, side, colour, crossed, view) {
+/** Frames around patches, and crosses through excluded ones. */
+function drawEdges(context, corners, side, colour, crossed, view) {
   const path = new Path2D(), inner = side - 1, alpha = context.globalAlpha;
-  for (let k = 0; k < seen.length; k += 2) {
-    const x = seen[k] + 0.5, y = seen[k + 1] + 0.5;
+  for (let k = 0; k < corners.length; k += 2) {
+    const x = corners[k] + 0.5, y = corners[k + 1] + 0.5;
     path.rect(x, y, inner, inner);
     if (!crossed) continue;
     path.moveTo(x, y);
@@ -157,10 +157,10 @@ function drawEdges(context, seen, side, colour, crossed, view) {
   context.globalAlpha = alpha;
 }
 
-/** Patches too small to be told apart, as one picture that has a pixel for each. */
+/** Patches too small to distinguish, as one picture with a pixel for each. */
 function drawSmall(context, layer, found, view) {
   if (!found.length) return;
-  const { left, top, cell } = layer.grid, small = found.small ??= pictureOf(layer, found);
+  const { left, top, cell } = layer.grid, small = found.small ??= buildPicture(layer, found);
   context.imageSmoothingEnabled = cell * view.zoom < 1;
   const [width, height] = [small.width, small.height].map(extent => extent * cell * view.zoom);
   context.drawImage(small, view.left + left * view.zoom, view.top + top * view.zoom, width, height);
@@ -168,19 +168,19 @@ function drawSmall(context, layer, found, view) {
 
 /** Where the patches of a layer lie: in level-0 pixels its corner and the side of a cell, in cells its extent; and
  *  whether each patch is a cell. */
-function gridOf({ xy, side }) {
+function findGrid({ xy, side }) {
   let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
   for (let k = 0; k < xy.length; k += 2) {
     left = Math.min(left, xy[k]); right = Math.max(right, xy[k]);
     top = Math.min(top, xy[k + 1]); bottom = Math.max(bottom, xy[k + 1]);
   }
-  const cell = Math.max(side, (right - left) / MOST_CELLS, (bottom - top) / MOST_CELLS);
+  const cell = Math.max(side, (right - left) / MAX_CELLS, (bottom - top) / MAX_CELLS);
   const off = (at, from) => Math.abs(at - from - Math.round((at - from) / cell) * cell);
   const exact = cell === side && xy.every((at, k) => off(at, k % 2 ? top : left) <= 1);  // corners are whole pixels
   return { left, top, cell, exact, columns: Math.round((right - left) / cell) + 1, rows: Math.round((bottom - top) / cell) + 1 };
 }
 
-function pictureOf({ xy, grid }, found) {
+function buildPicture({ xy, grid }, found) {
   const { left, top, cell, columns, rows } = grid, small = new OffscreenCanvas(columns, rows);
   const pixels = new ImageData(columns, rows);
   for (const [colour, numbers] of found) {
@@ -206,12 +206,12 @@ export function draw(context, layers, view) {
   context.globalAlpha = 1;
 }
 
-/** A scale bar at the lower right; nothing where nobody knows the slide's resolution. */
+/** A scale bar at the lower right; none without the slide's resolution. */
 export function drawScale(context, mpp, view, ink, paper) {
   if (!mpp) return;
-  const umPerPixel = mpp / view.zoom, most = Math.min(view.width / 4, 160 * view.density) * umPerPixel;
-  const power = 10 ** Math.floor(Math.log10(most));
-  const um = [5, 2, 1].map(n => n * power).find(n => n <= most);
+  const umPerPixel = mpp / view.zoom, maximum = Math.min(view.width / 4, 160 * view.density) * umPerPixel;
+  const power = 10 ** Math.floor(Math.log10(maximum));
+  const um = [5, 2, 1].map(n => n * power).find(n => n <= maximum);
   const length = um / umPerPixel, right = view.width - 14 * view.density, y = view.height - 14 * view.density;
   const text = um >= 1000 ? `${um / 1000} mm` : `${um} µm`;
   context.font = `${12 * view.density}px system-ui, sans-serif`;
@@ -238,8 +238,8 @@ export function patchAt(layer, x, y) {
   return -1;
 }
 
-/** What a layer says of its patch number k, in words. */
-export function said(layer, kind, k) {
+/** Describe the value of a layer's patch number k. */
+export function describePatch(layer, kind, k) {
   if (kind === "patches") return layer.groups[layer.group[k]];
   return layer.columns.map((name, i) => `${name} ${layer.values[i][k]?.toFixed(3) ?? "unknown"}`).join(", ");
 }

@@ -1,37 +1,37 @@
-// The panel of layers: what each is called, what its colours mean, and how it is drawn.
+// The panel of layers: names, legends and settings.
 import { colours, groupColour, lineColour } from "./drawing.js";
 
 export function element(tag, attributes = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), attributes);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(tag), attributes);
+  node.append(...children);
+  return node;
 }
 
 /** "1 slide", "2 slides". */
-export const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+export const countWords = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 
-/** The item of a layer; what changes later is filled in by `tell`, so that nothing is taken from under a hand.
+/** The item of a layer; `updateItem` fills in changes, without replacing controls in use.
  *  @param act {toggle, redraw} */
-export function itemOf(one, which, act) {
-  const { how } = one;
-  const box = element("input", { type: "checkbox", onchange: () => act.toggle(which) });
+export function buildItem(entry, index, act) {
+  const { how } = entry;
+  const box = element("input", { type: "checkbox", onchange: () => act.toggle(index) });
   box.dataset.layer = how.name;
-  const key = which < 9 ? [element("kbd", { textContent: which + 1 })] : [];
-  const changed = () => { paint(one); act.redraw(); };
+  const key = index < 9 ? [element("kbd", { textContent: index + 1 })] : [];
+  const changed = () => { paint(entry); act.redraw(); };
   const dials = (how.kind === "values" ? ["opacity", "threshold"] : ["opacity"]).map(name => dial(name, how, changed));
-  one.parts = { box, meaning: element("div"), dials: element("div", {}, ...dials), ramp: ramp() };
-  tell(one, act);
-  return element("li", {}, element("label", { className: "head" }, box, how.name, ...key), one.parts.meaning, one.parts.dials);
+  entry.parts = { box, meaning: element("div"), dials: element("div", {}, ...dials), ramp: ramp() };
+  updateItem(entry, act);
+  return element("li", {}, element("label", { className: "head" }, box, how.name, ...key), entry.parts.meaning, entry.parts.dials);
 }
 
-/** Show what is known of a layer by now. */
-export function tell(one, act) {
-  const { layer, why, how, parts } = one;
+/** Show the current state of a layer. */
+export function updateItem(entry, act) {
+  const { layer, why, how, parts } = entry;
   parts.box.checked = how.on;
   parts.dials.hidden = !how.on || Boolean(why);
   const reason = why ? [element("p", { className: "why", textContent: why })] : [];
-  parts.meaning.replaceChildren(...reason, ...(layer && how.on ? legend(one, act) : []));
-  paint(one);
+  parts.meaning.replaceChildren(...reason, ...(layer && how.on ? legend(entry, act) : []));
+  paint(entry);
 }
 
 function dial(name, how, changed) {
@@ -43,7 +43,7 @@ function dial(name, how, changed) {
 
 function legend({ layer, how, parts }, act) {
   if (how.kind === "values") return [...columns(layer, how, act), scale(parts.ramp)];
-  if (how.kind === "outlines") return [key([swatch(lineColour(how.name), counted(layer.rings.length, "outline"))])];
+  if (how.kind === "outlines") return [key([swatch(lineColour(how.name), countWords(layer.rings.length, "outline"))])];
   const counts = layer.groups.map(() => 0);
   for (const group of layer.group) counts[group] += 1;
   return [key(layer.groups.flatMap((name, k) => counts[k] ? [swatch(groupColour(layer, k), `${counts[k]} ${name}`)] : []))];

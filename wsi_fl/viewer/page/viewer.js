@@ -1,20 +1,20 @@
-// The page: a list of slides, one of them in OpenSeadragon, layers over it. State lies in `state` and nowhere else.
-import { draw, drawScale, patchAt, said } from "./drawing.js";
-import { counted, element, itemOf, tell } from "./panels.js";
+// The page: a list of slides, one of them in OpenSeadragon, layers over it. All state is in `state`.
+import { draw, drawScale, patchAt, describePatch } from "./drawing.js";
+import { countWords, element, buildItem, updateItem } from "./panels.js";
 
 const OPACITY = { outlines: 1, patches: 0.5, values: 0.7 };
-const by = id => document.getElementById(id);
+const byId = id => document.getElementById(id);
 const state = {
   slides: [],     // of the catalogue, each with its number
   number: null,   // of the slide that is shown
   slide: null,    // its document
   layers: [],     // [{layer, how, why}] in the order of the slide's document
   bare: false,    // whether layers are hidden for a look at the slide
-  hows: {},       // name of a layer → how people want it drawn, on every slide
+  hows: {},       // name of a layer → the user's settings, for every slide
 };
 
 const viewer = OpenSeadragon({
-  element: by("slide"), drawer: "canvas", showNavigationControl: false, showNavigator: true,
+  element: byId("slide"), drawer: "canvas", showNavigationControl: false, showNavigator: true,
   navigatorPosition: "TOP_RIGHT", navigatorAutoFade: true, animationTime: 0.5, maxZoomPixelRatio: 4, visibilityRatio: 0.3,
   gestureSettingsMouse: { clickToZoom: false, dblClickToZoom: true }, timeout: 120000,
 });
@@ -24,31 +24,31 @@ const over = viewer.canvas.appendChild(element("canvas", { id: "over" }));  // a
 async function ask(path) {
   const answer = await fetch(path);
   const document = answer.headers.get("Content-Type").startsWith("application/json") ? await answer.json() : {};
-  if (!answer.ok) throw new Error(document.error ?? `the server says ${answer.status}`);
+  if (!answer.ok) throw new Error(document.error ?? `the server responded with ${answer.status}`);
   return document;
 }
 
 // Slides
 
-function listed() {
-  const wanted = by("filter").value.trim().toLowerCase();
-  const found = state.slides.filter(one => `${one.name} ${one.note}`.toLowerCase().includes(wanted));
-  if (by("order").value === "score") found.sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity) || a.number - b.number);
+function filteredSlides() {
+  const query = byId("filter").value.trim().toLowerCase();
+  const found = state.slides.filter(slide => `${slide.name} ${slide.note}`.toLowerCase().includes(query));
+  if (byId("order").value === "score") found.sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity) || a.number - b.number);
   return found;
 }
 
 function fillList() {
-  const found = listed();
-  by("slides").replaceChildren(...found.map(one => {
-    const score = one.score === null ? "" : one.score.toFixed(3);
-    const button = element("button", { disabled: !one.shown, onclick: () => go(one.number) },
-      element("span", { className: "name", textContent: one.name }), element("span", { textContent: score }),
-      element("span", { className: "note", textContent: one.note }));
-    button.dataset.number = one.number;
+  const found = filteredSlides();
+  byId("slides").replaceChildren(...found.map(slide => {
+    const score = slide.score === null ? "" : slide.score.toFixed(3);
+    const button = element("button", { disabled: !slide.shown, onclick: () => go(slide.number) },
+      element("span", { className: "name", textContent: slide.name }), element("span", { textContent: score }),
+      element("span", { className: "note", textContent: slide.note }));
+    button.dataset.number = slide.number;
     return element("li", {}, button);
   }));
-  const all = counted(state.slides.length, "slide");
-  by("count").textContent = found.length === state.slides.length ? all : `${found.length} of ${all}`;
+  const all = countWords(state.slides.length, "slide");
+  byId("count").textContent = found.length === state.slides.length ? all : `${found.length} of ${all}`;
   mark();
 }
 
@@ -63,9 +63,9 @@ function go(number) {
   location.hash = `slide=${number}`;
 }
 
-function step(by_) {
-  const shown = listed().filter(one => one.shown), at = shown.findIndex(one => one.number === state.number);
-  const next = shown[at < 0 ? 0 : Math.min(shown.length - 1, Math.max(0, at + by_))];
+function step(offset) {
+  const shown = filteredSlides().filter(slide => slide.shown), at = shown.findIndex(slide => slide.number === state.number);
+  const next = shown[at < 0 ? 0 : Math.min(shown.length - 1, Math.max(0, at + offset))];
   if (next) go(next.number);
 }
 
@@ -79,10 +79,10 @@ async function show(number) {
   mark();
   document.querySelector("#slides [aria-current=true]")?.scrollIntoView({ block: "nearest" });
   unfold("");
-  const one = state.slides[number];
-  by("name").textContent = one.name;
-  by("note").textContent = one.note;
-  by("boxes").replaceChildren();
+  const entry = state.slides[number];
+  byId("name").textContent = entry.name;
+  byId("note").textContent = entry.note;
+  byId("boxes").replaceChildren();
   let slide;
   try {
     slide = await ask(`slides/${number}.json`);
@@ -96,48 +96,48 @@ async function show(number) {
     width: slide.size[0], height: slide.size[1], tileSize: slide.tile, tileOverlap: 0, minLevel: slide.first,
     maxLevel: slide.last, getTileUrl: (level, column, row) => `slides/${number}/tiles/${level}/${column}_${row}.jpg`,
   });
-  const squares = slide.layers.find(one => one.kind !== "outlines");  // squares over squares would mix their colours
-  state.layers = slide.layers.map(one => ({ layer: null, why: "", how: state.hows[one.name] ??= usual(one, one === squares) }));
-  by("boxes").replaceChildren(...state.layers.map((one, which) => itemOf(one, which, act)));
-  await Promise.all(state.layers.map((_, which) => load(number, which)));
+  const squares = slide.layers.find(layer => layer.kind !== "outlines");  // squares over squares would mix their colours
+  state.layers = slide.layers.map(item => ({ layer: null, why: "", how: state.hows[item.name] ??= defaults(item, item === squares) }));
+  byId("boxes").replaceChildren(...state.layers.map((entry, index) => buildItem(entry, index, actions)));
+  await Promise.all(state.layers.map((_, index) => load(number, index)));
   if (state.number === number) document.body.dataset.ready = String(number);
 }
 
 // Layers
 
-const act = { toggle, redraw };
+const actions = { toggle, redraw };
 
-function usual({ name, kind }, first) {
+function defaults({ name, kind }, first) {
   return { name, kind, on: first || kind === "outlines", opacity: OPACITY[kind], threshold: 0.5, column: null };
 }
 
-async function load(number, which) {
-  const one = state.layers[which];
-  const wanted = one.how.on || one.how.kind !== "outlines";  // what is said of a patch is read under the cursor, drawn or not
-  if (!wanted || one.asked) return;
-  one.asked = true;
+async function load(number, index) {
+  const entry = state.layers[index];
+  const needed = entry.how.on || entry.how.kind !== "outlines";  // values of a patch are shown under the cursor, drawn or not
+  if (!needed || entry.requested) return;
+  entry.requested = true;
   try {
-    one.layer = await ask(`slides/${number}/layers/${which}.json`);
+    entry.layer = await ask(`slides/${number}/layers/${index}.json`);
   } catch (error) {
-    one.why = error.message;
+    entry.why = error.message;
   }
   if (state.number !== number) return;
-  tell(one, act);
+  updateItem(entry, actions);
   redraw();
 }
 
-function toggle(which) {
-  const one = state.layers[which];
-  if (!one) return;
-  one.how.on = !one.how.on;
-  load(state.number, which);
-  tell(one, act);
+function toggle(index) {
+  const entry = state.layers[index];
+  if (!entry) return;
+  entry.how.on = !entry.how.on;
+  load(state.number, index);
+  updateItem(entry, actions);
   redraw();
 }
 
 function hide(bare) {
   state.bare = bare;
-  by("bare").hidden = !bare;
+  byId("bare").hidden = !bare;
   redraw();
 }
 
@@ -167,15 +167,15 @@ function redraw() {
 function point(event) {
   const item = viewer.world.getItemAt(0);
   if (!item || !state.slide) return;
-  const frame = by("slide").getBoundingClientRect();
+  const frame = byId("slide").getBoundingClientRect();
   const at = item.viewerElementToImageCoordinates(new OpenSeadragon.Point(event.clientX - frame.left, event.clientY - frame.top));
   const [x, y] = [Math.floor(at.x), Math.floor(at.y)], [width, height] = state.slide.size;
   const lines = state.layers.flatMap(({ layer, how }) => {
     const k = layer?.xy ? patchAt(layer, x, y) : -1;
-    return k < 0 ? [] : [`${how.name}: ${said(layer, how.kind, k)}`];
+    return k < 0 ? [] : [`${how.name}: ${describePatch(layer, how.kind, k)}`];
   });
-  by("cursor").hidden = x < 0 || y < 0 || x >= width || y >= height;
-  by("cursor").textContent = [`${x}, ${y} px of level 0`, ...lines].join("\n");
+  byId("cursor").hidden = x < 0 || y < 0 || x >= width || y >= height;
+  byId("cursor").textContent = [`${x}, ${y} px of level 0`, ...lines].join("\n");
 }
 
 const PANELS = ["list", "layers"];
@@ -183,27 +183,27 @@ const PANELS = ["list", "layers"];
 /** Open a panel on a small screen, where there is room for one; "" closes both. */
 function unfold(name) {
   for (const panel of PANELS) {
-    by(panel).classList.toggle("open", panel === name);
-    by(`to-${panel}`).setAttribute("aria-expanded", String(panel === name));
+    byId(panel).classList.toggle("open", panel === name);
+    byId(`to-${panel}`).setAttribute("aria-expanded", String(panel === name));
   }
 }
 
 function trouble(text) {
-  by("trouble").textContent = text;
-  by("trouble").hidden = !text;
+  byId("trouble").textContent = text;
+  byId("trouble").hidden = !text;
 }
 
-// Keys, and what else people do
+// Keys and other input
 
 const KEYS = {
   j: () => step(1), PageDown: () => step(1), k: () => step(-1), PageUp: () => step(-1),
   ArrowDown: () => pan(0, 1), ArrowUp: () => pan(0, -1), ArrowRight: () => pan(1, 0), ArrowLeft: () => pan(-1, 0),
   "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), 0: () => viewer.viewport?.goHome(),
   h: () => hide(!state.bare),
-  "/": () => { unfold("list"); by("filter").focus(); },
-  "?": () => by("help").open ? by("help").close() : by("help").showModal(),
+  "/": () => { unfold("list"); byId("filter").focus(); },
+  "?": () => byId("help").open ? byId("help").close() : byId("help").showModal(),
 };
-const OF_FIELDS = /^(Arrow|Page|Home|End)/;  // by which sliders and choices are moved
+const FIELD_KEYS = /^(Arrow|Page|Home|End)/;  // by which sliders and choices are moved
 const PAN = 0.2;                             // of the picture
 
 function zoom(factor) {
@@ -222,30 +222,30 @@ function escape(field) {
 
 addEventListener("keydown", event => {
   const field = event.target, typed = field.matches("#filter"), moved = field.matches("input[type=range], select");
-  if (event.key === "Escape" && !by("help").open) escape(field);
-  if (by("help").open && event.key !== "?") return;
-  if (typed || moved && OF_FIELDS.test(event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape" && !byId("help").open) escape(field);
+  if (byId("help").open && event.key !== "?") return;
+  if (typed || moved && FIELD_KEYS.test(event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
   const does = /^[1-9]$/.test(event.key) ? () => toggle(Number(event.key) - 1) : KEYS[event.key];
   if (!does) return;
   event.preventDefault();
   does();
 });
-viewer.addHandler("canvas-key", event => { event.preventDefaultAction = true; });  // keys are those above
+viewer.addHandler("canvas-key", event => { event.preventDefaultAction = true; });  // only the keys above
 viewer.addHandler("tile-load-failed", () => trouble("a part of this slide cannot be read"));
 for (const moved of ["update-viewport", "open", "resize"]) viewer.addHandler(moved, redraw);
-for (const pointed of ["pointermove", "pointerdown"]) by("stage").addEventListener(pointed, point);
-by("stage").addEventListener("pointerleave", event => {  // a finger leaves when it is lifted, a mouse when it goes
-  if (event.pointerType === "mouse") by("cursor").hidden = true;
+for (const pointed of ["pointermove", "pointerdown"]) byId("stage").addEventListener(pointed, point);
+byId("stage").addEventListener("pointerleave", event => {  // only for a mouse: a finger leaves when lifted
+  if (event.pointerType === "mouse") byId("cursor").hidden = true;
 });
-by("filter").oninput = by("order").onchange = fillList;
-by("to-help").onclick = KEYS["?"];
-for (const panel of PANELS) by(`to-${panel}`).onclick = () => unfold(by(panel).classList.contains("open") ? "" : panel);
+byId("filter").oninput = byId("order").onchange = fillList;
+byId("to-help").onclick = KEYS["?"];
+for (const panel of PANELS) byId(`to-${panel}`).onclick = () => unfold(byId(panel).classList.contains("open") ? "" : panel);
 addEventListener("resize", redraw);
 addEventListener("hashchange", fromAddress);
 
 function fromAddress() {
   const number = Number(/^#slide=(\d+)$/.exec(location.hash)?.[1] ?? NaN);
-  const shown = state.slides[number]?.shown ? number : state.number ?? listed().find(one => one.shown)?.number;
+  const shown = state.slides[number]?.shown ? number : state.number ?? filteredSlides().find(slide => slide.shown)?.number;
   if (shown === undefined) return;
   if (shown !== number) history.replaceState(null, "", `#slide=${shown}`);  // so that Back leads out of the page
   if (shown !== state.number) show(shown);
@@ -253,16 +253,16 @@ function fromAddress() {
 
 async function begin() {
   const { title, patients_of, slides } = await ask("slides.json");
-  document.title = by("title").textContent = title;
-  by("patients").hidden = !patients_of.length;
-  by("patients").textContent = `Patients of ${patients_of.join(", ")}: what is shown must not leave the hospital.`;
-  state.slides = slides.map((one, number) => ({ ...one, number }));
-  const scored = slides.some(one => one.score !== null);
-  by("order").value = scored ? "score" : "name";
-  by("order").hidden = !scored;
+  document.title = byId("title").textContent = title;
+  byId("patients").hidden = !patients_of.length;
+  byId("patients").textContent = `Patients of ${patients_of.join(", ")}: what is shown must not leave the hospital.`;
+  state.slides = slides.map((slide, number) => ({ ...slide, number }));
+  const scored = slides.some(slide => slide.score !== null);
+  byId("order").value = scored ? "score" : "name";
+  byId("order").hidden = !scored;
   fillList();
   fromAddress();
-  if (!slides.some(one => one.shown)) trouble("no slide can be shown; the list says why");
+  if (!slides.some(slide => slide.shown)) trouble("no slide can be shown; the list shows the reasons");
 }
 
 begin().catch(error => trouble(error.message));

@@ -1,6 +1,6 @@
-"""Slides that OpenSlide does not read: which format a file has, and who opens it.
+"""Slides that OpenSlide does not read: detection of their format by content, and opening.
 
-What a file is, its content says and not its name. A source looks like an OpenSlide handle, so `Slide` reads all alike.
+A source has the interface of an OpenSlide handle, so `Slide` reads all alike.
 """
 
 from __future__ import annotations
@@ -14,68 +14,68 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.dicom import header_of, is_dicom, is_dicom_folder
-from wsi_fl.slides.reading.formats.levels import own_levels, padded_levels
-from wsi_fl.slides.reading.formats.ngff import of_zarr
-from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff
-from wsi_fl.slides.reading.formats.pictures import of_picture
-from wsi_fl.slides.reading.formats.scanners import of_czi, of_isyntax
-from wsi_fl.slides.reading.formats.source import Source, mpp_properties
+from wsi_fl.slides.reading.formats.dicom import is_dicom, is_dicom_folder, read_header
+from wsi_fl.slides.reading.formats.levels import find_padded_levels, select_levels
+from wsi_fl.slides.reading.formats.ngff import open_zarr
+from wsi_fl.slides.reading.formats.ome import is_misread, open_ome_tiff, read_ome_mpp
+from wsi_fl.slides.reading.formats.pictures import open_picture
+from wsi_fl.slides.reading.formats.scanners import open_czi, open_isyntax
+from wsi_fl.slides.reading.formats.source import PixelSource, name_mpp_properties
 from wsi_fl.slides.reading.formats.tiff import (
-    foreign_levels,
+    find_foreign_levels,
     main_picture,
-    of_tiles,
-    require_a_slide,
-    require_colours,
+    open_tiled_tiff,
+    require_colors,
+    require_slide,
 )
-from wsi_fl.system.files import ordinary
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.names import compose_text, slide_of
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.types import WsiFlError, single_line
 
 if TYPE_CHECKING:
     from tifffile import TiffFile
 
-_HEAD = 1 << 16
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_CZI = b"ZISRAWFILE"
-_Answer = TypeVar("_Answer")
+_HEAD_BYTES = 1 << 16
+_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_CZI_MAGIC = b"ZISRAWFILE"
+_Value = TypeVar("_Value")
 
 
-def open_source(path: Path) -> Source | None:
-    """Open a slide that OpenSlide does not know; None where nobody knows it.
+def open_source(path: Path) -> PixelSource | None:
+    """Open a slide of a format that OpenSlide does not know; None for an unknown format.
 
-    Readers of other packages, the entry points `wsi_fl.readers`, are asked before these: functions of the path and
-    its first 64 KiB that return None for what is not theirs.
+    Readers of other packages, the entry points `wsi_fl.readers`, come first: functions of the path and its first
+    64 KiB that return None for other formats.
     """
-    from wsi_fl.plugins import entries
+    from wsi_fl.plugins import load_entries
 
     if is_zarr(path):
-        return _guarded(path, of_zarr)
+        return _open_guarded(path, open_zarr)
     if not path.is_file():
         return None
-    if is_dicom(path) and header_of(path) is None:  # which may begin as a TIFF too
+    if is_dicom(path) and read_header(path) is None:  # it may begin like a TIFF
         raise WsiFlError(f"{path.name}: a DICOM file, but no whole-slide image, or its header is damaged")
-    with ordinary(path).open("rb") as file:
-        head = file.read(_HEAD)
-    for read in entries("wsi_fl.readers").values():
-        found: Source | None = _guarded(path, partial(read, head=head))
-        if found is not None:
-            return found
-    kinds: tuple[tuple[bool, Callable[[Path], Source]], ...] = (
-        (head.startswith(_CZI), of_czi),
-        (b'<DataObject ObjectType="DPUfsImport"' in head, of_isyntax),
-        (is_ome(path), of_ome_tiff),
-        (head.startswith(_TIFF), _of_tiff),
-        (head.startswith(b"\x89PNG"), partial(of_picture, kind=PngImageFile)),
-        (head.startswith(b"\xff\xd8\xff"), partial(of_picture, kind=JpegImageFile)),
+    with require_regular_file(path).open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    for open_plugin in load_entries("wsi_fl.readers").values():
+        source: PixelSource | None = _open_guarded(path, partial(open_plugin, head=head))
+        if source is not None:
+            return source
+    kinds: tuple[tuple[bool, Callable[[Path], PixelSource]], ...] = (
+        (head.startswith(_CZI_MAGIC), open_czi),
+        (b'<DataObject ObjectType="DPUfsImport"' in head, open_isyntax),
+        (is_ome(path), open_ome_tiff),
+        (head.startswith(_TIFF_MAGIC), _open_tiff),
+        (head.startswith(b"\x89PNG"), partial(open_picture, kind=PngImageFile)),
+        (head.startswith(b"\xff\xd8\xff"), partial(open_picture, kind=JpegImageFile)),
     )
-    return next((_guarded(path, opened) for fits, opened in kinds if fits), None)
+    return next((_open_guarded(path, open_format) for fits, open_format in kinds if fits), None)
 
 
-def _of_tiff(path: Path) -> Source:
-    """Open a plain TIFF, by its tiles or as a picture."""
-    tiled = _asked(path, lambda tif: bool(main_picture(tif).is_tiled), False)
-    return of_tiles(path) if tiled else of_picture(path, TiffImageFile)
+def _open_tiff(path: Path) -> PixelSource:
+    """Open a plain TIFF by its tiles, or as a picture."""
+    is_tiled = _query_tiff(path, lambda tif: bool(main_picture(tif).is_tiled), False)
+    return open_tiled_tiff(path) if is_tiled else open_picture(path, TiffImageFile)
 
 
 def is_slide_folder(path: Path) -> bool:
@@ -99,79 +99,78 @@ def is_zarr(path: Path) -> bool:
 
 
 def is_ome(path: Path) -> bool:
-    """Return whether a TIFF says by OME-XML what it is."""
-    return _asked(path, lambda tif: bool(tif.is_ome), False)
+    """Return whether a TIFF has OME-XML."""
+    return _query_tiff(path, lambda tif: bool(tif.is_ome), False)
 
 
 def is_misread_by_openslide(path: Path) -> bool:
-    """Return whether OpenSlide reads a TIFF of no scanner, but reads another picture or less than there is."""
+    """Return whether OpenSlide reads another picture of a scanner-less TIFF than the main one, or less of it."""
 
-    def misread(tif: TiffFile) -> bool:
+    def is_other_picture(tif: TiffFile) -> bool:
         if tif.is_ome:
             return is_misread(path, tif)
         main, first = main_picture(tif), tif.pages[0]
         return bool(main.imagewidth * main.imagelength > first.imagewidth * first.imagelength)
 
-    return _asked(path, misread, False)
+    return _query_tiff(path, is_other_picture, False)
 
 
-def levels_of_openslide(path: Path, source: Source, *, generic: bool) -> list[int]:
-    """Return the numbers of a slide's own levels among those that OpenSlide, the source, lists.
+def select_openslide_levels(path: Path, source: PixelSource, *, is_generic: bool) -> list[int]:
+    """Return the numbers of the levels of a slide among those that OpenSlide, the source, lists.
 
     Args:
-        generic: whether the file is a TIFF of no known scanner.
+        is_generic: whether the file is a TIFF of an unknown scanner.
 
     Raises:
-        WsiFlError: when it is a TIFF of several pictures, or without colours of 8 bits, which OpenSlide does not
-            refuse.
+        WsiFlError: for a TIFF of several pictures or without 8-bit colours, which OpenSlide does not refuse.
     """
 
     sizes_px = source.level_dimensions
 
-    def foreign(tif: TiffFile) -> set[int]:
-        if not generic:
-            require_colours(path, tif, sizes_px[0])
+    def find_foreign(tif: TiffFile) -> set[int]:
+        if not is_generic:
+            require_colors(path, tif, sizes_px[0])
         elif not tif.is_ome:
-            require_a_slide(path, tif)
-        return foreign_levels(tif, sizes_px) if generic else set()
+            require_slide(path, tif)
+        return find_foreign_levels(tif, sizes_px) if is_generic else set()
 
-    none: set[int] = set()
-    return own_levels(sizes_px, _asked(path, foreign, none) | padded_levels(source))
-
-
-def properties_of_ome(path: Path) -> dict[str, str]:
-    """Return the µm per pixel of an OME-TIFF as OpenSlide's properties, which OpenSlide does not find."""
-    return _asked(path, lambda tif: mpp_properties(mpp_of_ome(tif)) if tif.is_ome else {}, {})
+    no_levels: set[int] = set()
+    return select_levels(sizes_px, _query_tiff(path, find_foreign, no_levels) | find_padded_levels(source))
 
 
-def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answer) -> _Answer:
-    """Answer a question about a TIFF; what is none, or is damaged, gets the other answer."""
-    with ordinary(path).open("rb") as file:
-        if not file.read(4).startswith(_TIFF):
-            return otherwise
+def read_ome_properties(path: Path) -> dict[str, str]:
+    """Return the µm per pixel of an OME-TIFF, which OpenSlide does not find, as properties of OpenSlide."""
+    return _query_tiff(path, lambda tif: name_mpp_properties(read_ome_mpp(tif)) if tif.is_ome else {}, {})
+
+
+def _query_tiff(path: Path, query: Callable[[TiffFile], _Value], default: _Value) -> _Value:
+    """Return the result of a query of a TIFF; the default for other and for damaged files."""
+    with require_regular_file(path).open("rb") as file:
+        if not file.read(4).startswith(_TIFF_MAGIC):
+            return default
     from tifffile import TiffFile
 
     try:
         with TiffFile(path) as tif:
-            return question(tif)
+            return query(tif)
     except (MemoryError, WsiFlError):
         raise
-    except Exception:  # whatever a parser stumbles over in a damaged file
-        return otherwise
+    except Exception:  # a damaged file
+        return default
 
 
 def is_czi(path: Path) -> bool:
     """Return whether a file is a CZI."""
-    with ordinary(path).open("rb") as file:
-        return file.read(len(_CZI)) == _CZI
+    with require_regular_file(path).open("rb") as file:
+        return file.read(len(_CZI_MAGIC)) == _CZI_MAGIC
 
 
-def _guarded(path: Path, opened: Callable[[Path], _Answer]) -> _Answer:
-    """Open a source; what its library raises becomes one line, except a want of memory."""
+def _open_guarded(path: Path, open_format: Callable[[Path], _Value]) -> _Value:
+    """Open a source; errors of its library become one line, except MemoryError."""
     try:
-        return opened(path)
+        return open_format(path)
     except (WsiFlError, MemoryError):
         raise
     except Exception as error:
-        lacking = "it lacks " if isinstance(error, KeyError) else ""
-        raise WsiFlError(f"{path.name}: cannot be opened: {lacking}{one_line(error)}") from None
+        hint = "it lacks " if isinstance(error, KeyError) else ""
+        raise WsiFlError(f"{path.name}: cannot be opened: {hint}{single_line(error)}") from None

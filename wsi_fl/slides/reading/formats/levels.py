@@ -1,4 +1,4 @@
-"""Which of the levels that a reader lists are a slide's own: the whole of the same picture, only smaller."""
+"""Selection of the levels of a slide among those that a reader lists: reduced copies of the whole picture."""
 
 from __future__ import annotations
 
@@ -8,140 +8,139 @@ from math import isclose
 
 from PIL import Image
 
-from wsi_fl.slides.reading.formats.source import Source
+from wsi_fl.slides.reading.formats.source import PixelSource
 
-_ROUNDING_PX, _APART = 1.0, 0.02
-"""A level's sides may be rounded by a pixel, and its two ratios differ by 2 %, as where tiles are filled up."""
-_LARGEST_RATIO = 1 << 10
-"""Of a level whose tiles may be filled up; beyond, a level is one tile."""
+_ROUNDING_PX, _MAX_RATIO_DIFFERENCE = 1.0, 0.02
+"""Tolerances: a level's sides may be rounded by a pixel, and its two ratios differ by 2 %, as in padded tiles."""
+_MAX_RATIO = 1 << 10
+"""Largest reduction of a level with padded tiles; beyond, a level is one tile."""
 _OF_LEVEL = re.compile(r"openslide\.level\[(\d+)\](.*)")
 
 
-def own_levels(sizes_px: Sequence[tuple[int, int]], foreign: Collection[int] = ()) -> list[int]:
-    """Return the numbers of the levels that show the whole of the largest, finest first, of each size the first.
+def select_levels(sizes_px: Sequence[tuple[int, int]], foreign: Collection[int] = ()) -> list[int]:
+    """Return the numbers of the levels that show the same as the largest, finest first, of each size the first.
 
-    A level whose width and height are reduced by different ratios shows something else.
+    A level with different reductions of width and height shows something else.
 
     Args:
         sizes_px: (width, height) of each level.
-        foreign: numbers of levels that are known to be something else, such as masks.
+        foreign: numbers of levels of something else, such as masks.
 
     Example:
-        >>> own_levels([(4096, 3072), (2048, 2048), (1024, 768), (1024, 768), (341, 256)])
+        >>> select_levels([(4096, 3072), (2048, 2048), (1024, 768), (1024, 768), (341, 256)])
         [0, 2, 4]
     """
     numbers = [k for k in range(len(sizes_px)) if k not in foreign]
     numbers.sort(key=lambda k: -sizes_px[k][0] * sizes_px[k][1])
     sizes = [sizes_px[k] for k in numbers]
     return [
-        k for at, k in enumerate(numbers) if sizes_px[k] not in sizes[:at] and _fits(sizes[0], sizes_px[k])
+        k
+        for position, k in enumerate(numbers)
+        if sizes_px[k] not in sizes[:position] and _fits_ratio(sizes[0], sizes_px[k])
     ]
 
 
-def _fits(whole: tuple[int, int], level: tuple[int, int]) -> bool:
+def _fits_ratio(slide_size: tuple[int, int], level_size: tuple[int, int]) -> bool:
     """Return whether one ratio explains both sides of a level."""
-    if min(level) < 1:
+    if min(level_size) < 1:
         return False
-    ratios = [side / small for side, small in zip(whole, level, strict=True)]
-    if abs(ratios[0] - ratios[1]) <= _APART * max(ratios):
+    ratios = [side / level_side for side, level_side in zip(slide_size, level_size, strict=True)]
+    if abs(ratios[0] - ratios[1]) <= _MAX_RATIO_DIFFERENCE * max(ratios):
         return True
-    least = [side / (small + _ROUNDING_PX) for side, small in zip(whole, level, strict=True)]
-    most = [
-        side / max(small - _ROUNDING_PX, _ROUNDING_PX / 2) for side, small in zip(whole, level, strict=True)
+    min_ratios = [side / (level_side + _ROUNDING_PX) for side, level_side in zip(slide_size, level_size, strict=True)]
+    max_ratios = [
+        side / max(level_side - _ROUNDING_PX, _ROUNDING_PX / 2)
+        for side, level_side in zip(slide_size, level_size, strict=True)
     ]
-    return max(least) <= min(most)
+    return max(min_ratios) <= min(max_ratios)
 
 
-def padded_levels(source: Source) -> set[int]:
-    """Return the numbers of the levels of a source that are filled up to whole tiles.
+def find_padded_levels(source: PixelSource) -> set[int]:
+    """Return the numbers of the levels of a source that are padded to whole tiles.
 
-    The reduction of a level is the ratio of its size to that of the slide. Where tiles beyond the picture count into
-    the size, that ratio is wrong, and tissue found on the level would lie elsewhere. Where one level is filled up,
-    others are too whose size may be that of a picture or of tiles. Levels whose reduction OpenSlide knows otherwise,
-    as with some scanners, are none of these.
+    The reduction of a level is the ratio of its size to that of the slide. Where the size includes tiles beyond the
+    picture, that ratio is wrong, and tissue found on the level would lie elsewhere. If one level is padded, so are all
+    whose size fits both. Levels whose reduction OpenSlide knows otherwise, as with some scanners, are none of these.
     """
     sizes, downsamples = source.level_dimensions, source.level_downsamples
-    tiles = getattr(source, "tiles_px", ()) or _tiles_of_openslide(source.properties, len(sizes))
-    (width, height), alike = sizes[0], []
+    tiles = getattr(source, "tiles_px", ()) or _read_tile_sizes(source.properties, len(sizes))
+    (width, height), candidates = sizes[0], []
     if len(tiles) == len(sizes):
-        by_size = [(width / w + height / h) / 2 for w, h in sizes]
-        alike = [k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(by_size[k], downsamples[k])]
-    if not any(is_padded(sizes[0], sizes[k], tiles[k]) for k in alike):
+        size_ratios = [(width / w + height / h) / 2 for w, h in sizes]
+        candidates = [k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(size_ratios[k], downsamples[k])]
+    if not any(is_padded(sizes[0], sizes[k], tiles[k]) for k in candidates):
         return set()
-    return {
-        k for k in alike if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])
-    }
+    return {k for k in candidates if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])}
 
 
-def is_padded(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, int]) -> bool:
-    """Return whether the size of a level is that of its tiles, and of no picture, all as (width, height).
+def is_padded(slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]) -> bool:
+    """Return whether the size of a level fits its tiles but no picture, all as (width, height).
 
     Example:
         >>> is_padded((2304, 2304), (1280, 1280), (256, 256)), is_padded((2304, 2304), (576, 576), (64, 64))
         (True, False)
     """
-    return bool(padding_ratios(whole, level, tile)) and not _picture_ratios(whole, level)
+    return bool(padding_ratios(slide_size, level_size, tile_size)) and not _picture_ratios(slide_size, level_size)
 
 
-def _picture_ratios(whole: tuple[int, int], level: tuple[int, int]) -> set[int]:
-    """The whole numbers by which a level is reduced if its size is that of its picture."""
-    axes = list(zip(whole, level, strict=True))
-    nearest = {max(1, round(side / max(1, small))) for side, small in axes}
-    return {n for n in nearest if all(abs(side / n - small) <= _ROUNDING_PX for side, small in axes)}
+def _picture_ratios(slide_size: tuple[int, int], level_size: tuple[int, int]) -> set[int]:
+    """Return the possible whole-number reductions of a level whose size is that of its picture."""
+    axes = list(zip(slide_size, level_size, strict=True))
+    ratios = {max(1, round(side / max(1, level_side))) for side, level_side in axes}
+    return {n for n in ratios if all(abs(side / n - level_side) <= _ROUNDING_PX for side, level_side in axes)}
 
 
-def padding_ratios(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, int]) -> set[int]:
-    """Return the whole numbers by which a level is reduced if its size is that of all its tiles.
+def padding_ratios(slide_size: tuple[int, int], level_size: tuple[int, int], tile_size: tuple[int, int]) -> set[int]:
+    """Return the possible whole-number reductions of a level whose size is that of all its tiles.
 
     Example:
         >>> padding_ratios((2304, 2304), (1280, 1280), (256, 256)), padding_ratios((900, 900), (850, 850), (256, 256))
         ({2}, set())
     """
-    axes = list(zip(whole, level, tile, strict=True))
-    if min(*level, *tile) < 1:
+    axes = list(zip(slide_size, level_size, tile_size, strict=True))
+    if min(*level_size, *tile_size) < 1:
         return set()
-    most = min(_LARGEST_RATIO, *(-(-side // max(1, small - step)) for side, small, step in axes))
+    max_ratio = min(_MAX_RATIO, *(-(-side // max(1, level_side - step)) for side, level_side, step in axes))
     return {
         n
-        for n in range(2, most + 1)
-        if all(step * -(-side // (n * step)) == small for side, small, step in axes)
+        for n in range(2, max_ratio + 1)
+        if all(step * -(-side // (n * step)) == level_side for side, level_side, step in axes)
     }
 
 
-def _tiles_of_openslide(properties: Mapping[str, str], n: int) -> list[tuple[int, int]]:
-    """(width, height) of the tiles of n levels by OpenSlide's properties; [] where it does not state all."""
+def _read_tile_sizes(properties: Mapping[str, str], n_levels: int) -> list[tuple[int, int]]:
+    """Return (width, height) of the tiles of n levels by OpenSlide's properties; [] if one is missing."""
     sides = [
-        [properties.get(f"openslide.level[{k}].tile-{side}") for side in ("width", "height")]
-        for k in range(n)
+        [properties.get(f"openslide.level[{k}].tile-{side}") for side in ("width", "height")] for k in range(n_levels)
     ]
     return [(int(w), int(h)) for w, h in sides if w and h]
 
 
-class OwnLevels:
-    """A source with some of the levels of another, by their numbers there; the first is the slide.
+class SelectedLevels:
+    """A source with selected levels of another, by their numbers there; the first is the slide.
 
     Attributes:
         source, numbers: as given.
     """
 
-    def __init__(self, source: Source, numbers: Sequence[int]) -> None:
+    def __init__(self, source: PixelSource, numbers: Sequence[int]) -> None:
         self.source, self.numbers = source, tuple(numbers)
         self.level_dimensions = tuple(source.level_dimensions[k] for k in numbers)
         self.level_downsamples = tuple(source.level_downsamples[k] for k in numbers)
         self.dimensions = self.level_dimensions[0]
-        self.properties: Mapping[str, str] = dict(self._renumbered(source.properties))
+        self.properties: Mapping[str, str] = dict(self._renumber_properties(source.properties))
         self.fill: tuple[int, int, int] | None = getattr(source, "fill", None)
 
-    def _renumbered(self, properties: Mapping[str, str]) -> dict[str, str]:
+    def _renumber_properties(self, properties: Mapping[str, str]) -> dict[str, str]:
         """Name the properties of levels by their new numbers."""
-        renamed = {}
+        numbered = {}
         for key, value in properties.items():
             match = _OF_LEVEL.fullmatch(key)
             if match is None:
-                renamed[key] = value
+                numbered[key] = value
             elif int(match[1]) in self.numbers:
-                renamed[f"openslide.level[{self.numbers.index(int(match[1]))}]{match[2]}"] = value
-        return renamed
+                numbered[f"openslide.level[{self.numbers.index(int(match[1]))}]{match[2]}"] = value
+        return numbered
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """See `Source`."""

@@ -12,13 +12,13 @@ import numpy as np
 
 from wsi_fl.slides.reading.formats.source import (
     Mpp,
-    Source,
-    are_red_green_blue,
-    digest,
-    levels_of_arrays,
-    needed,
+    PixelSource,
+    build_array_levels,
+    digest_file,
+    import_extra,
+    is_red_green_blue,
 )
-from wsi_fl.slides.reading.formats.tiff import Gaps
+from wsi_fl.slides.reading.formats.tiff import TileGaps
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -31,134 +31,134 @@ _UNIT_UM = {
     **dict.fromkeys(("\u03bcm", "um", "micrometer", "micrometre", "micron"), 1.0),
     **dict.fromkeys(("nm", "nanometer", "nanometre"), 1e-3),
 }
-"""By name in Unicode's compatible form, in which the micro sign is the Greek letter."""
-_MOST_CHANNELS = 3
-_GREY = 1
+"""µm of units by name in Unicode's compatible form, in which the micro sign is the Greek letter."""
+_MAX_CHANNELS = 3
+_GRAY = 1
 """Number of the tag PhotometricInterpretation."""
-_UNCOLOURED = "FFFFFF"
-"""What OME-XML says of a channel's colour where nobody has said anything."""
+_UNSET_COLOR = "FFFFFF"
+"""A channel's colour in OME-XML by default."""
 
 
-def um_of(unit: str | None) -> float | None:
-    """Return the µm of a unit of length by its name; None for others.
+def find_unit_um(unit: str | None) -> float | None:
+    """Return the µm of a unit of length by its name; None for other names.
 
     Example:
-        >>> um_of("\u00b5m"), um_of("\u03bcm"), um_of("Micrometers"), um_of("pixel")
+        >>> find_unit_um("\u00b5m"), find_unit_um("\u03bcm"), find_unit_um("Micrometers"), find_unit_um("pixel")
         (1.0, 1.0, 1.0, None)
     """
     name = normalize("NFKC", unit or "").strip()
     return _UNIT_UM.get(name) or (_UNIT_UM.get(name.lower().removesuffix("s")) if len(name) > 3 else None)
 
 
-def of_ome_tiff(path: Path) -> Source:
-    """OME-TIFF: the largest series, with its pyramid in SubIFDs.
+def open_ome_tiff(path: Path) -> PixelSource:
+    """Open the largest series of an OME-TIFF, with its pyramid in SubIFDs.
 
-    Its colours lie in each pixel, or are three channels, as planes of their own.
+    Its colours lie in each pixel, or are three channels, a plane each.
     """
     from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile
 
     with ExitStack() as stack:
         tif = stack.enter_context(TiffFile(path))
-        series = _largest(tif)
+        series = _largest_series(tif)
         page = series.keyframe
-        encoded = page.photometric == PHOTOMETRIC.YCBCR and page.compression != COMPRESSION.JPEG
-        in_pixels = not encoded and all(_is_rgb(level.keyframe) for level in series.levels)
-        if not in_pixels and not _is_in_planes(tif, series):
+        is_encoded = page.photometric == PHOTOMETRIC.YCBCR and page.compression != COMPRESSION.JPEG
+        is_in_pixels = not is_encoded and all(_is_rgb(level.keyframe) for level in series.levels)
+        if not is_in_pixels and not _is_in_planes(tif, series):
             raise WsiFlError(
                 f"{path.name}: a slide has red, green and blue of 8 bits in each pixel, or as three channels; this "
                 f"OME-TIFF has {page.samplesperpixel} × {page.dtype} ({PHOTOMETRIC(page.photometric).name}), axes "
-                f"{series.axes}, shape {series.shape}, channels {', '.join(_channels(tif)[0]) or 'without names'}"
+                f"{series.axes}, shape {series.shape}, channels {', '.join(_read_channels(tif)[0]) or 'without names'}"
             )
-        zarr = _zarr(path)
+        zarr = _import_zarr(path)
         arrays = [zarr.open(series.aszarr(level=k), mode="r") for k in range(len(series.levels))]
-        return levels_of_arrays(
+        return build_array_levels(
             arrays,
             series.axes.lower().replace("s", "c"),
             vendor="ome-tiff",
-            mpp=mpp_of_ome(tif),
-            quickhash=digest(path),
-            lacks=Gaps([list(level.pages)[: 1 if in_pixels else _MOST_CHANNELS] for level in series.levels]),
+            mpp=read_ome_mpp(tif),
+            quickhash=digest_file(path),
+            lacks=TileGaps([list(level.pages)[: 1 if is_in_pixels else _MAX_CHANNELS] for level in series.levels]),
             close=stack.pop_all().close,
         )
 
 
 def is_misread(path: Path, tif: TiffFile) -> bool:
-    """Return whether a reader of the first directories alone, as OpenSlide, misreads an OME-TIFF.
+    """Return whether a reader of the first directories only, as OpenSlide, misreads an OME-TIFF.
 
-    That is so where its slide is not the first picture or has no 8-bit colours, and where its pyramid is in SubIFDs.
-    The latter is borne with where the extra that reads them is not installed.
+    True if its slide is not the first picture or has no 8-bit colours, or if its pyramid is in SubIFDs and the extra
+    for these is installed.
     """
-    series = _largest(tif)
+    series = _largest_series(tif)
     if series.keyframe.index != 0 or not _is_rgb(series.keyframe):
         return True
     try:
-        return len(series.levels) > 1 and _zarr(path) is not None
+        return len(series.levels) > 1 and _import_zarr(path) is not None
     except UsageError:
         return False
 
 
-def mpp_of_ome(tif: TiffFile) -> Mpp:
-    """Return the µm per pixel that OME-XML states of the largest series."""
-    pixels = _pixels(tif)
+def read_ome_mpp(tif: TiffFile) -> Mpp:
+    """Return the µm per pixel of the largest series by OME-XML."""
+    pixels = _find_pixels_element(tif)
 
-    def stated(axis: str) -> float | None:
+    def axis_mpp(axis: str) -> float | None:
         if pixels is None:
             return None
         value, unit = pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", "µm")
-        um = um_of(unit)
+        um = find_unit_um(unit)
         return float(value) * um if value and um else None
 
-    return stated("X"), stated("Y")
+    return axis_mpp("X"), axis_mpp("Y")
 
 
-def _pixels(tif: TiffFile) -> ElementTree.Element | None:
-    """What OME-XML says of the largest series."""
-    page = _largest(tif).keyframe
+def _find_pixels_element(tif: TiffFile) -> ElementTree.Element | None:
+    """Return the Pixels element of the largest series in OME-XML."""
+    page = _largest_series(tif).keyframe
     size = str(page.imagewidth), str(page.imagelength)
     try:
         root = ElementTree.fromstring(tif.ome_metadata or "")
     except ElementTree.ParseError:
         return None
-    every = (each for each in root.iter() if _tag(each) == "Pixels")
-    return next((each for each in every if (each.get("SizeX"), each.get("SizeY")) == size), None)
+    elements = (element for element in root.iter() if _tag_name(element) == "Pixels")
+    return next((element for element in elements if (element.get("SizeX"), element.get("SizeY")) == size), None)
 
 
-def _tag(element: ElementTree.Element) -> str:
+def _tag_name(element: ElementTree.Element) -> str:
     return element.tag.rpartition("}")[2]
 
 
-def _channels(tif: TiffFile) -> tuple[list[str], list[str]]:
-    """(names, colours as hexadecimal digits) of the channels of the largest series; "" where nothing is said."""
-    pixels = _pixels(tif)
-    channels = [each for each in pixels if _tag(each) == "Channel"] if pixels is not None else []
-    colours = [f"{int(each.get('Color') or -1) & 0xFFFFFFFF:08X}"[:6] for each in channels]
-    return [each.get("Name") or "" for each in channels], [c if c != _UNCOLOURED else "" for c in colours]
+def _read_channels(tif: TiffFile) -> tuple[list[str], list[str]]:
+    """Return (names, colours as hexadecimal digits) of the channels of the largest series; "" where not given."""
+    pixels = _find_pixels_element(tif)
+    channels = [element for element in pixels if _tag_name(element) == "Channel"] if pixels is not None else []
+    colors = [f"{int(channel.get('Color') or -1) & 0xFFFFFFFF:08X}"[:6] for channel in channels]
+    return [channel.get("Name") or "" for channel in channels], [c if c != _UNSET_COLOR else "" for c in colors]
 
 
 def _is_in_planes(tif: TiffFile, series: TiffPageSeries) -> bool:
     """Return whether a series has three channels of 8 bits, a plane each, that may be red, green and blue."""
     page, axes = series.keyframe, series.axes
-    single = page.samplesperpixel == 1 and page.dtype == np.uint8 and page.photometric == _GREY
+    is_single = page.samplesperpixel == 1 and page.dtype == np.uint8 and page.photometric == _GRAY
     return (
-        single
+        is_single
         and dict(zip(axes, series.shape, strict=True)).get("C") == 3
-        and are_red_green_blue(*_channels(tif))
+        and is_red_green_blue(*_read_channels(tif))
     )
 
 
-def _largest(tif: TiffFile) -> TiffPageSeries:
-    """The series with the largest picture: others are macros and labels."""
-    return max(tif.series, key=lambda one: one.keyframe.imagewidth * one.keyframe.imagelength)
+def _largest_series(tif: TiffFile) -> TiffPageSeries:
+    """Return the series with the largest picture: others are macros and labels."""
+    return max(tif.series, key=lambda series: series.keyframe.imagewidth * series.keyframe.imagelength)
 
 
 def _is_rgb(page: TiffPage) -> bool:
     from tifffile import PHOTOMETRIC
 
-    colours = page.photometric in {PHOTOMETRIC.RGB, PHOTOMETRIC.YCBCR}
-    return colours and page.samplesperpixel == 3 and page.dtype == np.uint8
+    is_colored = page.photometric in {PHOTOMETRIC.RGB, PHOTOMETRIC.YCBCR}
+    return is_colored and page.samplesperpixel == 3 and page.dtype == np.uint8
 
 
-def _zarr(path: Path) -> Any:
-    """Import Zarr, through which tiles are read, once the codecs of tiles are found too."""
-    needed("imagecodecs", "formats", path)
-    return needed("zarr", "formats", path)
+def _import_zarr(path: Path) -> Any:
+    """Import Zarr, which reads tiles, if the codecs of tiles are installed too."""
+    import_extra("imagecodecs", "formats", path)
+    return import_extra("zarr", "formats", path)

@@ -1,4 +1,4 @@
-"""Slides in the own formats of scanners: CZI by libCZI, iSyntax by libisyntax."""
+"""Slides in formats of scanners: CZI by libCZI, iSyntax by libisyntax."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.formats.source import Levels, Source, digest, needed
+from wsi_fl.slides.reading.formats.source import Levels, PixelSource, digest_file, import_extra
 from wsi_fl.types import WsiFlError
 
-_DEEP = "Bgr48"
-_COLOURS = {"Bgr24", _DEEP, "Gray8"}
-"""Pixels of CZI that are or become 8-bit colours without loss of what they mean."""
+_DEEP_PIXELS = "Bgr48"
+_COLOR_PIXELS = {"Bgr24", _DEEP_PIXELS, "Gray8"}
+"""Pixel types of CZI that convert to 8-bit colours."""
 
 
-def of_czi(path: Path) -> Source:
-    """Zeiss CZI: halves of the whole as far as the file has a pyramid; beyond it libCZI would leave pixels out."""
-    czi = needed("pylibCZIrw.czi", "czi", path)
+def open_czi(path: Path) -> PixelSource:
+    """Open a Zeiss CZI, with halves as far as the file has a pyramid; beyond it libCZI would leave pixels out."""
+    czi = import_extra("pylibCZIrw.czi", "czi", path)
     with ExitStack() as stack:
         reader = stack.enter_context(czi.open_czi(str(path)))
         bounds = reader.total_bounding_rectangle_no_pyramid
         xml = reader.raw_metadata
         kinds = list(reader.pixel_types.values())
-        if len(kinds) != 1 or kinds[0] not in _COLOURS:
+        if len(kinds) != 1 or kinds[0] not in _COLOR_PIXELS:
             raise WsiFlError(
                 f"{path.name}: a slide has red, green and blue in each pixel; this CZI has {len(kinds)} "
                 f"channel(s) of {', '.join(sorted(set(kinds)))}"
             )
-        shift = _bits_used(path, xml) - 8 if kinds[0] == _DEEP else 0
-        kind = _DEEP if shift else "Bgr24"
+        shift = _count_used_bits(path, xml) - 8 if kinds[0] == _DEEP_PIXELS else 0
+        kind = _DEEP_PIXELS if shift else "Bgr24"
         zooms = [1.0]
 
-        def noted(_: int, block: Any) -> bool:
+        def note_zoom(_: int, block: Any) -> bool:
             zooms.append(block.get_zoom())
             return True
 
-        reader.enumerate_subblocks(noted)
+        reader.enumerate_subblocks(note_zoom)
         close = stack.pop_all().close
     um: dict[str | None, float] = {}
     for distance in ElementTree.fromstring(xml).iter("Distance"):
@@ -52,50 +52,48 @@ def of_czi(path: Path) -> Source:
     while 0.5 ** len(sizes) >= 0.99 * min(zooms):
         sizes.append((max(1, sizes[-1][0] // 2), max(1, sizes[-1][1] // 2)))
 
-    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
+    def read_box(level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
         step = 2**level
-        roi = (bounds.x + at[0] * step, bounds.y + at[1] * step, size[0] * step, size[1] * step)
+        roi = (bounds.x + corner[0] * step, bounds.y + corner[1] * step, size[0] * step, size[1] * step)
         with lock:
-            found = reader.read(roi=roi, zoom=1 / step, pixel_type=kind, background_pixel=(1.0, 1.0, 1.0))
-        pixels = found[: size[1], : size[0], ::-1]
+            region = reader.read(roi=roi, zoom=1 / step, pixel_type=kind, background_pixel=(1.0, 1.0, 1.0))
+        pixels = region[: size[1], : size[0], ::-1]
         return np.asarray(np.minimum(pixels >> shift, 255) if shift else pixels, np.uint8)
 
-    return Levels(sizes, read, vendor="zeiss czi", mpp=mpp, quickhash=digest(path), close=close)
+    return Levels(sizes, read_box, vendor="zeiss czi", mpp=mpp, quickhash=digest_file(path), close=close)
 
 
 def wastes_bits(properties: Mapping[str, str]) -> bool:
-    """Return whether OpenSlide, of these properties, makes 8 bits of the upper half of 16 of which a CZI uses fewer."""
+    """Return whether OpenSlide, by its properties, keeps the upper 8 of 16 bits of a CZI with fewer bits in use."""
     image = "zeiss.Information.Image."
-    return (
-        properties.get(f"{image}PixelType") == _DEEP and properties.get(f"{image}ComponentBitCount") != "16"
-    )
+    return properties.get(f"{image}PixelType") == _DEEP_PIXELS and properties.get(f"{image}ComponentBitCount") != "16"
 
 
-def _bits_used(path: Path, xml: str) -> int:
-    """Return how many of the 16 bits of its colours a CZI uses; WsiFlError where it does not say so."""
-    counts = {int(each.text or 0) for each in ElementTree.fromstring(xml).iter("ComponentBitCount")}
+def _count_used_bits(path: Path, xml: str) -> int:
+    """Return the number of used bits of the 16 of a CZI's colours; WsiFlError if it is not stated."""
+    counts = {int(element.text or 0) for element in ElementTree.fromstring(xml).iter("ComponentBitCount")}
     if len(counts) != 1 or not 8 < max(counts) <= 16:
         raise WsiFlError(
-            f"{path.name}: a slide has 8-bit colours; this CZI has {_DEEP} and does not say how many of its 16 bits "
-            "count; save it with colours of 8 bits"
+            f"{path.name}: a slide has 8-bit colours; this CZI has {_DEEP_PIXELS} and does not state how many of its "
+            "16 bits count; save it with colours of 8 bits"
         )
     return counts.pop()
 
 
-def of_isyntax(path: Path) -> Source:
-    """Philips iSyntax."""
-    slide = needed("isyntax", "isyntax", path).ISyntax.open(path)
+def open_isyntax(path: Path) -> PixelSource:
+    """Open a Philips iSyntax."""
+    slide = import_extra("isyntax", "isyntax", path).ISyntax.open(path)
     lock = threading.Lock()
 
-    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
+    def read_box(level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
         with lock:
-            return np.asarray(slide.read_region(*at, *size, level))[..., :3]
+            return np.asarray(slide.read_region(*corner, *size, level))[..., :3]
 
     return Levels(
         slide.level_dimensions,
-        read,
+        read_box,
         vendor="philips isyntax",
         mpp=(slide.mpp_x, slide.mpp_y),
-        quickhash=digest(path),
+        quickhash=digest_file(path),
         close=slide.close,
     )

@@ -1,4 +1,4 @@
-"""What `Slide` needs of whatever reads a slide, and how a library's levels become it."""
+"""The interface of readers for `Slide`, and sources from the levels of a library."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.types import UsageError, WsiFlError, single_line
 
-_HEAD = 1 << 16
+_HEAD_BYTES = 1 << 16
 
 Mpp = tuple[float | None, float | None]
-"""µm per level-0 pixel (x, y), as far as it is known."""
+"""µm per level-0 pixel (x, y); None where unknown."""
 _ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
-"""(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], all within the level."""
-_Lacks = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.bool_]]
-"""As `_ReadLevel`, → bool[height, width]."""
+"""(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], within the level."""
+_FindGaps = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.bool_]]
+"""As `_ReadLevel` → bool[height, width]."""
 Rgb = tuple[int, int, int]
 _PRIMARIES = ("FF0000", "00FF00", "0000FF")
-_NAMES = (("red", "green", "blue"), ("r", "g", "b"))
+_PRIMARY_NAMES = (("red", "green", "blue"), ("r", "g", "b"))
 
 
 class SourceError(WsiFlError):
-    """A region that a source cannot read."""
+    """A region of a source is unreadable."""
 
 
-class Source(Protocol):
-    """What `Slide` needs of whatever reads a slide; OpenSlide's own handle is one."""
+class PixelSource(Protocol):
+    """The interface of readers for `Slide`, that of OpenSlide's handle."""
 
     dimensions: tuple[int, int]
     level_dimensions: tuple[tuple[int, int], ...]
@@ -40,23 +40,23 @@ class Source(Protocol):
     properties: Mapping[str, str]
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
-        """Return RGBA pixels from a level-0 corner on; what lies beyond the slide is transparent."""
+        """Return RGBA pixels from a level-0 corner on, transparent beyond the slide."""
         ...
 
     def close(self) -> None: ...
 
 
 class Levels:
-    """A source of levels that are read by a function.
+    """A source with a function that reads boxes of its levels.
 
     Args:
         sizes: (width, height) of each level, the largest first.
         read: reads a box of a level; several threads may call it.
         vendor, quickhash: name of the format, and a digest of the content.
-        close: lets go of the file.
-        fill: the colour that stands where the file holds nothing, if that is no transparent place.
-        lacks: tells where the file holds no pixels.
-        tiles_px: (width, height) of the tiles of each level, where it has any.
+        close: closes the file.
+        fill: the colour of pixels that are not in the file; None if they are transparent.
+        lacks: returns where the file has no pixels.
+        tiles_px: (width, height) of the tiles of each level, if it has any.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class Levels:
         quickhash: str,
         close: Callable[[], None] = lambda: None,
         fill: Rgb | None = None,
-        lacks: _Lacks | None = None,
+        lacks: _FindGaps | None = None,
         tiles_px: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.level_dimensions = tuple((int(w), int(h)) for w, h in sizes)
         self.dimensions = self.level_dimensions[0]
         width, height = self.dimensions
         self.level_downsamples = tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
-        said = {"openslide.vendor": vendor, "openslide.quickhash-1": quickhash}
-        self.properties: Mapping[str, str] = said | mpp_properties(mpp)
-        self._read, self.close, self.fill, self._lacks = read, close, fill, lacks
+        properties = {"openslide.vendor": vendor, "openslide.quickhash-1": quickhash}
+        self.properties: Mapping[str, str] = properties | name_mpp_properties(mpp)
+        self._read_box, self.close, self.fill, self._find_gaps = read, close, fill, lacks
         self.tiles_px = tuple(tiles_px)
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
-        """See `Source`.
+        """See `PixelSource`.
 
         Raises:
             SourceError: when the file is damaged there.
@@ -90,67 +90,71 @@ class Levels:
         corner = [round(v / self.level_downsamples[level]) for v in location]
         x, y = (max(0, v) for v in corner)
         ends = zip(corner, size, self.level_dimensions[level], strict=True)
-        right, bottom = (min(v + s, most) for v, s, most in ends)
+        x_max, y_max = (min(v + s, limit) for v, s, limit in ends)
         out = np.zeros((size[1], size[0], 4), np.uint8)
-        if x < right and y < bottom:
+        if x < x_max and y < y_max:
             try:
-                pixels = self._read(level, (x, y), (right - x, bottom - y))
+                pixels = self._read_box(level, (x, y), (x_max - x, y_max - y))
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
-                raise SourceError(one_line(error)) from None
-            there = out[y - corner[1] : bottom - corner[1], x - corner[0] : right - corner[0]]
-            there[..., :3], there[..., 3] = pixels, 255
-            if self._lacks is not None:
-                there[self._lacks(level, (x, y), (right - x, bottom - y))] = 0
+                raise SourceError(single_line(error)) from None
+            target = out[y - corner[1] : y_max - corner[1], x - corner[0] : x_max - corner[0]]
+            target[..., :3], target[..., 3] = pixels, 255
+            if self._find_gaps is not None:
+                target[self._find_gaps(level, (x, y), (x_max - x, y_max - y))] = 0
         return Image.fromarray(out, "RGBA")
 
 
-def levels_of_arrays(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
-    """Return a source of arrays that are sliced, as Zarr's.
+def build_array_levels(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
+    """Return a source of arrays, as Zarr's, one for each level.
 
     Args:
-        axes: their axes, a letter each: of x, y and c all is read, of others the first; without c they are grey.
+        axes: their axes, a letter each: x, y and c are read, of others the first item; without c they are grey.
         facts: as for `Levels`.
     """
-    grey = "c" not in axes
+    is_gray = "c" not in axes
 
-    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
-        cut = {"x": slice(at[0], at[0] + size[0]), "y": slice(at[1], at[1] + size[1]), "c": slice(0, 3)}
-        pixels = np.asarray(arrays[level][tuple(cut.get(axis, 0) for axis in axes)])
-        order = [axis for axis in axes if axis in cut]
-        if grey:
+    def read_box(level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
+        slices = {
+            "x": slice(corner[0], corner[0] + size[0]),
+            "y": slice(corner[1], corner[1] + size[1]),
+            "c": slice(0, 3),
+        }
+        pixels = np.asarray(arrays[level][tuple(slices.get(axis, 0) for axis in axes)])
+        order = [axis for axis in axes if axis in slices]
+        if is_gray:
             return np.repeat(pixels if order == ["y", "x"] else pixels.T, 3).reshape(size[1], size[0], 3)
         return np.moveaxis(pixels, [order.index(axis) for axis in "yxc"], [0, 1, 2])
 
-    def across(sides: Sequence[int]) -> tuple[int, int]:
+    def picture_size(sides: Sequence[int]) -> tuple[int, int]:
         return int(sides[axes.index("x")]), int(sides[axes.index("y")])
 
-    tiles = [across(getattr(array, "chunks", array.shape)) for array in arrays]
-    return Levels([across(array.shape) for array in arrays], read, tiles_px=tiles, **facts)
+    tiles = [picture_size(getattr(array, "chunks", array.shape)) for array in arrays]
+    return Levels([picture_size(array.shape) for array in arrays], read_box, tiles_px=tiles, **facts)
 
 
-def are_red_green_blue(names: Sequence[str], colours: Sequence[str]) -> bool:
-    """Return whether three channels may be red, green and blue, by what is said of them; "" stands for nothing.
+def is_red_green_blue(names: Sequence[str], colors: Sequence[str]) -> bool:
+    """Return whether three channels may be red, green and blue, by their names and colours; "" for unknown.
 
     Args:
-        names: such as "Red" or "DAPI"; names that differ by a number alone say nothing.
-        colours: six hexadecimal digits each.
+        names: such as "Red" or "DAPI"; names that differ only by a number are neutral.
+        colors: six hexadecimal digits each.
 
     Example:
-        >>> are_red_green_blue(["Channel 0", "Channel 1", "Channel 2"], ["", "", ""])
+        >>> is_red_green_blue(["Channel 0", "Channel 1", "Channel 2"], ["", "", ""])
         True
-        >>> are_red_green_blue(["DAPI", "FITC", "TRITC"], ["FF0000", "00FF00", "0000FF"])
+        >>> is_red_green_blue(["DAPI", "FITC", "TRITC"], ["FF0000", "00FF00", "0000FF"])
         False
     """
     plain = tuple(name.strip().lower() for name in names)
-    neutral = len({name.strip("0123456789 _:-#") for name in plain}) <= 1
-    coloured = all(not colour or colour == own for colour, own in zip(colours, _PRIMARIES, strict=False))
-    return coloured and (neutral or plain in _NAMES)
+    is_neutral = len({name.strip("0123456789 _:-#") for name in plain}) <= 1
+    is_colored = all(not color or color == primary for color, primary in zip(colors, _PRIMARIES, strict=False))
+    return is_colored and (is_neutral or plain in _PRIMARY_NAMES)
 
 
-def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Return an RGBA region as writable uint8[h, w, 3] over the background; only transparent ones pay for blending."""
+def blend_rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return an RGBA region as writable uint8[h, w, 3] over the background; opaque ones are not blended."""
     pixels = np.frombuffer(region.tobytes(), "<u4")  # alpha is the highest byte
     if pixels.size and int(pixels.min()) < 0xFF000000:
         region = Image.alpha_composite(Image.new("RGBA", region.size, (*background, 255)), region)
@@ -158,13 +162,13 @@ def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uin
     return np.frombuffer(packed, np.uint8).reshape(region.height, region.width, 3)
 
 
-def mpp_properties(mpp: Mpp) -> dict[str, str]:
-    """Return µm per pixel by the names that OpenSlide gives them."""
+def name_mpp_properties(mpp: Mpp) -> dict[str, str]:
+    """Return µm per pixel as properties of OpenSlide."""
     return {f"openslide.mpp-{axis}": repr(value) for axis, value in zip("xy", mpp, strict=True) if value}
 
 
-def needed(module: str, extra: str, path: Path) -> Any:
-    """Import a library that an extra brings; UsageError names the extra where it is not installed."""
+def import_extra(module: str, extra: str, path: Path) -> Any:
+    """Import a library of an extra; UsageError names the extra if it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -175,11 +179,11 @@ def needed(module: str, extra: str, path: Path) -> Any:
         ) from None
 
 
-def digest(path: Path) -> str:
-    """SHA-256 over a file's size, its first and its last bytes: enough to tell slides apart, at once."""
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file's size, first and last bytes, a fast identifier of a slide."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
-        head = file.read(_HEAD)
-        file.seek(max(0, size - _HEAD))
-        return hashlib.sha256(str(size).encode() + head + file.read(_HEAD)).hexdigest()
+        head = file.read(_HEAD_BYTES)
+        file.seek(max(0, size - _HEAD_BYTES))
+        return hashlib.sha256(str(size).encode() + head + file.read(_HEAD_BYTES)).hexdigest()

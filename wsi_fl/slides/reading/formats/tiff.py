@@ -1,4 +1,4 @@
-"""What pictures a TIFF holds, as tifffile says; and tiles that OpenSlide does not decode, read by tifffile."""
+"""Pictures of a TIFF by tifffile, and tiles that OpenSlide does not decode."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.formats.levels import own_levels
-from wsi_fl.slides.reading.formats.source import Mpp, Source, digest, levels_of_arrays, needed
+from wsi_fl.slides.reading.formats.levels import select_levels
+from wsi_fl.slides.reading.formats.source import Mpp, PixelSource, build_array_levels, digest_file, import_extra
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -19,150 +19,151 @@ if TYPE_CHECKING:
 
 _REDUCED, _MASK = 1, 4
 """Bits of the tag NewSubfileType."""
-_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _TRANSPARENCY, _CMYK, _YCBCR = 0, 1, 2, 3, 4, 5, 6
+_WHITE_IS_ZERO, _GRAY, _RGB, _PALETTE, _TRANSPARENCY, _CMYK, _YCBCR = 0, 1, 2, 3, 4, 5, 6
 """Numbers of the tag PhotometricInterpretation."""
-_SAMPLES = {_WHITE_IS_ZERO: 1, _GREY: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3}
-_NAMES = {_WHITE_IS_ZERO: "grey", _GREY: "grey", _PALETTE: "colours of a palette"}
-_ALPHA = {1, 2}
-"""Extra samples that are transparency, premultiplied or not; others are further channels."""
-_NUMBERS = {2: "signed numbers", 3: "floating point", 5: "complex numbers", 6: "complex numbers"}
-"""Sample formats that are no colours."""
+_N_SAMPLES = {_WHITE_IS_ZERO: 1, _GRAY: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3}
+_COLOR_NAMES = {_WHITE_IS_ZERO: "grey", _GRAY: "grey", _PALETTE: "colours of a palette"}
+_ALPHA_SAMPLES = {1, 2}
+"""Extra samples for transparency, premultiplied or not; others are further channels."""
+_SAMPLE_FORMATS = {2: "signed numbers", 3: "floating point", 5: "complex numbers", 6: "complex numbers"}
+"""Sample formats without colours."""
 _JPEG = {6, 7}
 _UNIT_UM = {2: 25_400.0, 3: 1e4}
 
 
 def main_picture(tif: TiffFile) -> TiffPage:
-    """Return the largest picture of a TIFF that is neither a mask nor a reduced copy, of equals the first."""
-    pages = _pictures(tif)
-    return max([page for page in pages if not _is_reduced(page)] or pages, key=_area)
+    """Return the largest picture of a TIFF except masks and reduced copies, of equals the first."""
+    pages = _list_pictures(tif)
+    return max([page for page in pages if not _is_reduced(page)] or pages, key=_page_area)
 
 
-def n_pictures(tif: TiffFile) -> int:
-    """Return how many pictures of the main one's size a TIFF holds: channels, focal planes or times."""
+def count_pictures(tif: TiffFile) -> int:
+    """Return the number of pictures of the main picture's size in a TIFF: channels, focal planes or times."""
     main = main_picture(tif)
-    same = [page for page in _pictures(tif) if _size(page) == _size(main) and not _is_reduced(page)]
-    in_one = int((tif.imagej_metadata or {}).get("images", 1)) if tif.is_imagej else 1
-    return max(len(same), in_one)
+    pictures = [page for page in _list_pictures(tif) if _page_size(page) == _page_size(main) and not _is_reduced(page)]
+    n_images = int((tif.imagej_metadata or {}).get("images", 1)) if tif.is_imagej else 1
+    return max(len(pictures), n_images)
 
 
-def what_else(page: TiffPage) -> str:
-    """Return what a picture's pixels are, where they are no colours of 8 bits; "" where they are."""
+def describe_pixels(page: TiffPage) -> str:
+    """Return a description of a picture's pixels; "" if they are colours of 8 bits."""
     bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
-    kind = _name(page)
-    if page.sampleformat in _NUMBERS:
-        return _NUMBERS[page.sampleformat]
+    kind = _color_name(page)
+    if page.sampleformat in _SAMPLE_FORMATS:
+        return _SAMPLE_FORMATS[page.sampleformat]
     if bits == 1 and page.photometric != _PALETTE:
         return "black and white alone"
-    few = page.photometric in {_WHITE_IS_ZERO, _GREY, _PALETTE} and bits in {1, 2, 4}
-    if bits != 8 and not few:
+    is_few_bits = page.photometric in {_WHITE_IS_ZERO, _GRAY, _PALETTE} and bits in {1, 2, 4}
+    if bits != 8 and not is_few_bits:
         return f"{bits}-bit {kind}"
-    usual = _SAMPLES.get(int(page.photometric))
-    if usual is None:
+    n_usual = _N_SAMPLES.get(int(page.photometric))
+    if n_usual is None:
         return kind
-    extra = page.samplesperpixel - usual
-    transparent = extra == 1 and page.photometric == _RGB and {*map(int, page.extrasamples)} <= _ALPHA
-    if extra and not (transparent and page.extrasamples):
+    n_extra = page.samplesperpixel - n_usual
+    is_transparent = n_extra == 1 and page.photometric == _RGB and {*map(int, page.extrasamples)} <= _ALPHA_SAMPLES
+    if n_extra and not (is_transparent and page.extrasamples):
         return f"{kind} of {page.samplesperpixel} channels"
     return ""
 
 
-def require_a_slide(path: Path, tif: TiffFile) -> None:
+def require_slide(path: Path, tif: TiffFile) -> None:
     """Refuse a TIFF whose main picture has no colours of 8 bits, or is one of several.
 
     Raises:
-        WsiFlError: it says what the file holds, and the way out.
+        WsiFlError: with the content of the file and the way out.
     """
-    _require_colours(path, main_picture(tif))
+    _require_page_colors(path, main_picture(tif))
     require_single(path, tif)
 
 
 def require_single(path: Path, tif: TiffFile) -> None:
-    """Refuse a TIFF of several pictures of one size, as `require_a_slide`."""
-    if (n := n_pictures(tif)) > 1:
+    """Refuse a TIFF of several pictures of one size."""
+    if (n := count_pictures(tif)) > 1:
         raise WsiFlError(
             f"{path.name}: a slide has one picture; this file holds {n} of one size (channels, focal planes or times); "
             "save the one that is meant as a file of its own"
         )
 
 
-def require_colours(path: Path, tif: TiffFile, size_px: tuple[int, int]) -> None:
-    """Refuse a TIFF whose pictures of this size have no colours of 8 bits, as `require_a_slide`."""
-    for page in pages_of(tif):
-        if _size(page) == size_px:
-            _require_colours(path, page)
+def require_colors(path: Path, tif: TiffFile, size_px: tuple[int, int]) -> None:
+    """Refuse a TIFF whose pictures of this size have no colours of 8 bits."""
+    for page in list_pages(tif):
+        if _page_size(page) == size_px:
+            _require_page_colors(path, page)
 
 
-def _require_colours(path: Path, page: TiffPage) -> None:
-    if what := what_else(page):
+def _require_page_colors(path: Path, page: TiffPage) -> None:
+    if reason := describe_pixels(page):
         raise WsiFlError(
-            f"{path.name}: a slide has 8-bit colours; this picture is {what}; save it as red, green and blue of 8 bits"
+            f"{path.name}: a slide has 8-bit colours; this picture is {reason}; save it as red, green and blue "
+            "of 8 bits"
         )
 
 
-def foreign_levels(tif: TiffFile, sizes_px: tuple[tuple[int, int], ...]) -> set[int]:
-    """Return which levels of these sizes, as OpenSlide lists those of a TIFF, are masks or have other channels.
+def find_foreign_levels(tif: TiffFile, sizes_px: tuple[tuple[int, int], ...]) -> set[int]:
+    """Return the numbers of OpenSlide's levels of a TIFF, of these sizes, that are masks or have other channels.
 
-    It lists tiled directories, the first and those that say that they are reduced, by width.
+    OpenSlide lists tiled directories, the first and those marked as reduced, by width.
     """
-    pages = [page for page in pages_of(tif) if page.is_tiled and (page.index == 0 or _is_reduced(page))]
+    pages = [page for page in list_pages(tif) if page.is_tiled and (page.index == 0 or _is_reduced(page))]
     pages.sort(key=lambda page: -page.imagewidth)
-    if tuple(map(_size, pages)) != sizes_px:
+    if tuple(map(_page_size, pages)) != sizes_px:
         return set()
-    kind = _kind(pages[0])
-    return {k for k, page in enumerate(pages) if _is_mask(page) or _kind(page) != kind}
+    kind = _page_kind(pages[0])
+    return {k for k, page in enumerate(pages) if _is_mask(page) or _page_kind(page) != kind}
 
 
-def _name(page: TiffPage) -> str:
-    """What a picture calls its colours."""
-    return _NAMES.get(int(page.photometric)) or str(getattr(page.photometric, "name", page.photometric))
+def _color_name(page: TiffPage) -> str:
+    """Return a picture's name for its colours."""
+    return _COLOR_NAMES.get(int(page.photometric)) or str(getattr(page.photometric, "name", page.photometric))
 
 
-def codec_of(page: TiffPage) -> str:
-    """Return the name of what packs the tiles of a picture."""
+def codec_name(page: TiffPage) -> str:
+    """Return the name of the codec of a picture's tiles."""
     return str(getattr(page.compression, "name", page.compression)).replace("_", " ")
 
 
-def of_tiles(path: Path) -> Source:
+def open_tiled_tiff(path: Path) -> PixelSource:
     """Open a TIFF whose main picture is tiled.
 
     Raises:
-        WsiFlError: when it has no colours of 8 bits, or such as OpenSlide alone turns into red, green and blue.
-        UsageError: when the extra that reads its codec is not installed.
+        WsiFlError: for other pixels than red, green and blue, or grey, of 8 bits.
+        UsageError: when the extra for its codec is not installed.
     """
     from tifffile import TiffFile
 
     with ExitStack() as stack:
         tif = stack.enter_context(TiffFile(path))
         main = main_picture(tif)
-        require_a_slide(path, tif)
-        codec = codec_of(main)
-        plain = main.samplesperpixel == 3 and main.photometric == _RGB
-        jpeg = main.photometric == _YCBCR and main.compression in _JPEG
-        if not (plain or jpeg or (main.samplesperpixel == 1 and main.photometric == _GREY)):
+        require_slide(path, tif)
+        codec = codec_name(main)
+        is_rgb = main.samplesperpixel == 3 and main.photometric == _RGB
+        is_jpeg = main.photometric == _YCBCR and main.compression in _JPEG
+        if not (is_rgb or is_jpeg or (main.samplesperpixel == 1 and main.photometric == _GRAY)):
             raise WsiFlError(
-                f"{path.name}: OpenSlide does not read its {codec}, and nobody else {_name(main)} of "
+                f"{path.name}: OpenSlide does not read its {codec}, and no other reader {_color_name(main)} of "
                 f"{main.samplesperpixel} channels in it; save it as red, green and blue in tiles of JPEG"
             )
         try:
-            needed("imagecodecs", "formats", path)
-            zarr = needed("zarr", "formats", path)
+            import_extra("imagecodecs", "formats", path)
+            zarr = import_extra("zarr", "formats", path)
         except UsageError as error:
             raise UsageError(f"{error}; OpenSlide does not read it (its tiles are {codec})") from None
         _require_decoder(path, main)
-        pages = _levels(tif, main)
-        return levels_of_arrays(
+        pages = _list_levels(tif, main)
+        return build_array_levels(
             [zarr.open(page.aszarr(), mode="r") for page in pages],
             "yx" if main.samplesperpixel == 1 else "cyx" if main.planarconfig == 2 else "yxc",
             vendor="tiled tiff",
-            mpp=_mpp(main),
-            quickhash=digest(path),
-            lacks=Gaps([[page] for page in pages]),
+            mpp=_read_mpp(main),
+            quickhash=digest_file(path),
+            lacks=TileGaps([[page] for page in pages]),
             close=stack.pop_all().close,
         )
 
 
 def _require_decoder(path: Path, page: TiffPage) -> None:
-    """Refuse tiles that are packed by what no library here unpacks."""
+    """Refuse tiles of a codec that no installed library decodes."""
     from tifffile import TIFF
 
     try:
@@ -171,73 +172,78 @@ def _require_decoder(path: Path, page: TiffPage) -> None:
         is_read = False
     if not is_read:
         raise WsiFlError(
-            f"{path.name}: its tiles are packed by codec {codec_of(page)}, which no library here reads; save it as "
+            f"{path.name}: its tiles are packed by codec {codec_name(page)}, which no library here reads; save it as "
             "red, green and blue in tiles of JPEG"
         )
 
 
-class Gaps:
-    """Where levels lack tiles, by the pages of each (a page, or one of each channel); call it as `Levels` does."""
+class TileGaps:
+    """The missing tiles of levels, by the pages of each (a page, or one for each channel); callable for `Levels`."""
 
     def __init__(self, levels: Sequence[Sequence[TiffPage | TiffFrame | None]]) -> None:
         first = [next(page for page in pages if page is not None).keyframe for pages in levels]
         self._tiles = [(page.tilewidth, page.tilelength) for page in first]
         self._tables = [
-            self._table(page, pages) if page.is_tiled else None
+            self._find_missing_tiles(page, pages) if page.is_tiled else None
             for page, pages in zip(first, levels, strict=True)
         ]
 
     @staticmethod
-    def _table(first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]) -> NDArray[np.bool_] | None:
-        """bool[rows, columns] of tiles of which some channel is not there; None where all are."""
-        across, down = -(-first.imagewidth // first.tilewidth), -(-first.imagelength // first.tilelength)
-        missing = np.zeros((down, across), bool)
+    def _find_missing_tiles(first: TiffPage, pages: Sequence[TiffPage | TiffFrame | None]) -> NDArray[np.bool_] | None:
+        """Return bool[rows, columns] of tiles without some channel; None if all are complete."""
+        n_columns, n_rows = -(-first.imagewidth // first.tilewidth), -(-first.imagelength // first.tilelength)
+        missing = np.zeros((n_rows, n_columns), bool)
         for page in pages:
-            absent = np.ones(missing.size, bool)
+            is_absent = np.ones(missing.size, bool)
             if page is not None:
-                absent = np.array(
-                    [not (at and n) for at, n in zip(page.dataoffsets, page.databytecounts, strict=True)]
+                is_absent = np.array(
+                    [
+                        not (offset and n_bytes)
+                        for offset, n_bytes in zip(page.dataoffsets, page.databytecounts, strict=True)
+                    ]
                 )
-            missing |= absent[: absent.size // missing.size * missing.size].reshape(-1, down, across).any(0)
+            missing |= is_absent[: is_absent.size // missing.size * missing.size].reshape(-1, n_rows, n_columns).any(0)
         return missing if missing.any() else None
 
-    def __call__(self, level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.bool_]:
+    def __call__(self, level: int, corner: tuple[int, int], size: tuple[int, int]) -> NDArray[np.bool_]:
         """Return bool[height, width] of the pixels that the file lacks."""
         table = self._tables[level]
         if table is None:
             return np.zeros((size[1], size[0]), bool)
         columns, rows = (
-            np.arange(start, start + length) // tile
-            for start, length, tile in zip(at, size, self._tiles[level], strict=True)
+            np.arange(start, start + length) // tile_side
+            for start, length, tile_side in zip(corner, size, self._tiles[level], strict=True)
         )
         return table[np.ix_(rows, columns)]
 
 
-def _levels(tif: TiffFile, main: TiffPage) -> list[TiffPage]:
-    """The main picture and the reduced copies of it, finest first."""
+def _list_levels(tif: TiffFile, main: TiffPage) -> list[TiffPage]:
+    """Return the main picture and its reduced copies, finest first."""
     copies = [
-        page for page in _pictures(tif) if _is_reduced(page) and page.is_tiled and _kind(page) == _kind(main)
+        page
+        for page in _list_pictures(tif)
+        if _is_reduced(page) and page.is_tiled and _page_kind(page) == _page_kind(main)
     ]
-    pages = [main, *(page for page in copies if _area(page) < _area(main))]
-    return [pages[k] for k in own_levels([_size(page) for page in pages])]
+    pages = [main, *(page for page in copies if _page_area(page) < _page_area(main))]
+    return [pages[k] for k in select_levels([_page_size(page) for page in pages])]
 
 
-def _mpp(page: TiffPage) -> Mpp:
-    """µm per pixel by the tags of the resolution."""
+def _read_mpp(page: TiffPage) -> Mpp:
+    """Return the µm per pixel by the tags of the resolution."""
     unit = page.tags.get("ResolutionUnit")
     um = _UNIT_UM.get(int(unit.value) if unit is not None else 0)
 
-    def stated(name: str) -> float | None:
+    def axis_mpp(name: str) -> float | None:
         tag: Any = page.tags.get(name)
         if um is None or tag is None or not all(tag.value):
             return None
         return um * float(tag.value[1]) / float(tag.value[0])
 
-    return stated("XResolution"), stated("YResolution")
+    return axis_mpp("XResolution"), axis_mpp("YResolution")
 
 
-def pages_of(tif: TiffFile) -> list[TiffPage]:
-    """Return the directories of a TIFF; WsiFlError where their list is damaged."""
+def list_pages(tif: TiffFile) -> list[TiffPage]:
+    """Return the directories of a TIFF; WsiFlError if their list is damaged."""
     from tifffile import TiffPage
 
     pages: list[TiffPage] = []
@@ -251,9 +257,9 @@ def pages_of(tif: TiffFile) -> list[TiffPage]:
     return pages
 
 
-def _pictures(tif: TiffFile) -> list[TiffPage]:
-    """The directories that are no masks."""
-    return [page for page in pages_of(tif) if not _is_mask(page)]
+def _list_pictures(tif: TiffFile) -> list[TiffPage]:
+    """Return the directories except masks."""
+    return [page for page in list_pages(tif) if not _is_mask(page)]
 
 
 def _is_mask(page: TiffPage) -> bool:
@@ -264,13 +270,13 @@ def _is_reduced(page: TiffPage) -> bool:
     return bool(page.subfiletype & _REDUCED)
 
 
-def _size(page: TiffPage) -> tuple[int, int]:
+def _page_size(page: TiffPage) -> tuple[int, int]:
     return page.imagewidth, page.imagelength
 
 
-def _area(page: TiffPage) -> int:
+def _page_area(page: TiffPage) -> int:
     return int(page.imagewidth * page.imagelength)
 
 
-def _kind(page: TiffPage) -> tuple[Any, ...]:
+def _page_kind(page: TiffPage) -> tuple[Any, ...]:
     return page.samplesperpixel, page.bitspersample, page.sampleformat
