@@ -103,7 +103,7 @@ def test_every_command_and_pipeline_is_described():
 
 
 def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_path):
-    text = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "hospitals").glob("*.md"))
+    text = text_of("docs/tutorials/hospitals.md") + text_of("docs/how-to/operate-federation.md")
     named = {*re.findall(r"--pipeline (\w+)", text), "hospitals"}
     assert "camelyon17_hospitals" in named
     for name in named:
