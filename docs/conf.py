@@ -12,7 +12,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"  # a notebook that fails ends `make docs`
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "decisions"]
 html_extra_path = ["llms.txt"]
 
 html_theme = "furo"

@@ -1,4 +1,4 @@
-"""The front door: names that come when they are used, and the examples of `docs/reference/python-api.md`, which run as they stand."""
+"""The public API: names imported on first use, and the examples of `docs/reference/python-api.md`, which run as written."""
 
 import doctest
 import re

@@ -1,4 +1,4 @@
-"""The package of one file of `docs/reference/python-api.md`, installed beside, adds a command, a method, an encoder and a reader."""
+"""The package of one file in `docs/reference/python-api.md` adds a command, a method, an encoder and a reader."""
 
 import json
 import re
