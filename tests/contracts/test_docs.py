@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_config_explains_a_key_a_section_and_all():
 
 def test_files_that_machines_read_name_what_there_is():
     made = re.findall(r"\]\((\S+)\.html\)", text_of("docs/llms.txt"))
-    assert len(made) > 20
+    assert len(made) >= 20
     for name in made:
         assert (ROOT / "docs" / f"{name}.md").is_file(), name
     assert f"version: {__version__}\n" in text_of("CITATION.cff")
@@ -126,6 +127,68 @@ def test_help_and_the_page_of_commands_have_the_same_groups():
     program = typer.main.get_command(app)
     hidden = {name for name in program.list_commands(None) if program.get_command(None, name).hidden}
     assert hidden == {name for names in MORE.values() for name in names} | {"rank"}
+
+
+def list_commands(text):
+    """Return the command lines of a page as words: those of blocks, and those in backticks."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"^(?:    |\*/\d+ .*?)?((?:[^|`\n]*&& )?wsi-fl .+)$", text, re.MULTILINE)
+    for line in (*blocks, *re.findall(r"`(wsi-fl [^`]+)`", text)):
+        words = shlex.split(re.sub(r"\d?>>? \S+|[\[\]…](?=[^'\"]*$)", "", line), comments=True)
+        for part in " ".join(map(shlex.quote, words)).split("'&&'"):
+            command = shlex.split(part)
+            if command[:1] == ["wsi-fl"] and not command[1].isupper() and command[1] not in OTHER_WORDS:
+                yield command[1:]
+
+
+UsageError = typer.BadParameter.__mro__[1]
+"""Click's, of the copy that Typer uses."""
+COMMAND_PAGES = [ROOT / "README.md", *(page for page in PAGES if (ROOT / "docs") in page.parents)]
+OTHER_WORDS = ("greet", "installs")
+"""The command of the example of a plugin, and a sentence that begins with wsi-fl."""
+
+
+def parse_command(program, words):
+    """Parse a command line without a look at values; UsageError for what does not exist."""
+    command, context = program, typer.Context(program, info_name="wsi-fl")
+    while hasattr(command, "get_command") and words and not words[0].startswith("-"):
+        name, *words = words
+        if (command := command.get_command(context, name)) is None:
+            raise typer.BadParameter(f"no command {name}")
+        context = typer.Context(command, info_name=name, parent=context)
+    options, rest, _ = command.make_parser(context).parse_args(list(words))
+    if rest:
+        raise typer.BadParameter(f"{rest} is too much")
+    return options
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_parses_and_its_keys_exist(page):
+    program, known, wrong = typer.main.get_command(app), {row["key"] for row in find_keys()}, []
+    for words in list_commands(page.read_text(encoding="utf-8")):
+        try:
+            options = parse_command(program, words)
+        except UsageError as error:
+            wrong.append((" ".join(words), error.format_message()))
+            continue
+        given = [key for keys in options.values() if isinstance(keys, list) for key in keys if "=" in str(key)]
+        keys = {pair.partition("=")[0] for pair in given} - {"KEY"}
+        wrong += [(" ".join(words), key) for key in keys - known if "." in key]
+    assert not wrong, wrong
+
+
+def test_the_parser_of_pages_finds_commands_and_refuses_what_does_not_exist():
+    words = [
+        *list_commands(
+            "    cd a && wsi-fl tile --all \\\n        --set 'tile.qc=[\"pen\"]' && wsi-fl check --all  # read\n"
+        )
+    ]
+    assert words == [["tile", "--all", "--set", 'tile.qc=["pen"]'], ["check", "--all"]]
+    assert sum(len([*list_commands(page.read_text(encoding="utf-8"))]) for page in COMMAND_PAGES) > 150
+    program = typer.main.get_command(app)
+    for line in ("tiles --all", "tile --every", "pack A B C", "tile --site"):
+        with pytest.raises(UsageError):
+            parse_command(program, line.split())
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
