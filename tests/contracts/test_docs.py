@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import typer
@@ -13,6 +14,13 @@ from typer.testing import CliRunner
 from wsi_fl import __version__
 from wsi_fl.__main__ import main
 from wsi_fl.cli.main import GROUPS, MORE, app
+from wsi_fl.hospitals.plans.making import PlanDocument
+from wsi_fl.stages.prepare.check import _CheckDocument, _SiteCheck
+from wsi_fl.stages.prepare.init import _InitDocument
+from wsi_fl.stages.prepare.sources import BagsDocument, BagsRow
+from wsi_fl.stages.training.plan import _RunCost, _SiteCost
+from wsi_fl.stages.training.summary import Summary, SummaryRow
+from wsi_fl.stages.training.train import SeriesSummary
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.reference import find_keys, render_reference_page
@@ -189,6 +197,23 @@ def test_the_parser_of_pages_finds_commands_and_refuses_what_does_not_exist():
     for line in ("tiles --all", "tile --every", "pack A B C", "tile --site"):
         with pytest.raises(UsageError):
             parse_command(program, line.split())
+
+
+@pytest.mark.parametrize(
+    ("commands", "kinds"),
+    [
+        ("`init`", (_InitDocument,)),
+        ("`mosaic`, `features`, `import`", (BagsRow, BagsDocument)),
+        ("`check`", (_SiteCheck, _CheckDocument)),
+        ("`train`", (Summary, SummaryRow)),
+        ("`train --seeds`, `--folds`, `--leave-site-out`", (SeriesSummary,)),
+        ("`train --dry-run`", (_SiteCost, _RunCost)),
+        ("`federation plan` (the file of a plan)", (PlanDocument,)),
+    ],
+)
+def test_the_keys_of_json_documents_exist(commands, kinds):
+    (row,) = [line for line in text_of("docs/reference/formats.md").splitlines() if line.startswith(f"| {commands} |")]
+    assert {*re.findall(r"`(\w+)`", row.split("|")[2])} <= {key for kind in kinds for key in get_type_hints(kind)}
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
