@@ -1,4 +1,4 @@
-"""The public API: names imported on first use, and the examples of `docs/reference/python-api.md`, which run as written."""
+"""The public API: names imported on first use; the examples of `docs/reference/python-api.md` run as written."""
 
 import doctest
 import re
