@@ -7,7 +7,8 @@
 
 The weights are of timm's tf_efficientnet_lite0. The npz holds `x` uint8[n, h, w, 3] and `y` int[n]; POOL is a study of
 one site with these patches and their features, made as benchmarks/worth.py says. Every row of `join` is one run, and
-the file keeps those that are there. Minutes each on one core. docs/training.md and studies/ROUNDS.md have the figures.
+the file keeps those that are there. Minutes each on one core. studies/ROUNDS.md and docs/how-to/train.md
+have the figures.
 """
 
 from __future__ import annotations

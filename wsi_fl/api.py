@@ -1,7 +1,7 @@
 """The public API for notebooks: short names, imported on first use.
 
 All of it is `wsi_fl.NAME` too. Paths may be strings, arrays are NumPy's, and errors are `WsiFlError` in one line.
-`docs/python.md` shows each in five lines.
+`docs/reference/python-api.md` shows each in five lines.
 """
 
 from __future__ import annotations

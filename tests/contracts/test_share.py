@@ -87,8 +87,8 @@ def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, 
 
 
 def table():
-    """What a site lets go by each method, as docs/PRIVACY.md has it."""
-    things = {"sums": "sums of features", "buffer": "synthetic samples", "generator": "its generator"}
+    """What a site lets go by each method, as docs/explanation/privacy.md has it."""
+    things = {"sums": "class statistics", "buffer": "synthetic samples", "generator": "its generator"}
     when = {"rounds": "every round", "once": "once"}
     when |= {"before": "once, before the first round", "after": "once, after the last round"}
     for name, row in METHODS.items():
@@ -104,7 +104,7 @@ def table():
 
 
 def test_the_page_on_privacy_has_the_table_of_shares():
-    page = (PACKAGE.parent / "docs" / "PRIVACY.md").read_text(encoding="utf-8").splitlines()
+    page = (PACKAGE.parent / "docs" / "explanation" / "privacy.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in table() if line not in page] == []
 
 

@@ -98,7 +98,7 @@ def test_who_asks_for_what_is_no_preset_is_told_what_to_do(name, word):
 
 
 def test_the_page_of_encoders_says_what_the_table_says():
-    page = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "prepare-data.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
     lines = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
     for name, preset in PRESETS.items():

@@ -95,7 +95,7 @@ def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, m
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (None, ("has no entry `segmenter`", "docs/quality.md")),
+        (None, ("has no entry `segmenter`", "docs/how-to/prepare-data.md")),
         ({**FACTS, "architecture": "unet"}, ("'unet'", ARCHITECTURE)),
         ({**FACTS, "classes": ["tissue", "pen"]}, ("not those of", "2 classes")),
         ({**FACTS, "std": [0.5, 0.0, 0.5]}, ("std",)),

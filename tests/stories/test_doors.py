@@ -1,4 +1,4 @@
-"""The first page of each reader: its commands, as they stand there, reach the end."""
+"""The features tutorial: its commands, as written, reach the end."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
     rng = np.random.default_rng(0)
     trident(tmp_path / "features_uni_v1", tmp_path / "labels.csv", 0, 24, rng)
     trident(tmp_path / "features_b", tmp_path / "labels_b.csv", 100, 24, rng)
-    page = (DOCS / "your-features.md").read_text(encoding="utf-8")
+    page = (DOCS / "tutorials" / "features.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    (wsi-fl .+)$", page, re.MULTILINE)
     (subtypes,) = re.findall(r"^    (\[subtypes\]\n)    (any = .+)$", page, re.MULTILINE)
     assert len(commands) == 10

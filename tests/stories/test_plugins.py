@@ -1,4 +1,4 @@
-"""The package of one file of `docs/plugins.md`, installed beside, adds a command, a method, an encoder and a reader."""
+"""The package of one file in `docs/reference/python-api.md` adds a command, a method, an encoder and a reader."""
 
 import json
 import re
@@ -18,7 +18,8 @@ from wsi_fl.models.presets import PRESETS
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "python-api.md").read_text(encoding="utf-8")
+PAGE = PAGE.partition("(plugins)=")[2]
 TOML, PYTHON = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
 PROJECT = tomllib.loads(TOML)["project"]
 

@@ -1,4 +1,4 @@
-"""Real hospitals, each in a folder of its own: one run, and nothing told but what docs/PRIVACY.md lists."""
+"""Real hospitals, each in a folder of its own: one run, and nothing told but what docs/explanation/privacy.md lists."""
 
 import json
 import re
@@ -44,7 +44,7 @@ from wsi_fl.types import UsageError, WsiFlError
 pytestmark = pytest.mark.story
 
 study = larger_pair
-PAGE = Path(__file__).parents[2] / "docs" / "PRIVACY.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "privacy.md"
 SITES = ["S0", "S1", "S2"]
 SECRETS = re.compile(r"accuracy|auroc|loss|seconds|_slide_|_patient_", re.IGNORECASE)
 RECORDER = """
@@ -109,8 +109,8 @@ def test_a_new_run_has_a_number_that_is_free_in_every_hospital(finished):
 
 
 def table_of(page):
-    """The cells of «What is told»."""
-    rows = page.split("## What is told")[1].split("\n## ")[0].splitlines()
+    """The cells of «Everything that is disclosed»."""
+    rows = page.split("## Everything that is disclosed")[1].split("\n## ")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if line[:1] == "|"][2:]
 
 
@@ -156,8 +156,9 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
 
 
 def first_numbers():
-    """The keys of «Numbers that leave first»."""
-    rows = PAGE.read_text().split("### Numbers that leave first")[1].split("\n#")[0].splitlines()
+    """The keys of «Numbers that leave before the ledger has a line»."""
+    title = "### Numbers that leave before the ledger has a line"
+    rows = PAGE.read_text().split(title)[1].split("\n#")[0].splitlines()
     return {key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])}
 
 

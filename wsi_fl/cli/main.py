@@ -61,14 +61,14 @@ GROUPS = {
     "Results": ("evaluate", "predict", "view", "compare", "report", "export"),
     "Between hospitals": ("federation",),
 }
-"""The commands that --help shows, by group; docs/commands.md has the same groups."""
+"""The commands that --help shows, by group; docs/reference/commands.md has the same groups."""
 MORE = {
     "Start": ("bench",),
     "Prepare": ("mosaic", "projection", "check", "encoders", "partition", "pack"),
     "Train": ("statistics",),
     "Results": ("clinical", "plan-size", "audit"),
 }
-"""Those that work and are not shown, as docs/commands.md lists them in its groups."""
+"""Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
 
 app = typer.Typer(
     cls=_CommandGroup,
@@ -77,7 +77,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Federated learning on whole-slide images that hospitals may not share.",
-    epilog="Start with: wsi-fl demo. All commands: docs/commands.md",
+    epilog="Start with: wsi-fl demo. All commands: docs/reference/commands.md",
 )
 
 

@@ -1,6 +1,6 @@
 """Presets of published encoders.
 
-`docs/encoders.md` has the table, with the sources of all facts and the assumed ones.
+`docs/how-to/prepare-data.md` has the table, with the sources of all facts and the assumed ones.
 """
 
 from __future__ import annotations

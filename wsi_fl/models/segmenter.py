@@ -97,7 +97,7 @@ def _read_metadata(path: Path) -> _SegmenterMetadata:
     except (SafetensorError, OSError) as error:
         raise WsiFlError(f"{path}: not a readable safetensors file ({single_line(error)})") from None
     if text is None:
-        raise WsiFlError(f"{path}: its header has no entry `segmenter`; docs/quality.md shows how to write it")
+        raise WsiFlError(f"{path}: its header has no entry `segmenter`; see docs/how-to/prepare-data.md")
     try:
         return _SegmenterMetadata.model_validate_json(text)
     except ValidationError as error:

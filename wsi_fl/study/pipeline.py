@@ -1,7 +1,7 @@
 """The settings of a pipeline, pipelines/*.toml.
 
 Only `stages` and `cli` import this module; other packages take plain values. A key's docstring is its entry in
-docs/configuration.md and in `wsi-fl config`.
+docs/reference/configuration.md and in `wsi-fl config`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wsi_fl.study.toml import (
 _S = TypeVar("_S", bound=Section)
 _Artifact = Literal["pen", "black", "fold", "bubble", "blur"]
 _DEFAULT_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
-"""Default of the largest share of a patch that an artifact may cover, by artifact; measured in docs/quality.md."""
+"""Default of the largest share of a patch that an artifact may cover, by artifact (docs/how-to/prepare-data.md)."""
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
 _METHOD_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
 _NEEDS_CLASSES = dict.fromkeys(
@@ -76,7 +76,8 @@ class _TileSettings(Section):
     detected."""
     segmenter: str | None = None
     """Path of a safetensors file with a torchvision segmentation model that detects some artifacts of `tile.qc`;
-    docs/quality.md describes its header. By default all artifacts are detected by classical image features."""
+    docs/how-to/prepare-data.md describes its header. By default all artifacts are detected by classical image
+    features."""
 
     @field_validator("qc", mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """Artifacts of patches: pen, black, folds, bubbles, blur. Classical measures, none learned.
 
 Pen, black, folds and bubbles are areas of the thumbnail; blur is measured on the patch at 2 µm per pixel. The defaults
-were chosen on real tissue with ink, folds and blur (docs/quality.md).
+were chosen on real tissue with ink, folds and blur (docs/how-to/prepare-data.md).
 """
 
 from __future__ import annotations
