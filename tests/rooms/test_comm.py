@@ -142,7 +142,7 @@ def together():
 
 out = {{"gathered": comm.gather([{{"site": me, "text": "é" * me}}], Told), "rounds": []}}
 others = [k for k in range(3) if k != me]
-handed = comm.hand({{(me, k): {{"site": 10 * me + k}} for k in others}}, Told, [(k, me) for k in others])
+handed = comm.exchange_documents({{(me, k): {{"site": 10 * me + k}} for k in others}}, Told, [(k, me) for k in others])
 out["handed"] = sorted([*pair, one["site"]] for pair, one in handed.items())
 for round_ in (1, 2, 3):
     outgoing, expected = plan_of(folder, round_, [me])

@@ -213,7 +213,7 @@ sys.path[:0] = {tests!r}
 from mpi4py import MPI
 from test_comm import Told, release_of
 from wsi_fl.federation.comm import _GATHER_TAG, MpiComm
-from wsi_fl.federation.message import Outgoing, pack, tag_of
+from wsi_fl.federation.message import Outgoing, compute_tag, pack_message
 
 world, folder = MPI.COMM_WORLD, Path({folder!r})
 me = world.Get_rank()
@@ -227,7 +227,7 @@ gathered = [  # length, text
     (len(text) + 1000, text),
     (len(text), text),
 ]
-header, body = pack(Outgoing(1, 0, 1.0, release_of(folder, "h", 1, np.ones(3000))), 1, 0)
+header, body = pack_message(Outgoing(1, 0, 1.0, release_of(folder, "h", 1, np.ones(3000))), 1, 0)
 exchanged = [  # header, body
     (header + b"H" * 100_000, body),
     (header[:10], body),
@@ -247,7 +247,7 @@ if me == 1:
         send(np.int64(length).tobytes(), data, _GATHER_TAG + 2 * number)
     for hop, (head, values) in enumerate(exchanged):
         world.Barrier()
-        send(head, values.tobytes(), tag_of(1, hop))
+        send(head, values.tobytes(), compute_tag(1, hop))
 else:
     comm, said = MpiComm(20.0, names=("A", "B")), []
 

@@ -293,7 +293,7 @@ def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> F
     )
     context = RunContext.create(study, reference.pipeline, LOCAL_METHOD)
     backend = "local" if context.may_merge or len(context.sites) == 1 else "mpi"
-    options: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "told": True}
+    options: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "is_reported": True}
     return FinishedRun.load(study.find_run(train(study, method=LOCAL_METHOD, pipeline_name=name, **options)["run"]))
 
 
