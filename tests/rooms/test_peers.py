@@ -274,12 +274,12 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
-    other = "NotAgreed: site B sent another length than the {} values it announced".format
+    other = "ProtocolError: site B sent another length than the {} values it announced".format
     expected = [
-        "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
-        "NotAgreed: site B announced a document of -5 bytes; at most 16777216",
-        "NotAgreed: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
-        "NotAgreed: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
+        "ProtocolError: site B announced a document of 200000000000000 bytes; at most 16777216",
+        "ProtocolError: site B announced a document of -5 bytes; at most 16777216",
+        "ProtocolError: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
+        "ProtocolError: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
         *map(other, (10, 1011)),
         "[{'site': 0}, {'site': 1}]",
         *map(other, (64, 64, 3000, 3000)),

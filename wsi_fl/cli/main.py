@@ -34,7 +34,7 @@ class _CommandGroup(TyperGroup):
         for title, names in {**GROUPS, "Other packages": others}.items():
             rows = [(name, self.get_command(ctx, name).get_short_help_str(200)) for name in names if name in listed]
             if rows:
-                with formatter.find_section(title):
+                with formatter.section(title):
                     formatter.write_dl(rows)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -203,8 +203,8 @@ def choose_run(states_by_site: Mapping[str, RunStates]) -> str:
     """Return the id of the run to resume: the last one common to all sites; "" to begin a new one.
 
     A site excluded before it had begun lacks the others' run, and participates in it from now on. Any other run that is
-    not at all sites is dropped if no site finished a round in it. Otherwise a site has lost its part (ReportableError), and
-    a new run would be charged in addition, which needs a decision of people.
+    not at all sites is dropped if no site finished a round in it. Otherwise a site has lost its part (ReportableError),
+    and a new run would be charged in addition, which needs a decision of people.
 
     Example:
         >>> run = {"identity": "0" * 32, "rounds": 2, "lost": []}
