@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--patients", type=int, default=40, help="for training, of each site")
     parser.add_argument("--patches", type=int, default=60, help="of the largest slide; the smallest has half")
-    parser.add_argument("--tumour", type=float, nargs=2, default=(0.05, 0.2), help="share in a positive slide")
+    parser.add_argument("--tumor", type=float, nargs=2, default=(0.05, 0.2), help="share in a positive slide")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--out", type=Path, help="rows as JSON lines; those that are there are not made again")

@@ -8,7 +8,7 @@ brings over all of them, as `wsi-fl compare` does: by one run, and by three with
 measured on 10 000 further patients. Of one run it is the mean over what fresh noise gives where a head is made of
 letters, and this run's own models elsewhere. Of three runs it is the mean over the chance of training: three more are
 made, and the means of both are weighed so that the truth is as far from the first as an exact one would be.
-A verdict is wrong where it says *join* and the truth is no gain, or *stay* and the truth is no loss.
+A verdict is wrong where it says *join* and the truth is no gain, or *local* and the truth is no loss.
 """
 
 from __future__ import annotations

@@ -365,16 +365,16 @@ def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
     x = as_tensor([*unequal(), np.zeros((1, D), np.float32)])
     x[4, :, -1] = 0  # a bag without a patch
     x[..., :-1][x[..., -1] == 0] = torch.nan
-    weights = model_of(name).attention(x)
+    weights = model_of(name).patch_attention(x)
     torch.testing.assert_close(weights.sum(1), torch.tensor([1.0, 1, 1, 1, 0]))
     assert (weights[x[..., -1] == 0] == 0).all() and (weights[x[..., -1] == 1] > 0).all()
-    assert model_of("deepset").attention(x) is None
+    assert model_of("deepset").patch_attention(x) is None
 
 
 def test_attention_is_what_the_answer_rests_on():
     """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
     model, x = model_of("abmil"), as_tensor(unequal())
-    weighted = (model.attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
+    weighted = (model.patch_attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
     torch.testing.assert_close(model(x), model.rho(weighted))
 
 

@@ -165,11 +165,11 @@ def test_the_card_says_what_the_run_found(done):
 def test_what_may_not_leave_stays(done, tmp_path):
     study, run = done
     for how, *words in (
-        ({"called": "private", "private": True}, "--site"),
-        ({"called": "private", "site": "S0"}, "--private", "memorised"),
-        ({"called": "shared"}, "private and proxy"),
-        ({"called": "proxy", "form": "x"}, "wsinfer or onnx"),
-        ({"called": "proxy", "site": "S9"}, "S9", "S0, S1"),
+        ({"model_name": "private", "private": True}, "--site"),
+        ({"model_name": "private", "site": "S0"}, "--private", "memorised"),
+        ({"model_name": "shared"}, "private and proxy"),
+        ({"model_name": "proxy", "form": "x"}, "wsinfer or onnx"),
+        ({"model_name": "proxy", "site": "S9"}, "S9", "S0, S1"),
     ):
         refused(lambda how=how: export_model(study, run, **{"form": "onnx", **how}), *words)
     real = make_study(tmp_path / "real", n_sites=2, site_extra=f'{REAL}\nallow = ["patches"]')

@@ -265,5 +265,7 @@ def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_
 
     refused(lambda: divided(n_folds), f"{n_patients} patients", way_on)
     if way_on.startswith("to"):
-        fewest = pipeline_model().model_json_schema()["$defs"]["Train"]["properties"]["folds"]["anyOf"][0]["minimum"]
+        fewest = pipeline_model().model_json_schema()["$defs"]["TrainSettings"]["properties"]["folds"]["anyOf"][0][
+            "minimum"
+        ]
         assert n_patients >= fewest and sorted(divided(n_patients)) == list(range(n_patients))

@@ -8,7 +8,7 @@ import torch
 from conftest import refused
 from torch import nn
 
-from wsi_fl.api import Examples, NoisySums, SharedHead, federate, loader, plan_of_round
+from wsi_fl.api import Examples, NoisyStatistics, SharedHead, federate, loader, plan_of_round
 from wsi_fl.learning.local import DPSettings, Learner, take_supervised_step
 from wsi_fl.learning.tasks import NumberTask, SurvivalTask
 from wsi_fl.models import create_model
@@ -168,7 +168,7 @@ def test_no_site_and_no_row_are_told():
     refused(lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images")
 
 
-SUMS = NoisySums.of(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1.0, delta=1e-3))
+SUMS = NoisyStatistics.from_plan(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1.0, delta=1e-3))
 
 
 @pytest.mark.parametrize(

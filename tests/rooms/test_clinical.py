@@ -299,7 +299,7 @@ def described_at(case, prevalence):
 
 def test_the_page_tells_what_a_constant_lone_model_lacks_and_how_sure_six_patients_are():
     found = " ".join(list_clinical_findings(described_at(np.arange(6) > 2, None)))
-    assert "AUROC is 0.50 above that of its lone model (−0.21 to +0.50)" in found
+    assert "AUROC is 0.50 above that of its local model (−0.21 to +0.50)" in found
 
 
 @pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])

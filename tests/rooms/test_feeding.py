@@ -33,13 +33,13 @@ class Marking:
     def __call__(self, batch):
         return batch[:, 0, 0, :1].astype(np.float32)
 
-    def begin(self, batch):
+    def start_batch(self, batch):
         return partial(self, batch)
 
-    def room(self, shape):
+    def allocate_batch(self, shape):
         return np.empty(shape, np.uint8)
 
-    def batch_of(self, _):
+    def batch_size_for(self, _):
         return 4
 
 

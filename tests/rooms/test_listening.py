@@ -57,8 +57,8 @@ def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
     assert len(drawn()) == pytest.approx(400 * fraction, abs=spread)
     assert not set(everyone[held]) & set(everyone[~held]) and drawn() == drawn()
     assert len({tuple(sorted(drawn(seed))) for seed in range(9)}) > 1
-    assert drawn(lots=HoldoutDraw(b"a")) == drawn(lots=HoldoutDraw(b"a")) != drawn(lots=HoldoutDraw(b"b"))
-    assert len(drawn(lots=HoldoutDraw(b"a"))) == pytest.approx(400 * fraction, abs=spread)
+    assert drawn(holdout=HoldoutDraw(b"a")) == drawn(holdout=HoldoutDraw(b"a")) != drawn(holdout=HoldoutDraw(b"b"))
+    assert len(drawn(holdout=HoldoutDraw(b"a"))) == pytest.approx(400 * fraction, abs=spread)
 
 
 def test_no_other_patient_decides_who_is_held_out():

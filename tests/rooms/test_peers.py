@@ -213,7 +213,7 @@ sys.path[:0] = {tests!r}
 from mpi4py import MPI
 from test_comm import Told, release_of
 from wsi_fl.federation.comm import _GATHER_TAG, MpiComm
-from wsi_fl.federation.message import Outgoing, pack, tag_of
+from wsi_fl.federation.message import Outgoing, compute_tag, pack_message
 
 world, folder = MPI.COMM_WORLD, Path({folder!r})
 me = world.Get_rank()
@@ -227,7 +227,7 @@ gathered = [  # length, text
     (len(text) + 1000, text),
     (len(text), text),
 ]
-header, body = pack(Outgoing(1, 0, 1.0, release_of(folder, "h", 1, np.ones(3000))), 1, 0)
+header, body = pack_message(Outgoing(1, 0, 1.0, release_of(folder, "h", 1, np.ones(3000))), 1, 0)
 exchanged = [  # header, body
     (header + b"H" * 100_000, body),
     (header[:10], body),
@@ -247,7 +247,7 @@ if me == 1:
         send(np.int64(length).tobytes(), data, _GATHER_TAG + 2 * number)
     for hop, (head, values) in enumerate(exchanged):
         world.Barrier()
-        send(head, values.tobytes(), tag_of(1, hop))
+        send(head, values.tobytes(), compute_tag(1, hop))
 else:
     comm, said = MpiComm(20.0, names=("A", "B")), []
 
@@ -274,12 +274,12 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
-    other = "NotAgreed: site B sent another length than the {} values it announced".format
+    other = "ProtocolError: site B sent another length than the {} values it announced".format
     expected = [
-        "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
-        "NotAgreed: site B announced a document of -5 bytes; at most 16777216",
-        "NotAgreed: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
-        "NotAgreed: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
+        "ProtocolError: site B announced a document of 200000000000000 bytes; at most 16777216",
+        "ProtocolError: site B announced a document of -5 bytes; at most 16777216",
+        "ProtocolError: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
+        "ProtocolError: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
         *map(other, (10, 1011)),
         "[{'site': 0}, {'site': 1}]",
         *map(other, (64, 64, 3000, 3000)),

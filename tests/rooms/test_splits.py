@@ -111,7 +111,7 @@ def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
 def kept_by_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.ndarray]:
     """What is kept of each slide, of whose patches these are the labels."""
     names = list(labels)
-    planned = SimpleNamespace(slide=names.__getitem__, labels=lambda k: labels[names[k]])
+    planned = SimpleNamespace(slide_name=names.__getitem__, load_labels=lambda k: labels[names[k]])
     keep = sample_patches(planned, range(len(labels)), max_per_slide=50, balance=False, **settings)
     return dict(zip(labels, keep, strict=True))
 

@@ -104,7 +104,7 @@ def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     assert [line["takes_part"] for line in lines] == [True, True, False, False]
     assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0
     page = write_report(study, summary["run"]).read_text()
-    assert "S1 took part in 2 rounds: the next would have crossed its max_epsilon of" in page
+    assert "S1 took part in 2 rounds: the next would have exceeded its max_epsilon of" in page
 
 
 def test_who_left_learns_on_alone_and_its_mass_is_handed_over(study):
@@ -228,10 +228,12 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     assert job.returncode == 0, err
     summary = json.loads(out)
     (loss,) = summary["losses"]
-    told = f"S2 was lost in round {loss['round']}"
+    when = f"in round {loss['round']}"
     assert summary["lost"] == ["S2"] == [loss["site"]] and 2 <= loss["round"] <= 6
     assert ("SIGKILL" if sign == signal.SIGKILL else "no sign of life") in loss["reason"]
-    assert told in err and f"{told}: " in write_report(study, summary["run"]).read_text()
+    assert (
+        f"S2 was lost {when}" in err and f"S2 dropped out {when}: " in write_report(study, summary["run"]).read_text()
+    )
     for row, site in zip(summary["sites"], ("S0", "S1"), strict=True):
         assert (row["site"], row["rounds"]) == (site, 6) and row["epsilon"] == pytest.approx(spent(6))
     document = evaluate(study, summary["run"])

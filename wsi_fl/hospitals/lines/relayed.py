@@ -196,7 +196,7 @@ class SecureComm:
     Raises:
         PeerTimeout: when a site did not introduce itself in time.
         SitesGone: the same, if the others may go on without it.
-        KnownToAll: when one has another plan, version, code or time.
+        ReportableError: when one has another plan, version, code or time.
     """
 
     identity: Identity

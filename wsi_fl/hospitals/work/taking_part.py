@@ -174,7 +174,7 @@ def greet_sites(
 
     Raises:
         UsageError: when no plan was signed, or another one is requested.
-        KnownToAll: when a site does not answer, or has another plan, version, code or time.
+        ReportableError: when a site does not answer, or has another plan, version, code or time.
     """
     started_s = time.perf_counter()
     with _disclose_errors():

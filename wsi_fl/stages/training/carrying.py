@@ -65,7 +65,7 @@ def sync_statistics(context: RunContext, comm: Comm) -> RunContext:
     A file of an absent site is used where all have the same. Nothing is disclosed where heads use no files.
 
     Raises:
-        KnownToAll: when there are fewer statistics than agreed.
+        ReportableError: when there are fewer statistics than agreed.
         WsiFlError: when local statistics may not leave, or others' are invalid.
     """
     if not context.uses_files:

@@ -62,7 +62,7 @@ class RunRequest:
 def select_run(context: RunContext, request: RunRequest, comm: Comm) -> RunFolder:
     """Return the run of all sites: the requested one, the last of a plan, or a new one.
 
-    KnownToAll where each choice would lose or charge something; see `choose_run`.
+    ReportableError where each choice would lose or charge something; see `choose_run`.
     """
     if request.run is not None:
         return request.run
@@ -203,8 +203,8 @@ def choose_run(states_by_site: Mapping[str, RunStates]) -> str:
     """Return the id of the run to resume: the last one common to all sites; "" to begin a new one.
 
     A site excluded before it had begun lacks the others' run, and participates in it from now on. Any other run that is
-    not at all sites is dropped if no site finished a round in it. Otherwise a site has lost its part (KnownToAll), and
-    a new run would be charged in addition, which needs a decision of people.
+    not at all sites is dropped if no site finished a round in it. Otherwise a site has lost its part (ReportableError),
+    and a new run would be charged in addition, which needs a decision of people.
 
     Example:
         >>> run = {"identity": "0" * 32, "rounds": 2, "lost": []}
@@ -216,7 +216,7 @@ def choose_run(states_by_site: Mapping[str, RunStates]) -> str:
         True
         >>> choose_run({"C1": {"runs": [run]}, "C2": {"runs": []}})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        wsi_fl.types.KnownToAll: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
+        wsi_fl.types.ReportableError: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
     """
     identities = {site: [state["identity"] for state in states["runs"]] for site, states in states_by_site.items()}
     common_runs = [
