@@ -85,7 +85,7 @@ def layers_of(shown, name):
     """The layers of a slide by their name, drawn."""
     number = [one.name for one in shown.exhibits].index(name)
     found = shown.exhibits[number].overlays
-    return {one.name: json.loads(shown.layer(number, k)) for k, one in enumerate(found)}
+    return {one.name: json.loads(shown.render_layer(number, k)) for k, one in enumerate(found)}
 
 
 @contextmanager

@@ -74,12 +74,12 @@ _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = 
     (
         re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
         _JSON,
-        lambda gallery, _, number, layer_index: gallery.layer(number, layer_index),
+        lambda gallery, _, number, layer_index: gallery.render_layer(number, layer_index),
     ),
     (
         re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"),
         "image/jpeg",
-        lambda gallery, awaited, *place: gallery.tile(*place, awaited),
+        lambda gallery, awaited, *place: gallery.render_tile(*place, awaited),
     ),
 )
 
