@@ -59,7 +59,7 @@ class Table(LocalComm):
             raise PeerTimeout("gone", lost)
         return super().gather([told[k] for k in self.running], kind)
 
-    def hand(self, documents, kind, expected):
+    def exchange_documents(self, documents, kind, expected):
         told = self.meet(documents, [k for k, _ in expected])
         return super().exchange_documents(
             {pair: told[pair[0]][pair] for pair in expected if pair[0] in told}, kind, expected
@@ -86,7 +86,7 @@ def killed_before(comm, phase):
 
         return do
 
-    comm.hand, comm.exchange = counted(comm.hand), counted(comm.exchange)
+    comm.exchange_documents, comm.exchange = counted(comm.exchange_documents), counted(comm.exchange)
     return comm
 
 
