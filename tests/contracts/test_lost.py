@@ -225,7 +225,7 @@ def test_a_message_bound_to_others_is_not_counted(tmp_path):
     """C3 tells C4 that C1's keys never came, so C4 masks with fewer: it holds no message that fits, nor others its."""
 
     def lies(comm, k):
-        hand, told = comm.hand, []
+        hand, told = comm.exchange_documents, []
 
         def lying(documents, kind, expected):
             told.append(1)
@@ -233,7 +233,7 @@ def test_a_message_bound_to_others_is_not_counted(tmp_path):
                 documents = documents | {(2, 3): {"sites": [1, 2, 3]}}
             return hand(documents, kind, expected)
 
-        comm.hand = lying
+        comm.exchange_documents = lying
         return comm
 
     sites, raised = together(tmp_path, at_a_table(meddle=lies))
@@ -247,13 +247,13 @@ def test_what_is_handed_to_one_is_seen_by_no_other(tmp_path):
     seen = {}
 
     def watch(comm, k):
-        hand = comm.hand
+        hand = comm.exchange_documents
 
         def watched(documents, kind, expected):
             seen.setdefault(k, dict(documents))
             return hand(documents, kind, expected)
 
-        comm.hand = watched
+        comm.exchange_documents = watched
         return comm
 
     together(tmp_path, at_a_table(meddle=watch))
