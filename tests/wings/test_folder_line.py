@@ -460,7 +460,7 @@ class Group:
 
 def models(run, site):
     """SHA-256 of a site's models in a run."""
-    files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy")]
+    files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy", "shared")]
     found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.exists()}
     assert found
     return found
