@@ -44,7 +44,6 @@ MODULES = (
     "hospitals.work.taking_part",
     "stages.training.carrying",
     "stages.training.ranks",
-    "stages.training.summary",
     "stages.training.going_on",
 )
 SLOW_MODULES = ("synthesis.stages.mpcpa",)
