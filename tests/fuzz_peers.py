@@ -52,7 +52,7 @@ SCHEMA = "ab" * 32
 N_SITES, ROUND, HOP, N_VALUES = 4, 3, 1, 24
 SHAPE = BufferShape(n=3, size_px=2, channels=3, n_classes=2)
 SAMPLES: dict[str, dict[str, Any]] = {
-    "Brought": {
+    "PreflightDocument": {
         "site": "C1",
         "run": "5f0e",
         "method": "proxyfl",
@@ -77,11 +77,11 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "max_tpr_at_fpr_1pct": 0.02,
         "group": {"rows": 12, "epsilon": None, "delta": 1e-5},
     },
-    "Standing": {"kept": [2, 3], "returning": False},
-    "Head": {"sender": "C1", "to": "C2", "place": "x3.0"},
-    "Lies": {"own": SCHEMA, "held": {"C1": SCHEMA}, "began": ["C1"]},
-    "Carried": {"letter": "c2Vl"},
-    "Runs": {"runs": [{"identity": "ab" * 16, "rounds": 3}]},
+    "ResumeState": {"kept": [2, 3], "returning": False},
+    "MessageHeader": {"sender": "C1", "to": "C2", "place": "x3.0"},
+    "StatisticsOffer": {"own": SCHEMA, "held": {"C1": SCHEMA}, "began": ["C1"]},
+    "StatisticsFile": {"letter": "c2Vl"},
+    "RunStates": {"runs": [{"identity": "ab" * 16, "rounds": 3}]},
 }
 """Where an example with all keys, some of them None, says too little."""
 ATOMS: tuple[Any, ...] = (
@@ -210,7 +210,7 @@ def fuzz_documents(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) 
 def fuzz_preflight(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
     """The comparison of what sites bring, and of their budgets."""
     del every
-    own = [example_of(PreflightDocument) | SAMPLES["Brought"] | {"site": f"C{k}"} for k in range(1, N_SITES)]
+    own = [example_of(PreflightDocument) | SAMPLES["PreflightDocument"] | {"site": f"C{k}"} for k in range(1, N_SITES)]
     brought = several(rng, PreflightDocument, own)
     limits = {"C1": 3.0} if rng.random() < 0.5 else {}
     check_budgets(brought, limits, 3)
@@ -221,7 +221,7 @@ def fuzz_preflight(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) 
 def fuzz_roster(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
     """Who takes part, and the graph among them: no mass is lost whoever says what."""
     del every
-    first = find_first_round(several(rng, ResumeState, [SAMPLES["Standing"]] * N_SITES))
+    first = find_first_round(several(rng, ResumeState, [SAMPLES["ResumeState"]] * N_SITES))
     assert 0 <= first < 2**31
     answers = [
         {"state": rng.choice(("staying", "leaving", "returning", "away")), "ahead": rng.random() < 0.3}

@@ -191,5 +191,5 @@ class Earlier(datetime):
 
 def digests(run: Path, site: str) -> dict[str, str]:
     """SHA-256 of every model that a run left at a site."""
-    files = [run / "sites" / site / f"{role}.safetensors" for role in ("central", "model", "private", "proxy")]
+    files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy", "shared")]
     return {path.name: sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}

@@ -64,7 +64,13 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
     settings += [f"train.min_sites={least}"] * bool(least)
     group = Group(tmp_path / "group", "proxyfl", settings, federation)
     study, kit = group.study("S1"), Kit.open(group.root / "kit-S1")
-    limits = {"epsilon": 5000.0, "runs": 1, "until": "2099-01-31", "allows": {"delta": [1e-5], "code": []}}
+    limits = {
+        "epsilon": 5000.0,
+        "runs": 1,
+        "until": "2099-01-31",
+        "allows": {"delta": [1e-5], "code": []},
+        "settings": {},
+    }
     frame = {"format": FORMAT, "id": "f" * 32, "site": "S1", **limits}
     write_preapproval(study, frame, kit.load_identity())
     record_approval(study, plan_of(study, "proxyfl", settings), kit.load_identity(), frame)

@@ -22,7 +22,7 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
     for k, job in enumerate(group.jobs):
         job["begins_s"] = k % 5
         if k in (4, 11):  # their machines are started anew
-            job |= {"kill": {"where": "_communicate", "round": 2 + k % 2}, "back_s": 5}
+            job |= {"kill": {"where": "_exchange_round", "round": 2 + k % 2}, "back_s": 5}
     start(tmp_path, [group])
     for site in MANY[:17]:
         summary = group.result(site)
@@ -40,7 +40,7 @@ def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
     for job in group.jobs:
         away = next((round_ for round_ in range(1, ROUNDS + 1) if dice.random() < 0.1), None)
         if away is not None:
-            where = dice.choice(("_train_round", "_communicate"))
+            where = dice.choice(("_train_round", "_exchange_round"))
             job |= {"kill": {"where": where, "round": away}, "back_s": dice.uniform(2, 60)}
     with watched(group.share, partial(note, seen)):
         start(tmp_path, [group])

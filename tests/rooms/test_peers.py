@@ -22,7 +22,7 @@ from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import SummaryRow
 from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 
-BROUGHT = fuzz_peers.example_of(PreflightDocument) | fuzz_peers.SAMPLES["Brought"]
+BROUGHT = fuzz_peers.example_of(PreflightDocument) | fuzz_peers.SAMPLES["PreflightDocument"]
 
 
 def test_nothing_that_a_peer_may_send_is_more_than_refused():

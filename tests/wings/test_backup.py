@@ -54,7 +54,7 @@ def spend(study, *rounds):
 
 def test_what_was_lost_comes_back_and_goes_on(bed):
     root, study, kit = bed
-    digest, lots = load_approved_plan(study, kit.identity()).digest, load_holdout_draw(study, "S0")
+    digest, lots = load_approved_plan(study, kit.load_identity()).digest, load_holdout_draw(study, "S0")
     made = write_backup(kit, study, root / "S0.tar")
     assert (made["name"], made["lines"]) == ("S0", 2)
     assert (root / "S0.tar").stat().st_mode & 0o777 == 0o600

@@ -178,7 +178,7 @@ def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hosp
     refused(lambda: review_plan(hospitals.study("S2"), plan, "S2"), *advice)
     hospitals.release("S2")
     hospitals.sign(plan)
-    hospitals.study("S2").release("S2").unlink()
+    hospitals.study("S2").release_path("S2").unlink()
     (why,) = hospitals.run("S2").values()
     assert isinstance(why, NoCommonPlan) and all(word in str(why) for word in advice)
     hospitals.release("S2")  # the same bytes again
@@ -206,7 +206,7 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     other[0] += 1
     rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest_values(other))
     no_go("lacks the release of statistics/S2.safetensors", error=UsageError)
-    file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
+    file.write_bytes(hospitals.study("S1").release_path("S1").read_bytes())
     no_go("these are the statistics of site S1")
     lines = study.ledger_path("S2").read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["sending"]
@@ -251,17 +251,17 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
     hospitals = all_released
     plan = hospitals.plan("train.min_sites=2")
     hospitals.sign(plan)
-    theirs = hospitals.study("S2").release("S2")
-    shutil.copy(theirs, hospitals.study("S0").release("S2"))
+    theirs = hospitals.study("S2").release_path("S2")
+    shutil.copy(theirs, hospitals.study("S0").release_path("S2"))
     found = hospitals.run("S0", "S1", without=["S2"], plan=plan.digest)
     for name in ("S0", "S1"):
         assert list(found[name]["statistics"]) == ["S0", "S1"]  # S1 has no letter of S2, who alone may send it
-    assert not hospitals.study("S1").release("S2").exists()
+    assert not hospitals.study("S1").release_path("S2").exists()
     back = hospitals.run("S0", "S1", "S2", resume=LAST, plan=plan.digest)
     for one in back.values():
         assert one["run"] == found["S0"]["run"] and list(one["statistics"]) == ["S0", "S1"], one
     assert np.array_equal(*(hospitals.head(name, back[name])["sums"] for name in ("S0", "S2")))
-    assert hospitals.study("S1").release("S2").read_bytes() == theirs.read_bytes()
+    assert hospitals.study("S1").release_path("S2").read_bytes() == theirs.read_bytes()
     hospitals.sign(plan)  # once more, which costs nothing
     again = hospitals.run("S0", "S1", without=["S2"], plan=plan.digest)
     assert [list(one["statistics"]) for one in again.values()] == [["S0", "S1", "S2"]] * 2
@@ -283,7 +283,7 @@ def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals
 
 def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals):
     hospitals.release("S0", "S1")
-    study, sums = hospitals.study("S0"), sums_at(hospitals.study("S1").release("S1"))
+    study, sums = hospitals.study("S0"), sums_at(hospitals.study("S1").release_path("S1"))
     party = RunContext.create(study, study.load_pipeline(study.pipeline_name(None), SENT), "oneshot")
 
     def keep(content, name="S1"):
@@ -293,7 +293,7 @@ def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals)
     refused(lambda: keep(b64encode(b"x" * 99).decode()), "damaged release", error=WsiFlError)
     good = b64encode(encode_file(sums)).decode()
     refused(lambda: keep(good, "S2"), "these are the statistics of site S1", error=WsiFlError)
-    other = hospitals.study("S1").release("S1")
+    other = hospitals.study("S1").release_path("S1")
     rewritten(other, encoder="evil\nlines sha256:0")
     refused(lambda: keep(b64encode(other.read_bytes()).decode()), "encoder = evil?lines", error=UsageError)
     assert [file.name for file in study.release_path("S0").parent.iterdir()] == ["S0.safetensors"]

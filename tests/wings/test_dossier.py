@@ -46,7 +46,7 @@ ROUND = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1
 def spend(study, plan, rounds=2):
     """Put releases under a plan on the ledger of S0, and an audit beside them."""
     terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
-    given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "named": {"agreement": plan.digest}}
+    given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "references": {"agreement": plan.digest}}
     ledger = PrivacyLedger(study.ledger_path("S0"), terms=terms, **given)
     for number in range(1, rounds + 1):
         ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=ROUND, content="model")

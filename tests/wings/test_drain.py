@@ -69,8 +69,8 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
 def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tmp_path, federation):
     """Before that all try again; afterwards who has the sum makes no other one, unless its people approve again."""
     early, late = (Turns(tmp_path / name, "oneshot", SHARED, federation) for name in ("early", "late"))
-    early.jobs[2] |= {"kill": {"where": "_masked", "round": 0}, "back_s": 2}
-    late.jobs[2] |= {"kill": {"where": "_open", "round": 0}, "back_s": 3}
+    early.jobs[2] |= {"kill": {"where": "_mask_statistics", "round": 0}, "back_s": 2}
+    late.jobs[2] |= {"kill": {"where": "_open_sum", "round": 0}, "back_s": 3}
     again = late.turn(approve=True)
     again.jobs = [{k: v for k, v in job.items() if k not in ("kill", "after")} for job in again.jobs]
     start(tmp_path, [early, late, again])
@@ -124,7 +124,7 @@ def test_hospitals_finish_without_one_that_was_killed_at_no_second_charge(tmp_pa
     settings = [*SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1"]
     group = Group(tmp_path / "hospitals", "oneshot", settings, federation, sites=four)
     first, again = [{**job} for job in group.jobs], [job | {"without": ["S3"]} for job in group.jobs[:3]]
-    first[3] |= {"kill": {"where": "_masked", "round": 0}, "gone": True}
+    first[3] |= {"kill": {"where": "_mask_statistics", "round": 0}, "gone": True}
     start(group.root, [SimpleNamespace(jobs=jobs) for jobs in (first, again)])
     logs = {site: (group.root / site / "stderr.txt").read_text() for site in four[:3]}
     said = "the sum of the remaining sites is kept, go on --without it"

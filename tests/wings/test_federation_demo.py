@@ -40,7 +40,7 @@ def place_of(root, name):
 def gone(place):
     """Whether the process of a place has ended."""
     try:
-        os.kill(int((place.here / "pid").read_text()), 0)
+        os.kill(int((place.working_folder / "pid").read_text()), 0)
     except ProcessLookupError:
         return True
     return False

@@ -460,7 +460,7 @@ class Group:
 
 def models(run, site):
     """SHA-256 of a site's models in a run."""
-    files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy")]
+    files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy", "shared")]
     found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.exists()}
     assert found
     return found
@@ -485,7 +485,7 @@ def groups(tmp_path_factory, federation):
     """A group of hospitals, one of which two are killed, and what the share's owner can read meanwhile."""
     root = tmp_path_factory.mktemp("hospitals")
     groups = {name: Group(root / name, "proxyfl", BASE, federation) for name in ("calm", "killed")}
-    groups["killed"].jobs[1]["kill"] = {"where": "_communicate", "round": 2}
+    groups["killed"].jobs[1]["kill"] = {"where": "_exchange_round", "round": 2}
     groups["killed"].jobs[2]["kill"] = {"where": "_train_round", "round": 3}
     groups["calm"].jobs[0]["calls"] = 3
     seen, stop = {}, threading.Event()
@@ -517,7 +517,7 @@ def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
 def test_who_was_killed_after_its_last_letter_is_helped_to_finish(tmp_path, federation):
     """The others had their summaries already, and are called again."""
     group = Group(tmp_path / "late", "cwt", [*BASE, "train.rounds=1"], federation)
-    group.jobs[2]["kill"] = {"where": "summary_of", "round": 0}
+    group.jobs[2]["kill"] = {"where": "build_summary", "round": 0}
     for job in group.jobs[:2]:
         job |= {"until": str(group.root / SITES[2] / "result.json"), "leaving_s": 0.5}
     start(tmp_path, [group])
@@ -564,7 +564,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_
     group = Group(tmp_path / "letters", "oneshot", settings, federation)
     for site in SITES:
         release_statistics(group.study(site), site=site, overrides=settings)
-    group.jobs[1]["kill"] = {"where": "_train", "round": 0}
+    group.jobs[1]["kill"] = {"where": "_train_sites", "round": 0}
     start(tmp_path, [group])
     for site in SITES:
         study, run = group.study(site), group.run(site)
@@ -671,7 +671,7 @@ def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_
     state.mkdir(parents=True)
     (state / "round_00001.safetensors").touch()
     own, lie = {"identity": mine.id, "rounds": 1, "lost": []}, {"identity": "9" * 32, "rounds": 5}
-    told, words = {"runs": [own, lie | {"lost": ["S1"]}]}, "S1 has a run of this plan of its own"
+    told, words = {"runs": [own, lie | {"lost": ["S1"]}]}, "S1 has another run of this plan than the others"
     refused(lambda: select_run(party, asked, Told(told)), words, error=ReportableError)
     again = replace(asked, approved="tuesday")  # by its people
     assert select_run(party, again, Told(told)).id == lie["identity"]

@@ -20,7 +20,7 @@ def rounds_charged(group, site):
 
 def test_who_is_killed_for_good_is_left_out_and_nobody_is_asked(group_of, tmp_path):
     group = group_of()
-    group.jobs[2] |= {"kill": {"where": "_communicate", "round": 2}, "gone": True}
+    group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "gone": True}
     start(tmp_path, [group])
     for site in SITES[:2]:
         summary = group.result(site)
@@ -51,7 +51,7 @@ def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
     for job in group.jobs:
         job |= {"slow_s": 3, "until": f"{group.root}/S2/result.json"}
     del group.jobs[2]["until"]
-    group.jobs[2] |= {"kill": {"where": "_communicate", "round": 2}, "back_s": 28}
+    group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "back_s": 28}
     start(tmp_path, [group])
     for site in SITES:
         assert group.result(site)["lost"] == []

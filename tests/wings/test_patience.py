@@ -61,7 +61,7 @@ def world(monkeypatch, tmp_path):
             (submitting.jobs, "list_connected", connected),
         ):
             monkeypatch.setattr(where, name, stand_in)
-        watcher = SimpleNamespace(say=lambda text, public: clock.said.append(text))
+        watcher = SimpleNamespace(print_message=lambda text, public: clock.said.append(text))
         found = submitting._run_until_done(kit, plan, list(sites), resume, watcher)
         assert list(found) == list(asked[-1][1])
         return asked

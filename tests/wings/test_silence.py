@@ -282,7 +282,7 @@ def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
 @pytest.mark.parametrize("fails", [True, *nightly(False)])
 def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path, fails):
     study, heard = make_study(tmp_path / "study", n_sites=2, site_extra=REAL), []
-    watcher = SimpleNamespace(update=lambda *given: heard.append(given), say=lambda *_, **__: None)
+    watcher = SimpleNamespace(update=lambda *given: heard.append(given), print_message=lambda *_, **__: None)
     settings = ["train.rounds=2", "privacy.sigma=4"]
     trained = partial(train, study, method="proxyfl", overrides=settings, watcher=watcher)
 
@@ -311,7 +311,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
         losses = real(site, method, schedule, round_, report)
         if (site.name, round_) == ("S1", 2):
             learner = site.learners["private"]
-            learner.load_vector(np.full_like(learner.vector(), weight))
+            learner.load_vector(np.full_like(learner.parameter_vector(), weight))
         return losses
 
     monkeypatch.setattr(loop, "_train_round", diverges)

@@ -40,7 +40,7 @@ def test_what_took_the_place_of_a_stale_letter_is_read(share, stale):
     assert share.read(9, "a") == b"old" and not stale["/a"]
 
 
-@pytest.mark.parametrize("action", [lambda share: share.read(9, "a"), lambda share: share.remove("a")])
+@pytest.mark.parametrize("action", [lambda share: share.read(9, "a"), lambda share: share.remove_file("a")])
 def test_a_letter_that_stays_stale_is_gone(share, stale, action):
     stale["/a"] = 9
     with pytest.raises(FileNotFoundError, match="Stale"):

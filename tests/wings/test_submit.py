@@ -60,7 +60,7 @@ def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, t
         answer["scores"] = None
     submit_plan(None, PLAN, out=tmp_path / "bare")
     assert not (tmp_path / "bare" / "scores.json").exists()
-    assert "No hospital let counts" in (tmp_path / "bare" / "report.html").read_text()
+    assert "No hospital released counts" in (tmp_path / "bare" / "report.html").read_text()
 
 
 def test_hospitals_that_hold_different_scores_are_named(said, tmp_path):
