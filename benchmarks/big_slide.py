@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.demo.phantom.tiff import TILE_PX, Level, encode_tiles, write_levels
+from wsi_fl.demo.simulated_slides.tiff_writer import TILE_PX, Level, encode_tiles, write_levels
 
 
 def write_big_slide(

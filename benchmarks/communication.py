@@ -26,7 +26,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
-from wsi_fl.federation.mixing import PushSum, mix_states
+from wsi_fl.federation.push_sum import PushSum, mix_states
 from wsi_fl.federation.topology import Matrix, Topology, exponential, list_receivers, list_senders, star
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger

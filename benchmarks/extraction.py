@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.models.encoder import Encoder
-from wsi_fl.stages.prepare.bags import make_features, make_mosaics
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 
 SITE, PATIENTS, MPP = "C1", 5, 1.0
@@ -36,7 +36,7 @@ SITE, PATIENTS, MPP = "C1", 5, 1.0
 
 def study_of(folder: Path, size_px: int, slide_px: int) -> Study:
     """Return a study of ten painted slides, tiled."""
-    archive = phantom.simulate_archive(folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px)
+    archive = simulated_slides.simulate_archive(folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px)
     init_study(folder / "study", archive=archive)
     study = Study(folder / "study")
     keys = {"size_px": size_px, "stride_px": size_px, "mpp": MPP, "min_tissue": 0.1, "balance": "false"}

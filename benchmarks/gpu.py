@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, load_batches
-from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_supervised_step
+from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder, build_preset_model, encode_batches
 from wsi_fl.models.presets import PRESETS

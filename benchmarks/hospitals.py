@@ -38,12 +38,12 @@ import numpy as np
 
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.hospitals.demo import ChildProcesses, DemoMachine, child_processes, find_free_port
-from wsi_fl.hospitals.lines.folder_line import FolderTransport
-from wsi_fl.hospitals.lines.relayed import SecureComm
+from wsi_fl.hospitals.transports.folder_transport import FolderTransport
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import MessageSealer, SealedMessage
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.system.files import read_lines

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.verdict import estimate_mean
 from wsi_fl.stages.prepare.partition import partition_images
-from wsi_fl.stages.work.console import ProgressBars
+from wsi_fl.stages.runtime.console import ProgressBars
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.synthesis.stages.baselines import run_baselines

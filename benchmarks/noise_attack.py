@@ -96,7 +96,7 @@ def _true_sum(folder: Path, model: Any, clip: float) -> NDArray[np.float32]:
     from torch.nn import functional
 
     from wsi_fl.privacy.gradients import ENGINES
-    from wsi_fl.stores.patches import PatchStore
+    from wsi_fl.stores.patch_store import PatchStore
     from wsi_fl.study.folder import Study
 
     store = PatchStore(Study(folder).store_path(_SITE))

@@ -21,8 +21,8 @@ from statistics import median
 import h5py
 from big_slide import write_big_slide
 
-from wsi_fl.demo.phantom import plan_slides, simulate_slide
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
+from wsi_fl.stages.prepare.init_study import init_study
 
 MPP, _BLOCK_PX = 0.25, 2048
 KINDS = {"nothing": "[]", "pen, black, blur": '["pen","black","blur"]', "all": '["pen","black","fold","bubble","blur"]'}

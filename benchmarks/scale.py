@@ -58,7 +58,7 @@ def measured(command: tuple[str, ...], study: Path) -> tuple[float, float]:
 
 def of_slides(n: int, folder: Path) -> list[dict[str, Any]]:
     """Tile a site of n slides, and once more with nothing to do."""
-    from wsi_fl.demo.phantom.tiff import write_pyramid
+    from wsi_fl.demo.simulated_slides.tiff_writer import write_pyramid
 
     study = _study(folder)
     rng = np.random.default_rng(0)

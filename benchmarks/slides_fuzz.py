@@ -29,11 +29,11 @@ from attacks.running import own_bytes
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.patches import PlanParams, plan_slide
+from wsi_fl.demo import simulated_slides
+from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 SECONDS, BYTES = 60.0, 2 << 30
@@ -47,9 +47,9 @@ def written(folder: Path) -> list[Path]:
     """Write a sound slide in each way that can be written here."""
     import tifffile
 
-    picture = phantom.simulate_slide(phantom.plan_slides(1, 1, 1024, 0)[0])
+    picture = simulated_slides.simulate_slide(simulated_slides.plan_slides(1, 1, 1024, 0)[0])
     folder.mkdir(parents=True, exist_ok=True)
-    phantom.write_pyramid(folder / "jpeg.tif", picture, 0.5)
+    simulated_slides.write_pyramid(folder / "jpeg.tif", picture, 0.5)
     for name in ("none", "deflate"):
         with tifffile.TiffWriter(folder / f"{name}.tif", bigtiff=name == "none") as tif:
             how = {"tile": (256, 256), "photometric": "rgb", "compression": name, "resolutionunit": "CENTIMETER"}

@@ -30,12 +30,12 @@ import openslide
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import plan_slides, simulate_slide
-from wsi_fl.slides.patching.patches import plan_slide
+from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
+from wsi_fl.slides.patching.slide_plan import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
-from wsi_fl.slides.reading.native import read_tiled_images
-from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.slides.reading.native_tiles import read_tiled_images
+from wsi_fl.slides.reading.patch_reader import read_patches
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord
 

@@ -31,11 +31,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.learning.verdict import estimate_ratio
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_example_scores
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_predictions import read_example_scores
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bags import Bag, BagMeta, BagStore, group_bags, write_bags
+from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, group_bags, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import PatchTable
 

@@ -28,11 +28,11 @@ from scipy.stats import t
 from worth import ALONE, Setting, Variant, drawn, measured, pool_of, private, study_of
 
 from wsi_fl.learning import tuning
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.prepare.partition import partition_images
-from wsi_fl.stages.training import workshop
+from wsi_fl.stages.training import build_sites
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 
 NETWORK = "timm:tf_efficientnet_lite0"
@@ -210,7 +210,7 @@ def held_out(
 def of_networks(study: Study, method: str, seed: int) -> Found:
     """Return what a way with networks reaches, and what its models reach by themselves."""
     name, said = NETWORKS[method]
-    with patch.object(workshop, "tuned", held_out):
+    with patch.object(build_sites, "tuned", held_out):
         document = run_of(study, name, _ANY | said | {"train.seed": str(seed)})
     sites = [row["accuracy"] for row in document["sites"]]
     found = [(method, document["merged"]["accuracy"]["mean"], document["merged"]["auroc"]["mean"], sites)]

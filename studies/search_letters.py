@@ -32,14 +32,14 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from worth import SETTINGS, Setting, drawn
 
-from wsi_fl.learning.stacking import (
+from wsi_fl.learning.ensemble import (
     is_worse_than_local,
     single_federated_ensemble,
     single_local_ensemble,
     weight_by_sample_size,
 )
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.directions import Projection, fit_projection, normalize_rows
+from wsi_fl.models.projection import Projection, fit_projection, normalize_rows
 from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.types import WsiFlError

@@ -25,10 +25,10 @@ import numpy as np
 import pytest
 
 from wsi_fl.federation.documents import decode_document, encode_document
-from wsi_fl.privacy.plan import plan_of_round
+from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.stores.fields import StoreMeta, write_seal
-from wsi_fl.stores.patches import PIXEL_DATASETS
-from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
+from wsi_fl.stores.patch_store import PIXEL_DATASETS
+from wsi_fl.stores.patch_shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
@@ -207,7 +207,7 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
     Args:
         slides: the slide of each patch; all are of one where this is left out.
     """
-    from wsi_fl.stores.bags import BagMeta
+    from wsi_fl.stores.bag_store import BagMeta
 
     n = len(labels)
     path = study.features_path(site)
@@ -226,7 +226,7 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
 
 def write_patches_as_bags(path: Path, meta, patches: PatchTable, x) -> None:
     """A store of the features float32[n, d] of patches, as `features` writes it."""
-    from wsi_fl.stores.bags import Bag, group_bags, write_bags
+    from wsi_fl.stores.bag_store import Bag, group_bags, write_bags
 
     bags, _ = group_bags(patches)
     parts = [patches.slide == name for name in bags.slide]
@@ -349,7 +349,7 @@ def _user_state(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
     """Eight painted slides of two hospitals, to be read alone."""
-    from wsi_fl.demo.phantom import simulate_archive
+    from wsi_fl.demo.simulated_slides import simulate_archive
 
     folder = tmp_path_factory.mktemp("phantom") / "archive"
     return simulate_archive(folder, n_sites=2, patients_per_site=2, size_px=1024)
@@ -450,7 +450,7 @@ def as_ranks(monkeypatch):
                 return end
 
         with monkeypatch.context() as patch, ThreadPoolExecutor(n) as threads:
-            patch.setattr("wsi_fl.stages.work.job.count_ranks", lambda: n)
+            patch.setattr("wsi_fl.stages.runtime.rank_job.count_ranks", lambda: n)
             patch.setattr("wsi_fl.federation.comm.MpiComm", Comm)
             return list(threads.map(as_rank, range(n)))
 
@@ -460,8 +460,8 @@ def as_ranks(monkeypatch):
 def train_generator(study, *, site, overrides=(), **given):
     """`synthesize train` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
-    from wsi_fl.synthesis.stages.kinds import load_kind
-    from wsi_fl.synthesis.stages.train import train_generator
+    from wsi_fl.synthesis.stages.generator_types import load_kind
+    from wsi_fl.synthesis.stages.generator_training import train_generator
 
     pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
     return train_generator(study, pipeline, load_kind(pipeline.find_section(Synthesis).generator), site, **given)
@@ -470,8 +470,8 @@ def train_generator(study, *, site, overrides=(), **given):
 def check(study, *, site, overrides=()):
     """`synthesize check` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
-    from wsi_fl.synthesis.stages.check import check_generator
-    from wsi_fl.synthesis.stages.kinds import load_kind
+    from wsi_fl.synthesis.stages.generator_check import check_generator
+    from wsi_fl.synthesis.stages.generator_types import load_kind
 
     pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
     return check_generator(study, pipeline, load_kind(pipeline.find_section(Synthesis).generator), site)

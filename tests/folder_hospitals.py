@@ -24,14 +24,15 @@ import numpy as np
 import sklearn.linear_model  # noqa: F401
 import sklearn.model_selection  # noqa: F401
 
-from wsi_fl.federation import loop, shared
-from wsi_fl.hospitals.lines import relayed
-from wsi_fl.hospitals.plans import signed
-from wsi_fl.hospitals.plans.signed import FederationPlan, plan_path, record_approval
+from wsi_fl.federation import loop
+from wsi_fl.federation import secure_aggregation
+from wsi_fl.hospitals.transports import secure_comm
+from wsi_fl.hospitals.plans import signed_plan
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, plan_path, record_approval
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work import start as starting
-from wsi_fl.hospitals.work import taking_part
+from wsi_fl.hospitals.work import client
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.training import ranks
 from wsi_fl.study.folder import Study
@@ -65,7 +66,7 @@ def be(job, killed):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{job['after']} never said hello")
             time.sleep(0.02)
-    relayed._FAREWELL_S = job.get("end_s", relayed._FAREWELL_S)
+    secure_comm._FAREWELL_S = job.get("end_s", secure_comm._FAREWELL_S)
     starting._LEAVING_S = job.get("leaving_s", starting._LEAVING_S)
     try:
         for _ in range(job.get("calls", 1)):
@@ -99,7 +100,7 @@ def _suffer(study):
     time.time = lambda: real() + ahead_s()
     certificates.datetime = Clock
     if (study / "code").exists():
-        signed.code_digest = taking_part.code_digest = lambda: "0" * 64
+        signed_plan.code_digest = client.code_digest = lambda: "0" * 64
     if (study / "full").exists():
         limit_files([os.getpid()], int((study / "full").read_text()))
 
@@ -124,19 +125,19 @@ def _take_your_time(seconds):
 
 def _lie(how):
     """Be a hospital that wants others to spend: it spoils sums, or says that it never had one and begins again."""
-    masked = shared.mask_values
+    masked = secure_aggregation.mask_values
     if how == "spoils":
-        shared.mask_values = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
-    shared._is_done = lambda *_: False
+        secure_aggregation.mask_values = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
+    secure_aggregation._is_done = lambda *_: False
     starting.find_summary = lambda *_, **__: None
     PrivacyLedger.fits_budget = lambda *_: True
-    shared._find_refusal = lambda *_: ""
+    secure_aggregation._find_refusal = lambda *_: ""
     PrivacyLedger._check_budget = lambda *_: None
 
 
 def _die_in(kill):
     """SIGKILL where a function of the loop is about to be called in a round, or of the rank or the sums in none."""
-    module = loop if kill["round"] else next(m for m in (ranks, shared) if hasattr(m, kill["where"]))
+    module = loop if kill["round"] else next(m for m in (ranks, secure_aggregation) if hasattr(m, kill["where"]))
     real = getattr(module, kill["where"])
 
     def deadly(*args, **kwargs):

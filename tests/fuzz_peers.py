@@ -26,11 +26,11 @@ from wsi_fl.federation.documents import decode_document, encode_document
 from wsi_fl.federation.exchange import _find_distance_problem as too_far
 from wsi_fl.federation.exchange import _find_problem as problem_of_model
 from wsi_fl.federation.preflight import PreflightDocument, compare_sites
-from wsi_fl.federation.roster import MembershipReply, ResumeState, build_membership, find_first_round
-from wsi_fl.federation.site import BufferShape
+from wsi_fl.federation.membership import MembershipReply, ResumeState, build_membership, find_first_round
+from wsi_fl.federation.site_state import BufferShape
 from wsi_fl.federation.topology import parse_graph
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.stages.site.account import describe_spending
+from wsi_fl.stages.site.privacy_account import describe_spending
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.types import WsiFlError
 

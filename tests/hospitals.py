@@ -22,12 +22,12 @@ from opened import Opened
 
 from wsi_fl import plugins
 from wsi_fl.hospitals.demo import find_free_port
-from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import FederationPlan, code_digest, plan_path
+from wsi_fl.hospitals.plans.review import review_plan, sign_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, code_digest, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision_federation
-from wsi_fl.hospitals.trust.root import RootCA
+from wsi_fl.hospitals.trust.provisioning import provision_federation
+from wsi_fl.hospitals.trust.root_ca import RootCA
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 

@@ -11,7 +11,7 @@ from math import inf
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from wsi_fl.hospitals.lines.relayed import Receipt
+from wsi_fl.hospitals.transports.secure_comm import Receipt
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
     build_request,
@@ -19,7 +19,7 @@ from wsi_fl.hospitals.trust.certificates import (
     generate_key,
     issue_certificate,
 )
-from wsi_fl.hospitals.trust.letters import Buffer
+from wsi_fl.hospitals.trust.sealed_messages import Buffer
 
 NAMES = ("C1", "C2", "C3")
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")

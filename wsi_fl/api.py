@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from wsi_fl.learning.examples import Examples
     from wsi_fl.slides.reading.reader import Slide
-    from wsi_fl.stores.bags import BagStore
-    from wsi_fl.stores.patches import PatchStore
+    from wsi_fl.stores.bag_store import BagStore
+    from wsi_fl.stores.patch_store import PatchStore
     from wsi_fl.types import GridSpec
 
 _MODULES = {
@@ -85,7 +85,7 @@ def patches(
     """
     from wsi_fl.slides.patching.grid import grid_positions, patch_side_l0
     from wsi_fl.slides.patching.tissue import tissue_fraction, tissue_mask
-    from wsi_fl.slides.reading.sweep import read_patches
+    from wsi_fl.slides.reading.patch_reader import read_patches
     from wsi_fl.system.machine import n_cores
     from wsi_fl.types import SlideRecord
 
@@ -104,7 +104,7 @@ def examples(store: PatchStore | BagStore, split: str = "train") -> Examples:
     import numpy as np
 
     from wsi_fl.learning.examples import Examples, build_bag_examples, select_examples
-    from wsi_fl.stores.patches import PatchStore
+    from wsi_fl.stores.patch_store import PatchStore
 
     rows = np.flatnonzero(store.table.split == split)
     if isinstance(store, PatchStore):

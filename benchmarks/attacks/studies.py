@@ -125,10 +125,10 @@ def make(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from wsi_fl.demo import phantom
-    from wsi_fl.stages.prepare.init import init_study
+    from wsi_fl.demo import simulated_slides
+    from wsi_fl.stages.prepare.init_study import init_study
 
-    archive = phantom.simulate_archive(folder / "archive", n_sites=2, patients_per_site=3, size_px=768)
+    archive = simulated_slides.simulate_archive(folder / "archive", n_sites=2, patients_per_site=3, size_px=768)
     root = folder / "bare"
     init_study(root, archive=archive)
     for path in (root / "pipelines").glob("*.toml"):

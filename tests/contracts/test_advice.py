@@ -22,7 +22,7 @@ from wsi_fl.federation import loop
 from wsi_fl.stages import doctor
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import resume_run
-from wsi_fl.stages.work import console
+from wsi_fl.stages.runtime import console
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import WsiFlError
 
@@ -131,7 +131,7 @@ def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_pa
         "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
         "heavy = {'torch', 'opacus', 'scipy', 'skimage', 'sklearn', 'tifffile'}\n"
         "try: m.main()\nexcept SystemExit: print(*heavy & {*sys.modules})\n"
-        "import wsi_fl.stages.answers.report, wsi_fl.stages.answers.compare\n"
+        "import wsi_fl.stages.evaluation.write_report, wsi_fl.stages.evaluation.compare\n"
         "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code]

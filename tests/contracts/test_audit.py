@@ -16,10 +16,10 @@ from sklearn.metrics import roc_auc_score
 from trained import trained
 
 from wsi_fl.learning.examples import concatenate_examples, load_batches
-from wsi_fl.learning.local import example_losses, predict_examples
-from wsi_fl.learning.units import build_canaries, toss_coins
+from wsi_fl.learning.local_training import example_losses, predict_examples
+from wsi_fl.learning.privacy_units import build_canaries, toss_coins
 from wsi_fl.models import create_model
-from wsi_fl.privacy.audit import (
+from wsi_fl.privacy.attacks import (
     _GUESS_SHARES,
     CanaryBound,
     _lower_epsilon,
@@ -33,14 +33,14 @@ from wsi_fl.privacy.audit import (
 )
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers import audit as stage
-from wsi_fl.stages.answers.audit import _load_audited_models, audit_run, render_audit_lines
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation import audit_run as stage
+from wsi_fl.stages.evaluation.audit_run import _load_audited_models, audit_run, render_audit_lines
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.training.workshop import load_canaries
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.stages.training.build_sites import load_canaries
+from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.system.tensors import save_tensors

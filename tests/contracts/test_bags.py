@@ -14,7 +14,7 @@ from test_gradients import compare
 from torch.nn import functional
 from trained import answers, csv_rows, trained
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import (
     build_bag_examples,
@@ -25,20 +25,20 @@ from wsi_fl.learning.examples import (
     pack_bags,
     sample_patches,
 )
-from wsi_fl.learning.local import predict_examples
+from wsi_fl.learning.local_training import predict_examples
 from wsi_fl.models import BAG_BUILDERS, create_model, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan_mechanism
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import _sum_unit_gradients
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.privacy.independence import model_origin
-from wsi_fl.stages.answers.audit import audit_run
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.predictor import load_predictor
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
+from wsi_fl.privacy.row_independence import model_origin
+from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.evaluation.slide_predictor import load_predictor
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Bags, BagTable, GridSpec, WsiFlError
 
@@ -306,7 +306,7 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
     run_name = trained(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
     evaluate(study, run_name)
     slide, white = tmp_path / "S0_slide_9.tif", np.full((512, 512, 3), 240, np.uint8)
-    phantom.write_pyramid(slide, white, 1.0)
+    simulated_slides.write_pyramid(slide, white, 1.0)
     (row,) = predict(study, run_name, site="S0", slides=[slide])["slides"]
     (line,) = [one for one in answers(study.root / run_name, "S0") if one["slide"] == "S0_slide_9"]
     for c in CLASSES:

@@ -18,11 +18,11 @@ from trained import dying, trained
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
-from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_plan
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.site import account as site_account
-from wsi_fl.stages.site.account import count_affordable
-from wsi_fl.stages.training import workshop
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, plan_of_round, require_plan
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site import privacy_account as site_account
+from wsi_fl.stages.site.privacy_account import count_affordable
+from wsi_fl.stages.training import build_sites
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
@@ -171,14 +171,14 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
 def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
-    learners = workshop._learner_factory
+    learners = build_sites._learner_factory
 
     def changed(*args):
         *rest, plan, train = args
         other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
         return learners(*rest, replace(plan, **other), train)
 
-    monkeypatch.setattr(workshop, "_learner_factory", changed)
+    monkeypatch.setattr(build_sites, "_learner_factory", changed)
     refused(lambda: run(hospital), "differs from its privacy plan", what, error=WsiFlError)
     assert not hospital.ledger_path("S0").exists()
 

@@ -9,10 +9,10 @@ from sklearn.metrics import recall_score, roc_auc_score
 from test_fair import ALONE
 from trained import answers, trained
 
-from wsi_fl.stages.answers.clinical import describe_clinically, plan_size
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.site.targets import read_column
+from wsi_fl.stages.evaluation.clinical_measures import describe_clinically, plan_size
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site.target_labels import read_column
 from wsi_fl.stages.training.train import train_series
 
 

@@ -20,15 +20,16 @@ from test_report import Document
 from trained import csv_rows, trained
 
 from wsi_fl.learning.verdict import Estimate, decide_verdict, holm_adjust
-from wsi_fl.report import comparison, worth
-from wsi_fl.report.comparison import ChartRow, render_comparison_png
+from wsi_fl.report import comparison_page
+from wsi_fl.report import benefit_figure
+from wsi_fl.report.comparison_page import ChartRow, render_comparison_png
 from wsi_fl.report.figures import load_palette
-from wsi_fl.stages.answers import compare_runs
-from wsi_fl.stages.answers.compare import compare_methods, render_comparison_lines
-from wsi_fl.stages.answers.compare_worth import SeedScores, _estimate_benefit
-from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.work.console import TextTable
+from wsi_fl.stages.evaluation import compare_runs
+from wsi_fl.stages.evaluation.compare import compare_methods, render_comparison_lines
+from wsi_fl.stages.evaluation.benefit import SeedScores, _estimate_benefit
+from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.runtime.console import TextTable
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -376,9 +377,9 @@ def against_alone(row, difference, p, unit="seed", n=3):
 def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
     ours = made_up("proxyfl", 0.73 + difference)
     test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
-    first, second = comparison.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
+    first, second = comparison_page.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
     assert first.text == "A local model without DP reaches 0.73 (4 sites, 3 seeds)."
-    assert second.tone == tone and said.format(comparison.LOCAL_BASELINE) in second.text, second.text
+    assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
 
 
@@ -406,8 +407,8 @@ def of_all(gain, room):
 def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
     ours = made_up("proxyfl", 0.78)
     tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
-    first, second = comparison.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
-    assert second.tone == tone and said.format(comparison.LOCAL_BASELINE) in second.text, second.text
+    first, second = comparison_page.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
+    assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
     assert "reaches 0.60 in AUROC over all test patches (" in first.text, "the means whose difference is the gain"
     assert f"reaches {0.6 + gain[0]:.2f} (ε" in second.text and "0.78" not in second.text
     assert "p <" not in second.text
@@ -417,7 +418,7 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
-    *_, third, fourth = comparison.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
+    *_, third, fourth = comparison_page.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
     assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
@@ -429,9 +430,9 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
     document = compare_methods(study, ["1"])
     (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
     gain = document["benefit"]["all"]
-    assert said.endswith(f"over {comparison.LOCAL_BASELINE}: {worth.verdict_words(gain, worth.ALL_SITES)}.")
+    assert said.endswith(f"over {comparison_page.LOCAL_BASELINE}: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}.")
     page = html.unescape(write_report(study, "1").read_text(encoding="utf-8"))
-    said = f"{worth.gain_words(gain)} over a local model without DP: {worth.verdict_words(gain, worth.ALL_SITES)}."
+    said = f"{benefit_figure.gain_words(gain)} over a local model without DP: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
     assert said in page
     assert f"Gain in {gain['measure']}" in page and "federation helped" not in page
 
@@ -452,11 +453,11 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
 
 def test_cautions_name_what_spoils_a_comparison():
     a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
-    text = " ".join(comparison.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
+    text = " ".join(comparison_page.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
     for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
         assert said in text
-    assert "a single run" not in " ".join(comparison.list_cautions([ALONE, a], []))
-    (always,) = comparison.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
+    assert "a single run" not in " ".join(comparison_page.list_cautions([ALONE, a], []))
+    (always,) = comparison_page.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
     assert "chose their regularisation" in always
 
 
@@ -484,11 +485,11 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
     rows, drawn = [ALONE], []
     for k in range(11):  # more than colours
         change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
-        label = f"ProxyFL with DP, {comparison.settings_words(change)}"
+        label = f"ProxyFL with DP, {comparison_page.settings_words(change)}"
         rows.append(made_up("proxyfl", 0.5 + k / 40, label=label, settings=change))
     for row in rows:
         dp, mean = row["dp"], row["accuracy"]["mean"]
-        name, words = row["label"].split(",")[0], comparison.settings_words(row["settings"])
+        name, words = row["label"].split(",")[0], comparison_page.settings_words(row["settings"])
         curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, 7)] for _ in range(4)]
         values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
         drawn.append(ChartRow(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))
@@ -499,19 +500,19 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
         "benefit": found | {"pooled": "Joint without DP"},
         "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",
     }  # fmt: skip
-    page = comparison.render_comparison_page(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
+    page = comparison_page.render_comparison_page(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
     seen, first = Document(page), found["sites"][0]
     assert "−0.010 no differential privacy" in seen.text
-    assert f"{worth.gain_words(first)} for ε = {first['epsilon']:.3g}, guaranteed" in seen.text
+    assert f"{benefit_figure.gain_words(first)} for ε = {first['epsilon']:.3g}, guaranteed" in seen.text
     assert "paired by seed and patient" in seen.text, "gains are paired by what is asked about"
     assert "more methods than colours" in seen.text
     assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
     assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
     fixed = re.findall(r"(?:stroke|fill): #\w+", page.split("</style>")[1])
     assert not fixed, "colours are the page's variables"
-    chart = worth.plot_benefit(document["benefit"])
+    chart = benefit_figure.plot_benefit(document["benefit"])
     assert "all sites" in chart.svg and "pooled" in chart.alt
-    with Image.open(io.BytesIO(worth.render_benefit_png(document["benefit"]))) as image:
+    with Image.open(io.BytesIO(benefit_figure.render_benefit_png(document["benefit"]))) as image:
         assert image.size[0] > 1000
     with Image.open(io.BytesIO(render_comparison_png(drawn, "Accuracy"))) as image:
         colors = {color for _, color in image.convert("RGB").getcolors(2**20)}

@@ -15,7 +15,7 @@ from wsi_fl.stages.training.checks import list_traits
 from wsi_fl.study.folder import Study, find_shipped_folder, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.reference import find_keys, render_reference_page
-from wsi_fl.study.site import SiteFile
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
 

@@ -14,12 +14,12 @@ from conftest import make_study, nightly, refused, write_features, write_store
 from test_bags import write_mosaic
 from trained import trained
 
-from wsi_fl.demo import phantom
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.demo import simulated_slides
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
-from wsi_fl.stages.site.data import open_bags, open_data, open_store
+from wsi_fl.stages.site.site_data import open_bags, open_data, open_store
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.fields import HEAD
 from wsi_fl.study.folder import Study
@@ -33,7 +33,7 @@ SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
 def kept(tmp_path_factory):
     """A tiled study for each way to store pixels, whose pipeline says all that tiling needs."""
     archive = tmp_path_factory.mktemp("damage") / "archive"
-    slides = phantom.simulate_archive(archive, n_sites=1, patients_per_site=1, size_px=512)
+    slides = simulated_slides.simulate_archive(archive, n_sites=1, patients_per_site=1, size_px=512)
     studies = {}
     for content in ("raw", "jpeg:90", "none"):
         root = tmp_path_factory.mktemp("tiled") / "study"

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from wsi_fl import __version__
 from wsi_fl.__main__ import main
 from wsi_fl.cli.main import GROUPS, MORE, app
-from wsi_fl.hospitals.plans.making import PlanDocument
-from wsi_fl.stages.prepare.check import _CheckDocument, _SiteCheck
-from wsi_fl.stages.prepare.init import _InitDocument
-from wsi_fl.stages.prepare.sources import BagsDocument, BagsRow
-from wsi_fl.stages.training.plan import _RunCost, _SiteCost
+from wsi_fl.hospitals.plans.build_plan import PlanDocument
+from wsi_fl.stages.prepare.check_stores import _CheckDocument, _SiteCheck
+from wsi_fl.stages.prepare.init_study import _InitDocument
+from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow
+from wsi_fl.stages.training.run_cost import _RunCost, _SiteCost
 from wsi_fl.stages.training.summary import Summary, SummaryRow
 from wsi_fl.stages.training.train import SeriesSummary
 from wsi_fl.study.folder import Study, find_shipped_folder

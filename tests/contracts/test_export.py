@@ -13,17 +13,17 @@ from trained import of_site, trained
 from wsi_fl.learning.examples import downsample_pixels, pack_bags
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder
-from wsi_fl.models.exporting import write_onnx, write_torchscript
+from wsi_fl.models.export_formats import write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead, SolvedHead
-from wsi_fl.report import worth
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.audit import audit_run
-from wsi_fl.stages.answers.compare import compare_methods
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.prepare.bags import make_features
-from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.report import benefit_figure
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.stages.evaluation.compare import compare_methods
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.export_model import export_model
+from wsi_fl.stages.prepare.build_bags import make_features
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
 SIZE = 16
@@ -139,7 +139,7 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     document = compare_methods(copy, [run])
     card, text = card_of(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
     assert card["benefit"]["verdict"] == document["benefit"]["all"]["verdict"]
-    assert worth.verdict_words(document["benefit"]["all"], worth.ALL_SITES) in text
+    assert benefit_figure.verdict_words(document["benefit"]["all"], benefit_figure.ALL_SITES) in text
 
 
 def test_the_card_says_what_the_run_found(done):

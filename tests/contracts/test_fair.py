@@ -13,7 +13,7 @@ from test_oneshot import HEADS, rows_of
 from trained import of_site, trained
 
 from wsi_fl.learning.metrics import _center_scores, find_operating_point
-from wsi_fl.learning.stacking import (
+from wsi_fl.learning.ensemble import (
     Ensemble,
     build_ensemble,
     gate_ensemble,
@@ -29,9 +29,9 @@ from wsi_fl.learning.tuning import (
     tune_hyperparameters,
 )
 from wsi_fl.learning.validation import roles_of_choice
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training.train import resume_run
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.system.files import read_lines
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]

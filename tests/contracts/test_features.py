@@ -13,26 +13,26 @@ from test_gradients import compare as compare_engine
 from test_mosaic import plain_features
 from trained import csv_rows, trained
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.models import IMAGE_BUILDERS, VECTOR_BUILDERS, create_model
-from wsi_fl.models.directions import read_projection
+from wsi_fl.models.projection import read_projection
 from wsi_fl.models.encoder import build_preset_model
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.stages.answers.compare import compare_methods
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.prepare.bags import make_features
-from wsi_fl.stages.prepare.directions import ExpectedStatistics, build_projection, render_projection_lines
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.evaluation.compare import compare_methods
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.prepare.build_bags import make_features
+from wsi_fl.stages.prepare.build_projection import ExpectedStatistics, build_projection, render_projection_lines
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
-from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.site_data import open_data
 from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run
-from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import MosaicSettings, Pipeline
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
@@ -80,8 +80,8 @@ def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
     public = tmp_path / "public"
     public.mkdir()
-    for slide in phantom.plan_slides(1, 2, 640, seed=9):
-        phantom.write_pyramid(public / f"{slide.name}.tif", phantom.simulate_slide(slide), 0.5)
+    for slide in simulated_slides.plan_slides(1, 2, 640, seed=9):
+        simulated_slides.write_pyramid(public / f"{slide.name}.tif", simulated_slides.simulate_slide(slide), 0.5)
     shutil.copy(study.features_path("S1"), tmp_path / "store.h5")
     both = public, tmp_path / "store.h5"
 
@@ -174,7 +174,7 @@ def test_models_of_other_inputs_are_refused_in_one_line(study):
 
 @pytest.mark.parametrize("pixels", ["native", *nightly("none")])
 def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, settings, tiny_weights, tmp_path):
-    archive = phantom.simulate_archive(tmp_path / "archive", n_sites=1, patients_per_site=2, size_px=512)
+    archive = simulated_slides.simulate_archive(tmp_path / "archive", n_sites=1, patients_per_site=2, size_px=512)
     init_study(tmp_path / "study", archive=archive)
     study = Study(tmp_path / "study")
     cut = [f"store.pixels={pixels}", "tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.1"]

@@ -12,12 +12,12 @@ from test_bags import make_bag_study
 from trained import trained
 
 from wsi_fl.learning.validation import assign_folds
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.answers.compare import _require_one_store, compare_methods
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_example_scores, read_predictions, write_predictions
-from wsi_fl.stages.site.data import SiteData, open_data
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.stages.evaluation.compare import _require_one_store, compare_methods
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_predictions import read_example_scores, read_predictions, write_predictions
+from wsi_fl.stages.site.site_data import SiteData, open_data
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import train_series
 from wsi_fl.study.folder import load_run_pipeline

@@ -13,9 +13,9 @@ from conftest import make_study, refused
 from test_import import labels, of_trident
 from test_same_scan import bring, draw_features, features_study
 
-from wsi_fl.stages.prepare.check import check_sites
-from wsi_fl.stages.prepare.importing import import_features
-from wsi_fl.stages.site.data import open_bags, open_store
+from wsi_fl.stages.prepare.check_stores import check_sites
+from wsi_fl.stages.prepare.import_export import import_features
+from wsi_fl.stages.site.site_data import open_bags, open_store
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import FileUnavailable

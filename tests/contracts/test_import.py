@@ -12,10 +12,10 @@ import torch
 from conftest import refused
 from trained import trained
 
-from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.importing import ImportFacts, export_features, import_features
-from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
+from wsi_fl.stages.evaluation.export_model import export_model
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.prepare.import_export import ImportFacts, export_features, import_features
+from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
 

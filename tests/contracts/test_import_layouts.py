@@ -11,7 +11,7 @@ from conftest import refused
 from test_import import brought, labels, of_clam, of_lazyslide, of_stamp, of_trident, reasons_of, store_of
 from test_import import study as study  # noqa: PLC0414 the fixture
 
-from wsi_fl.stores.exchange import LAYOUTS
+from wsi_fl.stores.foreign_formats import LAYOUTS
 
 SIDE = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        ".ljust(4096, b"\0")
 SAID = {"encoder": "uni2", "patch_px": 256, "mpp": 0.5}

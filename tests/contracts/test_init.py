@@ -10,8 +10,8 @@ from conftest import refused
 from test_layouts import camelyon17, touch
 
 from wsi_fl.slides.layouts import read_site
-from wsi_fl.stages.prepare.init import init_study, render_init_lines
-from wsi_fl.stages.prepare.sources import resolve_sources
+from wsi_fl.stages.prepare.init_study import init_study, render_init_lines
+from wsi_fl.stages.prepare.slide_lists import resolve_sources
 from wsi_fl.study.folder import Study, find_shipped_folder
 
 

@@ -19,8 +19,8 @@ from wsi_fl.models import create_model
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.training import workshop
+from wsi_fl.stages.site.site_data import open_store
+from wsi_fl.stages.training import build_sites
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.types import Images, UsageError, WsiFlError
 
@@ -131,7 +131,7 @@ def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
         def __init__(self, parameters, lr, **given):
             super().__init__(parameters, lr=1e30, **given)
 
-    monkeypatch.setattr("wsi_fl.learning.local.Adam", Wild)
+    monkeypatch.setattr("wsi_fl.learning.local_training.Adam", Wild)
     words = r"site S0: its (private|proxy) model is not finite.*lower train\.lr"
     with pytest.raises(WsiFlError, match=words):
         run(pair, method, OPEN)
@@ -199,7 +199,7 @@ def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_pat
 @pytest.mark.parametrize(("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)])
 def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, override, secret):
     seeds = []
-    monkeypatch.setattr(workshop, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62)))
+    monkeypatch.setattr(build_sites, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62)))
     for _ in range(2):
         run(pair, "regular", override, "train.rounds=2")
     assert len(set(seeds[:4])) == 4

@@ -9,15 +9,15 @@ from changing import make_real, site_file
 from conftest import REAL, make_study, refused, write_features
 
 from wsi_fl.learning.validation import PUBLIC_DRAW, HoldoutDraw, draw_held_out
-from wsi_fl.stages.answers.audit import audit_run
-from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.lots import load_holdout_draw, secret_path
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import read_statistics
-from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.stages.site.site_data import open_data
+from wsi_fl.stages.site.holdout_secret import load_holdout_draw, secret_path
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.released_statistics import read_statistics
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.stages.training.workshop import build_preflight, build_site, load_training
+from wsi_fl.stages.training.build_sites import build_preflight, build_site, load_training
 from wsi_fl.types import WsiFlError
 
 NAMES = [f"TCGA-{k:02d}" for k in range(30)]

@@ -9,7 +9,7 @@ from trained import trained
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.topology import list_receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError

@@ -21,16 +21,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from trained import trained
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.patching.mosaic import choose_mosaic
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.bags import make_mosaics
-from wsi_fl.stages.prepare.init import init_study
-from wsi_fl.stores.bags import BagStore, read_bag_shard
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.prepare import slide_lists
+from wsi_fl.stages.prepare.build_bags import make_mosaics
+from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stores.bag_store import BagStore, read_bag_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, WsiFlError
 
@@ -41,7 +41,7 @@ ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
     """Four slides of one hospital."""
-    return phantom.simulate_archive(
+    return simulated_slides.simulate_archive(
         tmp_path_factory.mktemp("mosaic") / "archive", n_sites=1, patients_per_site=2, size_px=768
     )
 
@@ -177,7 +177,7 @@ def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive
     shutil.copytree(archive, copy)
     broken, empty, *_ = sorted(copy.rglob("*.tif"))
     broken.write_bytes(broken.read_bytes()[:5000])
-    phantom.write_pyramid(empty, np.full((1024, 1024, 3), 243, np.uint8), 0.5, quality=90)
+    simulated_slides.write_pyramid(empty, np.full((1024, 1024, 3), 243, np.uint8), 0.5, quality=90)
     init_study(tmp_path / "study2", archive=copy)
     study = Study(tmp_path / "study2")
     (row,) = make_mosaics(study, site="C1", overrides=settings)["sites"]
@@ -226,7 +226,7 @@ def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, settings,
         kinds = zip(read_site(*given)[0], ("KIRC", "KIRP", "LUAD", "SKCM"), strict=True)
         return [replace(one, diagnosis=kind) for one, kind in kinds], []
 
-    monkeypatch.setattr(sources, "read_site", diagnosed)
+    monkeypatch.setattr(slide_lists, "read_site", diagnosed)
     (study.root / "pipelines" / "sub.toml").write_text(
         "[subtypes]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in names.items())
     )
@@ -272,7 +272,7 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settin
 
 def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_path):
     """Also where one is a link, and where two sites have it."""
-    folder = phantom.simulate_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
+    folder = simulated_slides.simulate_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
     source = next(folder.rglob("*.tif"))
     slides = tmp_path / "archive" / "slides"
     slides.mkdir(parents=True)

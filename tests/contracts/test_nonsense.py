@@ -11,15 +11,15 @@ import pytest
 from conftest import pair, write_features
 
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.stages.site.account import plan_round
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.privacy_account import plan_round
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.fields import write_seal
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
-from wsi_fl.study.site import SiteFile
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.types import WsiFlError
 
 study = pair

@@ -13,18 +13,19 @@ from changing import edit, make_real, site_file
 from conftest import interrupted_after, make_study, model, refused, write_features
 from scipy.stats import chisquare, kstest
 
-from wsi_fl.federation import exchange, shared
+from wsi_fl.federation import exchange
+from wsi_fl.federation import secure_aggregation
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import Message
 from wsi_fl.models.shared_head import _PATIENT_CLIP, SharedHead
-from wsi_fl.privacy import discrete
+from wsi_fl.privacy import discrete_noise
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.sums import NoisyStatistics
-from wsi_fl.stages.answers.audit import audit_run
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.privacy.class_statistics import NoisyStatistics
+from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
 
@@ -142,7 +143,7 @@ def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_stat
             found.append(NoisyStatistics(3.0, 0.5, 10).add_noise(exact, CipherStream.from_entropy()))
     assert not torch.equal(*found)
     assert kstest((found[0] - exact).numpy() / 1.5, "norm").pvalue > 1e-4
-    steps = found[0] * discrete.STEPS_PER_UNIT
+    steps = found[0] * discrete_noise.STEPS_PER_UNIT
     assert torch.equal(steps, steps.round())
 
 
@@ -393,7 +394,7 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
 
 
 def an_audit(study, monkeypatch, *overrides):
-    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
     run = oneshot(study, *overrides)["run"]
     return study.root / run, audit_run(study, run)
 
@@ -584,13 +585,13 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(stud
 
 def test_who_holds_a_sum_makes_no_other_one(study):
     """One site has opened it when the job ends, so that the others would have to spend once more, and it too."""
-    real, opened = shared._open_sum, []
+    real, opened = secure_aggregation._open_sum, []
 
     def second(site, *given):
         opened.append(site.name)
         return cut() if len(opened) > 1 else real(site, *given)
 
-    with cut_off(shared, "_open_sum", second):
+    with cut_off(secure_aggregation, "_open_sum", second):
         oneshot(study, *SHARED)
     assert opened == ["S0", "S1"]
     refused(lambda: resume_run(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
@@ -606,11 +607,11 @@ def test_a_second_attempt_asks_all_budgets_first(study):
 
 
 def test_a_sum_with_a_spoilt_message_is_void(study, monkeypatch):
-    real = shared.mask_values
+    real = secure_aggregation.mask_values
 
     def spoilt(values, own, *args):
         found = real(values, own, *args)
         return found ^ np.uint64(0x5A5A5A5A5A5A5A5A) if own == 1 else found
 
-    monkeypatch.setattr(shared, "mask_values", spoilt)
+    monkeypatch.setattr(secure_aggregation, "mask_values", spoilt)
     refused(lambda: oneshot(study, *SHARED), "the sum is void", error=WsiFlError)

@@ -13,12 +13,12 @@ from test_predict import trained_on
 
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.layouts.common import Sources
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.bags import make_mosaics
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.prepare.build_bags import make_mosaics
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
-from wsi_fl.stages.work.console import TextLine
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stages.runtime.console import TextLine
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=0.5", "tile.balance=false", "slides.test_fraction=0"]

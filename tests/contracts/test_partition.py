@@ -13,7 +13,7 @@ from PIL import Image
 
 from wsi_fl.stages.prepare.partition import parse_skew, partition_images
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 

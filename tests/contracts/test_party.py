@@ -6,13 +6,13 @@ import pytest
 from conftest import make_study
 
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site import data
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.site import site_data
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.work.console import SilentProgress
+from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.study.folder import Study
 
 ROUND = ["train.rounds=1"]
@@ -21,8 +21,8 @@ ROUND = ["train.rounds=1"]
 @pytest.fixture
 def stores(monkeypatch):
     """The patch stores that were opened."""
-    found, open_store = [], data.open_store
-    monkeypatch.setattr(data, "open_store", lambda *given: found.append(open_store(*given)) or found[-1])
+    found, open_store = [], site_data.open_store
+    monkeypatch.setattr(site_data, "open_store", lambda *given: found.append(open_store(*given)) or found[-1])
     return found
 
 

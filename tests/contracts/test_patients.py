@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.learning.units import patient_units, row_units
+from wsi_fl.learning.privacy_units import patient_units, row_units
 from wsi_fl.models import create_model
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import (
@@ -31,9 +31,9 @@ from wsi_fl.privacy.accounting import (
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, _sum_unit_gradients
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.privacy import compute_privacy
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.privacy_cost import compute_privacy
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import Images, WsiFlError
 

@@ -14,12 +14,12 @@ from trained import trained
 
 import wsi_fl
 from wsi_fl.models import create_model
-from wsi_fl.models.exporting import DownsamplingModel, strip_local_statistics, write_onnx, write_torchscript
+from wsi_fl.models.export_formats import DownsamplingModel, strip_local_statistics, write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.export_model import export_model
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.types import Bags, Images, Vectors
 
 HERE = [str(Path(of.__file__).parents[1]) for of in (wsi_fl, torch, np)]

@@ -11,12 +11,12 @@ import tifffile
 from conftest import SHARED, refused
 from PIL import Image
 
-from wsi_fl.slides.patching.patches import PlanParams, plan_slide
+from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
 from wsi_fl.slides.patching.tissue import NoTissueError
-from wsi_fl.slides.pictures.overview import draw_overview
-from wsi_fl.slides.reading import sweep as reading
+from wsi_fl.slides.pictures.qc_thumbnail import draw_overview
+from wsi_fl.slides.reading import patch_reader as reading
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 CELL = 64

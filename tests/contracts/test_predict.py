@@ -14,18 +14,18 @@ from changing import edit, site_file
 from conftest import refused
 from PIL import Image
 
-from wsi_fl.demo import phantom
-from wsi_fl.runs.run import RunFolder
+from wsi_fl.demo import simulated_slides
+from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predict import choose_colors, predict, write_patch_table
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.predict import choose_colors, predict, write_patch_table
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.work.console import SilentProgress
+from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import CLASSES, GridSpec, UsageError, WsiFlError
@@ -256,7 +256,7 @@ def test_two_ranks_share_the_slides_and_say_the_same(predicted, trained, tmp_pat
 @pytest.fixture
 def blank(tmp_path):
     path = tmp_path / "blank.tif"
-    phantom.write_pyramid(path, np.full((1024, 1024, 3), 243, np.uint8), 0.5)
+    simulated_slides.write_pyramid(path, np.full((1024, 1024, 3), 243, np.uint8), 0.5)
     return path
 
 

@@ -17,21 +17,21 @@ from scipy.stats import binomtest
 from sklearn.metrics import r2_score
 from trained import answers
 
-from wsi_fl.learning.counts import MIN_EXAMPLES
+from wsi_fl.learning.cross_site_counts import MIN_EXAMPLES
 from wsi_fl.learning.survival import compute_risk, kaplan_meier
 from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
-from wsi_fl.report.between import render_coordinator
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.clinical import describe_clinically
-from wsi_fl.stages.answers.compare import compare_methods
-from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.targets import build_task
+from wsi_fl.report.cross_site_section import render_coordinator
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.clinical_measures import describe_clinically
+from wsi_fl.stages.evaluation.compare import compare_methods
+from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site.site_data import open_data
+from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bags import Bag, BagMeta, write_bags
+from wsi_fl.stores.bag_store import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.types import BagTable, GridSpec

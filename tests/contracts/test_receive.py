@@ -14,25 +14,25 @@ from test_import import labels, of_trident
 from test_oneshot import head_of, make_hospitals, rows_of
 from test_release import HEADS, NOISE, released, sums_at
 
-from wsi_fl.demo import phantom
-from wsi_fl.hospitals.dossier.page import build_dossier
-from wsi_fl.hospitals.plans.approving import review_lines, review_plan
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.rehearsing import dry_run_plan
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.compare import compare_methods
-from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
-from wsi_fl.stages.answers.export_model import ExportResult, build_card, find_model
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.prepare.importing import import_features
+from wsi_fl.demo import simulated_slides
+from wsi_fl.hospitals.dossier.dossier_page import build_dossier
+from wsi_fl.hospitals.plans.review import review_lines, review_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.dry_run import dry_run_plan
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.compare import compare_methods
+from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.export_model import ExportResult, build_card, find_model
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.prepare.import_export import import_features
 from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
-from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.plan import dry_run, plan_lines
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.site.site_data import open_data
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.run_cost import dry_run, plan_lines
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import resume_run, summary_lines, train
-from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UNLABELLED, WsiFlError
 
@@ -230,8 +230,8 @@ def test_a_receiver_takes_no_part_elsewhere(study):
 def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
     folder = study.root / "new"
     folder.mkdir()
-    slide = phantom.plan_slides(1, 1, 512, seed=9)[0]
-    phantom.write_pyramid(folder / "a.tif", phantom.simulate_slide(slide), 0.5)
+    slide = simulated_slides.plan_slides(1, 1, 512, seed=9)[0]
+    simulated_slides.write_pyramid(folder / "a.tif", simulated_slides.simulate_slide(slide), 0.5)
     (folder / "slides.csv").write_text("slide,patient,site\na,p,S3\n")
     edit(site_file(study, "S3"), more='slides = "new/*.tif"\nlabels = "new/slides.csv"\n')
     small = ["tile.size_px=64", "tile.mpp=1.0"]

@@ -17,21 +17,21 @@ from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_o
 
 from wsi_fl.federation.preflight import compare_sites
 from wsi_fl.models import create_model
-from wsi_fl.models.directions import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
+from wsi_fl.models.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy import sums
+from wsi_fl.privacy import class_statistics as sums
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.answers.audit import audit_run
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.site.sums import read_statistics
-from wsi_fl.stages.training import release as stage
-from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site.released_statistics import read_statistics
+from wsi_fl.stages.training import release_statistics as stage
+from wsi_fl.stages.training import build_sites
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
@@ -485,7 +485,7 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
 
 
 def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
     all_released(study)
     shutil.rmtree(study.store_path("S1").parent)
     document = audit_run(study, joined(study)["run"])
@@ -583,13 +583,13 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
     all_released(study)
     for k in range(3):
         study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = workshop._load_released, []
+    real, starts = build_sites._load_released, []
 
     def brought(party, site):
         real(party, site)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
-    monkeypatch.setattr(workshop, "_load_released", brought)
+    monkeypatch.setattr(build_sites, "_load_released", brought)
     summary = started(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)

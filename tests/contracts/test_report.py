@@ -16,11 +16,11 @@ from conftest import REAL, make_study, nightly
 from PIL import Image
 
 from wsi_fl.learning.verdict import Estimate, decide_verdict
-from wsi_fl.report.run import render_run_page
-from wsi_fl.report.sections import Page, build_headline
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import write_report
+from wsi_fl.report.run_page import render_run_page
+from wsi_fl.report.run_sections import Page, build_headline
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.train import train
 
 CLASSES = ("healthy", "tumor")

@@ -8,15 +8,15 @@ import pytest
 import tifffile
 from conftest import make_study
 
-from wsi_fl.stages.prepare.check import check_sites, render_check_lines
-from wsi_fl.stages.prepare.importing import import_features
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.check_stores import check_sites, render_check_lines
+from wsi_fl.stages.prepare.import_export import import_features
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.prepare.tile import tile_slides
-from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.work.console import TextLine
-from wsi_fl.stores.bags import Bag, BagMeta, write_bags
+from wsi_fl.stages.runtime.console import TextLine
+from wsi_fl.stores.bag_store import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec
 

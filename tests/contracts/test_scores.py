@@ -12,8 +12,8 @@ from sklearn.metrics import recall_score, roc_auc_score
 
 from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.hospitals.work.said import _is_complete
-from wsi_fl.learning.counts import (
+from wsi_fl.hospitals.work.job_replies import _is_complete
+from wsi_fl.learning.cross_site_counts import (
     MIN_EXAMPLES,
     _score_counts,
     count_bytes,
@@ -29,10 +29,10 @@ from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.report.between import build_cross_site_section, render_coordinator
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import render_cross_site_lines
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.report.cross_site_section import build_cross_site_section, render_coordinator
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.cross_site import render_cross_site_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError

@@ -9,12 +9,13 @@ from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Disclosure, Method, step_private
 from wsi_fl.federation.topology import TOPOLOGIES
-from wsi_fl.hospitals.dossier.page import _describe_risks
-from wsi_fl.hospitals.plans.contents import PLAN_TEXTS
-from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
-from wsi_fl.report import sections, words
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.hospitals.dossier.dossier_page import _describe_risks
+from wsi_fl.hospitals.plans.disclosures import PLAN_TEXTS
+from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
+from wsi_fl.report import run_sections
+from wsi_fl.report import formatting
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import train
 
 PACKAGE = Path(__file__).parents[2] / "wsi_fl"
@@ -46,8 +47,8 @@ def test_a_new_method_is_a_row_and_nothing_else(gossip, pair):
     assert summary["communication"]["messages"] == 2 * 2  # each site sends one model in each round
     released = "".join(pair.ledger_path(site).read_text() for site in ("S0", "S1"))
     assert released.count('"released": "model ') == 4
-    assert words.method_does("gossip") == GOSSIP.summary
-    for page in (sections.describe_setting("gossip", 2), write_report(pair, summary["run"]).read_text()):
+    assert formatting.method_does("gossip") == GOSSIP.summary
+    for page in (run_sections.describe_setting("gossip", 2), write_report(pair, summary["run"]).read_text()):
         assert "trained together with Gossip" in page
 
 

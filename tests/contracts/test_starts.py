@@ -9,19 +9,19 @@ import torch
 from conftest import REAL, interrupted_after, make_study, metrics, model, published, refused, same
 
 from wsi_fl.federation import preflight
-from wsi_fl.hospitals.plans.approving import review_lines, review_plan
-from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
+from wsi_fl.hospitals.plans.review import review_lines, review_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.models import StartWeights, create_model, schema_digest
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.audit import audit_run
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.plan import dry_run, plan_lines
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.export_model import export_model
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.run_cost import dry_run, plan_lines
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.stages.training.workshop import build_preflight, build_site
-from wsi_fl.stages.work.console import print_lines
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stages.training.build_sites import build_preflight, build_site
+from wsi_fl.stages.runtime.console import print_lines
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.types import Images, UsageError, WsiFlError
 
 SIZE, NAME = 32, "test_resnet"

@@ -7,13 +7,13 @@ from changing import edit, site_file
 from conftest import REAL, interrupted_after, make_study, nightly, refused, write_store
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.compare_runs import FinishedRun
-from wsi_fl.stages.answers.report import write_report
-from wsi_fl.stages.site import account
-from wsi_fl.stages.site.account import build_terms, plan_round
-from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.compare_runs import FinishedRun
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site import privacy_account
+from wsi_fl.stages.site.privacy_account import build_terms, plan_round
+from wsi_fl.stages.training import build_sites
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 
 TARGET = "privacy.target_epsilon=3"
@@ -69,14 +69,14 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
 
 
 def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
-    made, learner = [], workshop.Learner
+    made, learner = [], build_sites.Learner
 
     def noted(model, *, dp, **kwargs):
         if dp is not None:
             made.append((dp.sigma, dp.batch_size))
         return learner(model, dp=dp, **kwargs)
 
-    monkeypatch.setattr(workshop, "Learner", noted)
+    monkeypatch.setattr(build_sites, "Learner", noted)
     rows = dry_run(uneven, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert made == [(row["sigma"], row["batch_size"]) for row in rows]
 
@@ -84,7 +84,7 @@ def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
 def test_the_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
     with interrupted_after(4):
         run(pair)
-    monkeypatch.setattr(account, "plan_round", lambda *_, **__: pytest.fail("planned again"))
+    monkeypatch.setattr(privacy_account, "plan_round", lambda *_, **__: pytest.fail("planned again"))
     for row in resume_run(pair, "1", backend="local")["sites"]:
         kept = RunFolder(pair.find_run("1")).site_folder(row["site"]).read_document("plan")
         assert 2.95 < row["epsilon"] <= 3.0

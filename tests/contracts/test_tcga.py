@@ -12,11 +12,11 @@ import pytest
 from changing import edit
 from test_layouts import generic
 
-from wsi_fl.demo.phantom import write_pyramid
+from wsi_fl.demo.simulated_slides import write_pyramid
 from wsi_fl.slides.layouts import Sources, detect_layout, list_site, list_sites, read_site
 from wsi_fl.slides.layouts.tcga import name_site, parse_barcode
-from wsi_fl.stages.prepare.init import ArchiveTables, init_study
-from wsi_fl.stages.prepare.sources import resolve_sources
+from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study
+from wsi_fl.stages.prepare.slide_lists import resolve_sources
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.types import WsiFlError

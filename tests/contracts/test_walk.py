@@ -16,20 +16,20 @@ from test_oneshot import HEADS
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.privacy import plan as privacy_plan
+from wsi_fl.privacy import privacy_plan as privacy_plan
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.privacy.sums import NoisyStatistics
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.site.data import open_store
+from wsi_fl.privacy.class_statistics import NoisyStatistics
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.ranks import work_as_rank
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.stages.work.console import SilentProgress
-from wsi_fl.stores.bags import BagMeta
+from wsi_fl.stages.runtime.console import SilentProgress
+from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import load_document
 from wsi_fl.types import WsiFlError

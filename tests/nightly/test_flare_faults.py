@@ -12,7 +12,7 @@ import pytest
 from hospitals import Bed, digests
 from wires import needs_flare
 
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.slow, needs_flare]

@@ -21,11 +21,11 @@ from wires import needs_flare
 
 import wsi_fl
 from wsi_fl.hospitals.demo import find_free_port
-from wsi_fl.hospitals.plans.admitting import make_preapproval
-from wsi_fl.hospitals.plans.frames import write_preapproval
+from wsi_fl.hospitals.plans.preapproval_check import make_preapproval
+from wsi_fl.hospitals.plans.preapproval import write_preapproval
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import build_request, issue_certificate
-from wsi_fl.hospitals.trust.root import RootCA
+from wsi_fl.hospitals.trust.root_ca import RootCA
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.slow, needs_flare]

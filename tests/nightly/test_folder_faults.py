@@ -14,8 +14,8 @@ from hospitals import Earlier
 from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
 from wires import Federation
 
-from wsi_fl.hospitals.plans.frames import FORMAT, revoke_preapproval, write_preapproval
-from wsi_fl.hospitals.plans.signed import record_approval
+from wsi_fl.hospitals.plans.preapproval import FORMAT, revoke_preapproval, write_preapproval
+from wsi_fl.hospitals.plans.signed_plan import record_approval
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import (
     build_request,

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from wsi_fl import __main__
 from wsi_fl.cli.main import app
-from wsi_fl.privacy import accounting, loss
+from wsi_fl.privacy import accounting
+from wsi_fl.privacy import loss_distribution
 from wsi_fl.privacy.accounting import Mechanism, epsilon, find_sigma, max_tpr, plan_mechanism
-from wsi_fl.privacy.plan import list_proposals, propose_plan
+from wsi_fl.privacy.privacy_plan import list_proposals, propose_plan
 
 DELTA = 1e-5
 sigmas = st.floats(0.6, 8)
@@ -307,7 +308,7 @@ def test_random_plans_against_another_accountant(mechanism, delta):
     exact = judge.self_compose(mechanism.steps).get_epsilon_for_delta(delta)
     found = epsilon([mechanism], delta)
     assert 0.999 * exact <= found <= 1.15 * exact + 0.02
-    assert exact * 0.98 <= loss.epsilon_by_loss([mechanism], delta, 1, 1000.0) <= exact * 1.002
+    assert exact * 0.98 <= loss_distribution.epsilon_by_loss([mechanism], delta, 1, 1000.0) <= exact * 1.002
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import wsi_fl
 from wsi_fl import api
-from wsi_fl.demo.phantom.tiff import write_pyramid
+from wsi_fl.demo.simulated_slides.tiff_writer import write_pyramid
 
 PAGE = Path(wsi_fl.__file__).parents[1] / "docs" / "reference" / "python-api.md"
 EXAMPLES = PAGE.read_text(encoding="utf-8").partition("(plugins)=")[0]

@@ -9,7 +9,7 @@ from conftest import refused
 from torch import nn
 
 from wsi_fl.api import Examples, NoisyStatistics, SharedHead, federate, loader, plan_of_round
-from wsi_fl.learning.local import DPSettings, Learner, take_supervised_step
+from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
 from wsi_fl.learning.tasks import NumberTask, SurvivalTask
 from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, find_copies
+from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, find_copies
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.stores.bags import hash_features
+from wsi_fl.stores.bag_store import hash_features
 from wsi_fl.system.files import duplicate_marks
 from wsi_fl.types import SlideRecord
 

@@ -9,7 +9,7 @@ from dicom_files import DEFLATED, write_dicom
 from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
-from wsi_fl.slides.reading.formats.dicom import is_dicom, read_header
+from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, read_header
 from wsi_fl.slides.reading.reader import Slide
 
 MPP = 0.5

@@ -8,19 +8,19 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.models import directions
-from wsi_fl.models.directions import (
+from wsi_fl.models import projection
+from wsi_fl.models.projection import (
     choose_n_components,
     fit_projection,
     random_projection,
     read_projection,
     write_projection,
 )
-from wsi_fl.stages.prepare.directions import ExpectedStatistics
+from wsi_fl.stages.prepare.build_projection import ExpectedStatistics
 from wsi_fl.types import WsiFlError
 
-ORIGIN = directions.ProjectionOrigin(
-    encoder="tiny sha256:0", sources=[directions.ProjectionSource(name="a.svs", rows=300, sha256="0" * 64)]
+ORIGIN = projection.ProjectionOrigin(
+    encoder="tiny sha256:0", sources=[projection.ProjectionSource(name="a.svs", rows=300, sha256="0" * 64)]
 )
 
 
@@ -36,10 +36,10 @@ def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_
 
     x = rows()
     found = fit_projection(x, ORIGIN, 6)
-    known = PCA(6).fit(directions.normalize_rows(x))
+    known = PCA(6).fit(projection.normalize_rows(x))
     spans = found.components / np.linalg.norm(found.components, axis=0)
     np.testing.assert_allclose(np.abs((spans * known.components_.T).sum(0)), 1, atol=1e-3)
-    lengths = np.linalg.norm((directions.normalize_rows(x) - found.mean) @ found.components, axis=1)
+    lengths = np.linalg.norm((projection.normalize_rows(x) - found.mean) @ found.components, axis=1)
     assert np.median(lengths) == pytest.approx(1, abs=1e-4)
 
 

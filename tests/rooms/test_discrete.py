@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest, norm
 
-from wsi_fl.privacy import discrete
+from wsi_fl.privacy import discrete_noise
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.discrete import discrete_gaussian, noise_multiplier, quantization_sensitivity, share_sigma
+from wsi_fl.privacy.discrete_noise import discrete_gaussian, noise_multiplier, quantization_sensitivity, share_sigma
 from wsi_fl.types import WsiFlError
 
 SURE = 1e-4
@@ -76,17 +76,17 @@ def test_a_sigma_that_makes_no_sense_is_refused(sigma):
 
 
 def test_sums_become_the_nearest_whole_numbers():
-    found = discrete.quantize(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
+    found = discrete_noise.quantize(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
     assert found.dtype == np.int64 and found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
-    assert discrete.quantize(np.array([3.0]), 0.25).tolist() == [1]
+    assert discrete_noise.quantize(np.array([3.0]), 0.25).tolist() == [1]
 
 
 def test_what_makes_no_whole_numbers_is_refused():
     for scale in (3.0, 0.0, -2.0, float("inf"), float("nan")):
-        refused(lambda scale=scale: discrete.quantize(np.zeros(2), scale), "power of two")
+        refused(lambda scale=scale: discrete_noise.quantize(np.zeros(2), scale), "power of two")
         refused(lambda scale=scale: quantization_sensitivity(1.0, scale, 2), "power of two")
     for bad in (float("nan"), float("inf"), -(2.0**42), 1e300):
-        refused(lambda bad=bad: discrete.quantize(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError)
+        refused(lambda bad=bad: discrete_noise.quantize(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError)
     for clip, n in ((0.0, 1), (float("inf"), 1), (1.0, 0)):
         refused(lambda clip=clip, n=n: quantization_sensitivity(clip, 1.0, n), "bound above 0")
 
@@ -106,7 +106,7 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
         total = (np.floor(total * scale) + 0.5 + rng.choice([-(2.0**-20), 0, 2.0**-20], n)) / scale
     row = np.abs(rng.normal(size=n)) + 0.1 if where == "near halves" else rng.normal(size=n)
     row *= clip / np.linalg.norm(row)
-    moved = discrete.quantize(total + row, scale) - discrete.quantize(total, scale)
+    moved = discrete_noise.quantize(total + row, scale) - discrete_noise.quantize(total, scale)
     # the sum's own round-off belongs to the clip
     assert np.linalg.norm(moved) <= quantization_sensitivity(clip * (1 + 1e-9) + 1e-9, scale, n)
 
@@ -115,7 +115,7 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
 def test_the_sensitivity_is_reached(n):
     """So that no smaller number would do."""
     total, row = np.full(n, 0.5 / 8), np.full(n, 1 / 8)
-    moved = np.linalg.norm(discrete.quantize(total + row, 8.0) - discrete.quantize(total, 8.0))
+    moved = np.linalg.norm(discrete_noise.quantize(total + row, 8.0) - discrete_noise.quantize(total, 8.0))
     assert moved == pytest.approx(quantization_sensitivity(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
 
 
@@ -165,9 +165,9 @@ def test_shares_too_coarse_for_one_gaussian_are_refused():
     assert noise_multiplier(5.0, 4, 1, 1.0, 10**4) == pytest.approx(5 * sqrt(3))
     assert noise_multiplier(4.0, 4, 3, 1.0, 1) == pytest.approx(4.0)  # a single share is a discrete Gaussian
     assert (
-        discrete._distribution_gap(2.0**20, 100) == 0
-        and 0 < discrete._distribution_gap(4.9, 100) < 1e-100
-        and discrete._distribution_gap(1.0, 1) == 0
+        discrete_noise._distribution_gap(2.0**20, 100) == 0
+        and 0 < discrete_noise._distribution_gap(4.9, 100) < 1e-100
+        and discrete_noise._distribution_gap(1.0, 1) == 0
     )
 
 
@@ -179,7 +179,7 @@ def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n
     m, reach = len(total) // 2, int(5 * sigma * sqrt(n_shares))
     centre = slice(m - reach, m + reach + 1)
     apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
-    assert apart <= discrete._distribution_gap(sigma, n_shares) / 2 + 1e-12
+    assert apart <= discrete_noise._distribution_gap(sigma, n_shares) / 2 + 1e-12
     assert apart >= exp(-2 * (pi * sigma) ** 2 * (n_shares - 1) / n_shares)
 
 

@@ -17,7 +17,7 @@ from wsi_fl.privacy import gradients
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.privacy.plan import poisson_rows
+from wsi_fl.privacy.privacy_plan import poisson_rows
 from wsi_fl.types import Images, UsageError, WsiFlError
 
 EACH = pytest.mark.parametrize("engine", ENGINES)

@@ -13,7 +13,7 @@ from wsi_fl.slides.layouts import Sources, detect_layout, list_sites, read_site
 from wsi_fl.slides.layouts.common import match_slide_name, read_rows
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study
-from wsi_fl.system.names import describe_mismatch, drop_companions, glob_paths, is_missing
+from wsi_fl.system.file_names import describe_mismatch, drop_companions, glob_paths, is_missing
 
 COMPANIONS = ("._a.tif", ".DS_Store", "Thumbs.db", "desktop.ini", "~$slides.csv", "b.tif~", ".~lock.slides.csv#")
 

@@ -13,7 +13,7 @@ from building import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.runs.site import hold_site_lock
+from wsi_fl.runs.site_folder import hold_site_lock
 from wsi_fl.system import files
 from wsi_fl.system.files import append_line, atomic_path, file_lock, read_lines, remove_leftovers, write_text
 from wsi_fl.types import WsiFlError

@@ -14,7 +14,7 @@ from conftest import SHARED
 from PIL import Image
 from zarr_files import ome_zarr
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.slides.reading.formats import source
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.reader import Slide
@@ -28,7 +28,7 @@ DICOM = SHARED / "data" / "slides_odd" / "openslide-python_boxes_0.dcm"
 @pytest.fixture(scope="module")
 def picture():
     """uint8[1100, 1300, 3]"""
-    slide = phantom.simulate_slide(phantom.plan_slides(1, 1, 768, 0)[0])
+    slide = simulated_slides.simulate_slide(simulated_slides.plan_slides(1, 1, 768, 0)[0])
     return np.ascontiguousarray(slide.repeat(2, 0).repeat(2, 1)[:1100, :1300])
 
 
@@ -244,7 +244,7 @@ def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_name
 
 @pytest.mark.parametrize("write", [png, strips])
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path, write):
-    monkeypatch.setattr("wsi_fl.slides.reading.formats.pictures._MAX_PX", 1 << 20)
+    monkeypatch.setattr("wsi_fl.slides.reading.formats.plain_pictures._MAX_PX", 1 << 20)
     path = write(tmp_path, picture)
     refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 

@@ -13,7 +13,7 @@ from scipy.stats import kstest
 from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, load_batches
-from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_supervised_step
+from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.models.mil import build_deepset

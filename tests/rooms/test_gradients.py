@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.local import DPSettings, Learner, take_supervised_step
+from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import gradients

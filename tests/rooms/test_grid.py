@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.slides.patching.grid import grid_positions
-from wsi_fl.slides.patching.patches import PlanParams, _label_patches
+from wsi_fl.slides.patching.slide_plan import PlanParams, _label_patches
 from wsi_fl.types import CLASSES, GridSpec
 
 HEALTHY, TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")

@@ -8,11 +8,12 @@ import pytest
 from PIL import Image
 
 from wsi_fl.report import figures
-from wsi_fl.report.words import format_number
-from wsi_fl.slides.pictures import heatmap, overview
+from wsi_fl.report.formatting import format_number
+from wsi_fl.slides.pictures import heatmap
+from wsi_fl.slides.pictures import qc_thumbnail
 from wsi_fl.slides.pictures.drawing import distinct_colors, load_font, wrap_rows
 from wsi_fl.slides.pictures.heatmap import Caption, PatchPredictions, draw_heatmap, patch_boxes, write_geojson
-from wsi_fl.stages.answers.predict import choose_colors
+from wsi_fl.stages.evaluation.predict import choose_colors
 from wsi_fl.types import GridSpec
 
 LEAST_APART = 100
@@ -39,7 +40,7 @@ def test_no_two_classes_have_colours_that_look_alike(n):
 
 
 def test_groups_of_a_mosaic_have_colours_of_their_own():
-    assert apart([overview._group_color(k) for k in range(24)]) > 60
+    assert apart([qc_thumbnail._group_color(k) for k in range(24)]) > 60
 
 
 @pytest.mark.parametrize("n", [7, 13])

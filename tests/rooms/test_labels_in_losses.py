@@ -15,7 +15,7 @@ from torch.nn import functional
 from tying import B, Case, D, data, mlp
 
 from wsi_fl.models.mil import build_deepset
-from wsi_fl.privacy import independence
+from wsi_fl.privacy import row_independence
 from wsi_fl.types import UsageError
 
 CLIPS = (0.01, 0.3, 5.0)
@@ -258,7 +258,7 @@ def permuted():
 
 @pytest.mark.parametrize("make", [far_apart, permuted])
 def test_layers_that_move_the_axis_of_rows_are_somebody_elses(make):
-    assert independence.model_origin(make()) == "custom"
+    assert row_independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "images", "row", 0.3)
 
@@ -271,7 +271,7 @@ class Pool(nn.Module):
 
 def test_a_module_that_a_model_only_calls_is_somebody_elses():
     model = build_deepset(2, D, hidden=8, pool=Pool().__call__)
-    assert independence.model_origin(model) == "custom"
+    assert row_independence.model_origin(model) == "custom"
     model = build_deepset(2, D, hidden=8)
     model.helpers = [Pool()]
-    assert independence.model_origin(model) == "custom"
+    assert row_independence.model_origin(model) == "custom"

@@ -10,7 +10,7 @@ import pytest
 from wsi_fl.federation.comm import load_mpi
 from wsi_fl.stages import doctor
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.job import take_threads
+from wsi_fl.stages.runtime.rank_job import take_threads
 from wsi_fl.system.machine import count_ranks, launcher_reason, read_thread_setting, threads_per_rank
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -21,12 +21,12 @@ from wsi_fl.learning.examples import (
     load_batches,
     resize_images,
 )
-from wsi_fl.learning.local import DPSettings, Learner, predict_examples, take_mutual_step, take_supervised_step
+from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_mutual_step, take_supervised_step
 from wsi_fl.learning.tasks import kl_divergence, mutual_loss
 from wsi_fl.models import create_model
-from wsi_fl.privacy import independence
+from wsi_fl.privacy import row_independence
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.system import bulk
+from wsi_fl.system import direct_io
 from wsi_fl.types import Images, WsiFlError
 
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def alike(whole, parts, batch, answers):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_memory_does_not_hold_is_taken_in_parts(way, monkeypatch):
-    monkeypatch.setattr(independence, "_is_changed", lambda part: False)  # this hook only looks
+    monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=WAYS[way], kind="gn_cnn_small", size=16) for _ in range(2))
     x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), one_batch()
     batch = (x, y, torch.tensor([0, 0, 0, 1, 1, 1])) if way == "patients" else (x, y)
@@ -286,19 +286,19 @@ def test_a_step_that_memory_does_not_hold_is_taken_in_parts(way, monkeypatch):
 
 @pytest.mark.parametrize("dp", [None, replace(PRIVATE, batch_size=5)], ids=["plain", "dp"])
 def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, monkeypatch):
-    monkeypatch.setattr(independence, "_is_changed", lambda part: False)  # this hook only looks
+    monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=dp, kind="gn_cnn_small", size=16) for _ in range(2))
     x, y = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
     answers = whole.predict_logits(x)
     loss = take_mutual_step(whole, answers, 0.4, (x, y), CipherStream.from_entropy())
     said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
-    monkeypatch.setattr(bulk, "_PIXELS_AT_ONCE", 2 * 16 * 16)
+    monkeypatch.setattr(direct_io, "_PIXELS_AT_ONCE", 2 * 16 * 16)
     shown = holding(parts.model, 5)
     assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
     found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     np.testing.assert_allclose(found, said, atol=1e-4)
     assert shown[-6:] == 2 * [2, 2, 1]  # after two rows that the model is measured on
-    assert bulk.rows_at_once(250, (3, 16, 16), gpu=True) == bulk.rows_at_once(250, (1000, 16), gpu=False) == 250
+    assert direct_io.rows_at_once(250, (3, 16, 16), gpu=True) == direct_io.rows_at_once(250, (1000, 16), gpu=False) == 250
 
 
 def test_memory_that_does_not_hold_one_example_is_told_in_one_line():

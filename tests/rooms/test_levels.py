@@ -9,10 +9,10 @@ from building import refused
 from dicom_files import write_dicom
 from PIL import Image
 
-from wsi_fl.slides.reading import painting
-from wsi_fl.slides.reading.formats.levels import is_padded, select_levels
+from wsi_fl.slides.reading import picture_parts
+from wsi_fl.slides.reading.formats.level_selection import is_padded, select_levels
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP, TILE = 0.5, 64
@@ -351,9 +351,9 @@ def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():
     def painter(area, bad):
         asked.append(area)
         if bad(area):
-            raise painting.WsiFlError("bad")
+            raise picture_parts.WsiFlError("bad")
 
-    corner = painting.paint_areas(
+    corner = picture_parts.paint_areas(
         (256, 256),
         [(slice(0, 256), slice(0, 256))],
         partial(painter, bad=lambda a: a[0].start < 8 and a[1].start < 8),
@@ -361,7 +361,7 @@ def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():
     )
     assert [(a[0].start, a[1].start) for a in corner.areas] == [(0, 0)] and not corner.is_hopeless
     asked.clear()
-    lost = painting.paint_areas((256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64)
+    lost = picture_parts.paint_areas((256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64)
     assert lost.is_hopeless and len(asked) <= 800
     covered = np.zeros((256, 256), int)
     for area in lost.areas:

@@ -9,10 +9,10 @@ from conftest import larger_study as make_study
 
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.validation import HoldoutDraw, draw_held_out, select_model
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.trained import choose_ensemble, load_run_settings
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.load_models import choose_ensemble, load_run_settings
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 
 SEEDED = "privacy.insecure_seed=1"

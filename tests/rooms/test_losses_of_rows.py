@@ -16,7 +16,7 @@ from torch.nn import functional
 from tying import B, Case, D, cross_entropy, data, mlp
 
 from wsi_fl.models.mil import build_deepset
-from wsi_fl.privacy import independence
+from wsi_fl.privacy import row_independence
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import UsageError
 
@@ -308,7 +308,7 @@ def compiled(phi: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_function_of_whatever_kind_that_a_model_holds_is_somebody_elses(pool, clip):
     make = partial(build_deepset, 2, D, hidden=8, pool=pool)
-    assert independence.model_origin(make()) == "custom"
+    assert row_independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, cross_entropy, "bags", "row", clip)
 
@@ -316,16 +316,16 @@ def test_a_function_of_whatever_kind_that_a_model_holds_is_somebody_elses(pool, 
 @pytest.mark.parametrize("attribute", ["hook", "hooks", "table"])
 def test_functions_in_lists_and_tables_of_a_model_are_somebody_elses(attribute):
     model = build_deepset(2, D, hidden=8)
-    assert independence.model_origin(model) == "built-in"
+    assert row_independence.model_origin(model) == "built-in"
     setattr(model, attribute, {"hook": Pool(), "hooks": [centre], "table": {"a": (centre,)}}[attribute])
-    assert independence.model_origin(model) == "custom"
+    assert row_independence.model_origin(model) == "custom"
 
 
 def test_a_class_of_pytorch_that_was_given_another_forward_is_somebody_elses(monkeypatch):
     model = mlp(nn.Tanh())
-    assert independence.model_origin(model) == "built-in"
+    assert row_independence.model_origin(model) == "built-in"
     monkeypatch.setattr(nn.Tanh, "forward", lambda self, z: centre(z))
-    assert independence.model_origin(model) == "custom"
+    assert row_independence.model_origin(model) == "custom"
 
 
 def test_a_model_without_weights_yet_is_refused_and_taken_once_it_has_them():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wsi_fl.system import cgroups, files, machine
-from wsi_fl.system.bulk import BulkFile, empty_aligned
+from wsi_fl.system.direct_io import BulkFile, empty_aligned
 from wsi_fl.system.files import file_lock
 from wsi_fl.types import WsiFlError
 

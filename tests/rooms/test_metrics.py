@@ -19,7 +19,7 @@ from wsi_fl.learning.metrics import (
     find_operating_point,
     mean_and_sd,
 )
-from wsi_fl.learning.predictions import _decide_classes
+from wsi_fl.learning.prediction_table import _decide_classes
 from wsi_fl.learning.tasks import CLASSES, score_intervals, score_predictions
 from wsi_fl.slides.pictures.heatmap import PatchPredictions
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.federation import topology as graphs
-from wsi_fl.federation.mixing import PushSum, mix_states
+from wsi_fl.federation.push_sum import PushSum, mix_states
 from wsi_fl.federation.topology import exponential, list_hops, list_receivers, list_senders
 
 

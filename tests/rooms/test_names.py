@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 

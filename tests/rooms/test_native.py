@@ -11,10 +11,11 @@ from building import halves, tables_apart
 from conftest import SHARED
 from PIL import Image
 
-from wsi_fl.demo.phantom import tiff as writer
-from wsi_fl.slides.reading import native, sweep
+from wsi_fl.demo.simulated_slides import tiff_writer as writer
+from wsi_fl.slides.reading import native_tiles
+from wsi_fl.slides.reading import patch_reader
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -80,7 +81,7 @@ def damage(path, number, how, monkeypatch):
         return original(file, length, offset)
 
     if how == "disk":
-        return monkeypatch.setattr(native.os, "pread", pread)
+        return monkeypatch.setattr(native_tiles.os, "pread", pread)
     garbage = np.random.default_rng(1).integers(0, 256, n).astype(np.uint8).tobytes()
     tile = {"garbage": garbage, "zeros": bytes(n), "cut": b"\xff\xd9" + bytes(n - n // 2 - 2)}[how]
     with path.open("r+b") as file:
@@ -238,14 +239,14 @@ def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, m
     path = write_slide(tmp_path / "s.tif", tile_px=48)
     corners = grid(stride, -30)[:400]
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
-    monkeypatch.setattr(sweep, "_REACH_BYTES", reach * 100**2 * 3)
-    made, original = [], sweep._Sweep._decode_tiles
+    monkeypatch.setattr(patch_reader, "_REACH_BYTES", reach * 100**2 * 3)
+    made, original = [], patch_reader._Sweep._decode_tiles
 
     def decode(self, level, cuts, number):
         original(self, level, cuts, number)
         made.append(max(k for k, strip in self._strips.items() if strip.pixels is not None) - number)
 
-    monkeypatch.setattr("wsi_fl.slides.reading.sweep._Sweep._decode_tiles", decode)
+    monkeypatch.setattr("wsi_fl.slides.reading.patch_reader._Sweep._decode_tiles", decode)
     pixels = read_all(path, corners, GridSpec(100, MPP, stride), threads=1)
     assert max(made) <= max(1, reach) + 2  # the thread may be two strips ahead
     assert_openslides(path, corners, pixels)
@@ -272,7 +273,7 @@ def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, m
     content = bytearray(path.read_bytes())
     content[place : place + 8] = bytes(8)  # what the file says that the tile takes
     path.write_bytes(content)
-    monkeypatch.setattr(sweep, "_BATCH", 1)  # whole strips without tiles
+    monkeypatch.setattr(patch_reader, "_BATCH", 1)  # whole strips without tiles
     corners = grid(100)
     with Slide(path) as slide:
         _, _, tiled = slide.find_native_positions(corners, 100, MPP)

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from conftest import refused
 
-from wsi_fl.system.ordered import map_in_order, prefetch_items
+from wsi_fl.system.prefetch import map_in_order, prefetch_items
 from wsi_fl.types import WsiFlError
 
 

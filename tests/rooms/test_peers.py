@@ -17,7 +17,7 @@ from wsi_fl.federation.documents import MAX_BYTES, ProtocolError, check_length, 
 from wsi_fl.federation.exchange import _find_distance_problem, _find_problem
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import PreflightDocument, compare_sites
-from wsi_fl.federation.roster import ResumeState
+from wsi_fl.federation.membership import ResumeState
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import SummaryRow
 from wsi_fl.types import NoCommonPlan, ReportableError, UsageError

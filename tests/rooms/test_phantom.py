@@ -9,18 +9,18 @@ import pytest
 from conftest import refused
 from skimage.draw import polygon2mask
 
-from wsi_fl.demo import phantom
-from wsi_fl.demo.phantom import trace_outlines
-from wsi_fl.demo.phantom.painting import LABEL_PX, TissueKind
+from wsi_fl.demo import simulated_slides
+from wsi_fl.demo.simulated_slides import trace_outlines
+from wsi_fl.demo.simulated_slides.tissue_drawing import LABEL_PX, TissueKind
 
 SIZE_PX = 1024
-SLIDES = phantom.plan_slides(2, 1, SIZE_PX, seed=3)
+SLIDES = simulated_slides.plan_slides(2, 1, SIZE_PX, seed=3)
 
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     out = tmp_path_factory.mktemp("hospitals")
-    return phantom.simulate_archive(out, n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3)
+    return simulated_slides.simulate_archive(out, n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3)
 
 
 def digests(folder):
@@ -45,14 +45,14 @@ def test_openslide_reads_the_painted_colours_at_the_right_scale(archive, slide):
         assert opened.level_dimensions == ((1024, 1024), (512, 512))
         assert all(float(opened.properties[f"openslide.mpp-{axis}"]) == pytest.approx(0.5) for axis in "xy")
         error = np.asarray(opened.read_region((0, 0), 0, opened.dimensions).convert("RGB")).astype(int)
-    error -= phantom.simulate_slide(slide)
+    error -= simulated_slides.simulate_slide(slide)
     assert np.abs(error).mean() < 4 and np.abs(error).max() < 90
     assert np.abs(error.mean(axis=(0, 1))).max() < 1  # no shift of colour
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive, tmp_path):
     asked = {"n_sites": 2, "patients_per_site": 1, "size_px": SIZE_PX, "only_site": 1}
-    again, other = (digests(phantom.simulate_archive(tmp_path / str(k), **asked, seed=k)) for k in (3, 4))
+    again, other = (digests(simulated_slides.simulate_archive(tmp_path / str(k), **asked, seed=k)) for k in (3, 4))
     whole = digests(archive)
     assert len(again) == 4 and all(whole[name] == one for name, one in again.items() if "csv" not in name)
     assert {name for name, one in other.items() if whole[name] == one} <= {"stages.csv"}
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive, t
 @pytest.mark.parametrize("slide", [s for s in SLIDES if s.is_positive], ids=lambda s: s.name)
 def test_outlines_are_the_truth_to_a_pixel_and_tumour_is_painted_there(archive, slide):
     anatomy = slide.build_anatomy()
-    truth = phantom.tumor_mask(anatomy)
+    truth = simulated_slides.tumor_mask(anatomy)
     border = sum(np.abs(np.diff(truth.astype(int), axis=axis)).sum() for axis in (0, 1))
     assert truth.mean() > 0.05
     assert (rasterized(archive / f"annotations/{slide.name}.xml") != truth).sum() < 0.5 * border
@@ -74,8 +74,8 @@ def test_outlines_are_the_truth_to_a_pixel_and_tumour_is_painted_there(archive, 
 def test_holes_are_outlined_in_the_group_normal():
     """Over many slides some island has a hole; each hole is healthy inside, each island is tumour inside."""
     groups = []
-    for slide in phantom.plan_slides(1, 8, SIZE_PX // 2, seed=0)[1::2]:
-        truth = phantom.tumor_mask(slide.build_anatomy())
+    for slide in simulated_slides.plan_slides(1, 8, SIZE_PX // 2, seed=0)[1::2]:
+        truth = simulated_slides.tumor_mask(slide.build_anatomy())
         drawn = np.zeros_like(truth)
         for group, xy in trace_outlines(slide.build_anatomy()):
             drawn[polygon2mask(truth.shape, xy[:, ::-1] - 0.5)] = group == "metastases"
@@ -93,5 +93,5 @@ def test_holes_are_outlined_in_the_group_normal():
     ],
 )
 def test_impossible_archives_are_refused_before_anything_is_written(tmp_path, wrong, words):
-    refused(lambda: phantom.simulate_archive(tmp_path / "out", **wrong), words)
+    refused(lambda: simulated_slides.simulate_archive(tmp_path / "out", **wrong), words)
     assert not (tmp_path / "out").exists()

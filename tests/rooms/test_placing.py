@@ -13,9 +13,9 @@ from PIL import Image
 from scan_areas import BOUNDS, CORNER, SIDE, SIZE
 
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.slides.patching.patches import PlanParams, plan_slide
-from wsi_fl.slides.patching.placing import SlideGeometry
-from wsi_fl.slides.patching.survey import build_slide_geometry, survey_slide
+from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
+from wsi_fl.slides.patching.outline_placement import SlideGeometry
+from wsi_fl.slides.patching.slide_survey import build_slide_geometry, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.pictures.heatmap import PatchPredictions, write_geojson
 from wsi_fl.slides.reading.reader import Slide
@@ -184,7 +184,7 @@ def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_pa
 def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
     shape, tissue = (100, 100), np.zeros((100, 100), bool)
     tissue[60:80, 60:80] = True
-    from wsi_fl.slides.patching.survey import _read_mask
+    from wsi_fl.slides.patching.slide_survey import _read_mask
 
     ground = SlideGeometry((1000, 1000), (500, 500, 900, 900), 0.5, 10.0, shape, tissue=tissue)
     for box, notes in (((60, 60, 80, 80), 0), ((25, 25, 75, 75), 1)):

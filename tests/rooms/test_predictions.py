@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-from wsi_fl.learning.predictions import _REJECTED_CLASS, PredictionTable, _decide_classes, score_voting_rules
+from wsi_fl.learning.prediction_table import _REJECTED_CLASS, PredictionTable, _decide_classes, score_voting_rules
 from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import compute_seal, read_example_scores, read_predictions, write_predictions
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_predictions import compute_seal, read_example_scores, read_predictions, write_predictions
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from wsi_fl import __main__ as program
 from wsi_fl.cli.options import print_document
-from wsi_fl.report.between import render_coordinator
-from wsi_fl.stages.work import console
+from wsi_fl.report.cross_site_section import render_coordinator
+from wsi_fl.stages.runtime import console
 from wsi_fl.types import WsiFlError, make_printable
 
 EVIL = "\x1b[2J\x1b]0;owned\x07 \u202egnp\u2066\u200b\x9b31m \u2028[bold red]C1[/]"

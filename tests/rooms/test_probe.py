@@ -16,11 +16,11 @@ import tifffile
 from building import refused
 from PIL import Image
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.slides.reading import probe
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.study.folder import Study
 
@@ -57,7 +57,7 @@ def fresh(monkeypatch):
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe") / "archive"
-    return phantom.simulate_archive(folder, n_sites=1, patients_per_site=1, size_px=512)
+    return simulated_slides.simulate_archive(folder, n_sites=1, patients_per_site=1, size_px=512)
 
 
 @pytest.fixture(scope="module")

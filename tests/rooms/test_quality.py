@@ -12,22 +12,22 @@ import pytest
 from conftest import SHARED, nightly, refused
 from PIL import Image
 
-from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.patches import AllPatchesExcluded, PlanParams, plan_slide
-from wsi_fl.slides.patching.placing import SlideGeometry
-from wsi_fl.slides.patching.quality import KINDS, QualityParams
-from wsi_fl.slides.patching.regions import area_mean
-from wsi_fl.slides.patching.survey import _read_mask
+from wsi_fl.demo import simulated_slides
+from wsi_fl.slides.patching.slide_plan import AllPatchesExcluded, PlanParams, plan_slide
+from wsi_fl.slides.patching.outline_placement import SlideGeometry
+from wsi_fl.slides.patching.artifacts import KINDS, QualityParams
+from wsi_fl.slides.patching.mask_regions import area_mean
+from wsi_fl.slides.patching.slide_survey import _read_mask
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import render_quality_lines, tile_slides
-from wsi_fl.stages.work.console import TextLine
+from wsi_fl.stages.runtime.console import TextLine
 from wsi_fl.stores.fields import read_marked
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import GridSpec, SlideRecord
-from wsi_fl.viewer.viewing import build_gallery
+from wsi_fl.viewer.build_gallery import build_gallery
 
 MPP = 0.5
 SPEC = GridSpec(64, 1.0, 64)
@@ -38,7 +38,7 @@ PATCH_PX = 128
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality") / "archive"
-    return phantom.simulate_archive(folder, n_sites=1, patients_per_site=2, size_px=1536)
+    return simulated_slides.simulate_archive(folder, n_sites=1, patients_per_site=2, size_px=1536)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def tissue(painted):
 def planned(folder, picture, kinds=(), **params):
     """The plan of a slide with this picture."""
     path = folder / "a.tif"
-    phantom.write_pyramid(path, np.ascontiguousarray(picture), MPP, quality=92)
+    simulated_slides.write_pyramid(path, np.ascontiguousarray(picture), MPP, quality=92)
     record = SlideRecord(path, "a", "p", "C1", "negative", False)
     return plan_slide(record, SPEC, PlanParams(quality=QualityParams(kinds), **params))
 
@@ -151,7 +151,7 @@ def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
 
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
-    monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
+    monkeypatch.setattr("wsi_fl.slides.patching.artifacts._LEAST_FINE", 1e9)  # all tissue is out of focus
     with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
         planned(tmp_path, painted[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
@@ -238,7 +238,7 @@ def hurt(archive, tmp_path):
     path = sorted(copy.rglob("*.tif"))[0]
     with Slide(path) as slide:
         picture = slide.thumbnail(1536)[0]
-    phantom.write_pyramid(path, artefacts.inked(picture, stroked(1)(picture), "blue"), MPP)
+    simulated_slides.write_pyramid(path, artefacts.inked(picture, stroked(1)(picture), "blue"), MPP)
     init_study(tmp_path / "study", archive=copy)
     return Study(tmp_path / "study"), path.stem
 
@@ -318,7 +318,7 @@ def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_the
     path = next((study.root.parent / "archive").rglob(f"{slide}.tif"))
     with Slide(path) as one:
         picture = one.thumbnail(1536)[0]
-    phantom.write_pyramid(path, artefacts.blurred(picture, np.ones(picture.shape[:2], bool), 8.0, MPP), MPP)
+    simulated_slides.write_pyramid(path, artefacts.blurred(picture, np.ones(picture.shape[:2], bool), 8.0, MPP), MPP)
     row, line = tiled(study, 'tile.qc=["blur"]'), quality_of(study)[slide]
     assert line["good"] == "0" and int(line["blur"]) > 10 and row["excluded"]["blur"] >= int(line["blur"])
     noted = {one.name: one.note for one in build_gallery(study, site="C1").exhibits}[slide]

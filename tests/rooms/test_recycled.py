@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from wsi_fl.system.bulk import ALIGNMENT, BufferPool
+from wsi_fl.system.direct_io import ALIGNMENT, BufferPool
 
 MB = 1 << 20
 

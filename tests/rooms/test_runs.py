@@ -10,8 +10,8 @@ from building import refused
 from conftest import same
 from safetensors import safe_open
 
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import SiteFolder
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.types import WsiFlError
 
 

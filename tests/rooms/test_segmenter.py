@@ -9,10 +9,10 @@ import torch
 from conftest import refused
 from safetensors.torch import save_file
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.study.folder import Study
@@ -26,7 +26,7 @@ SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("segmenter")
-    archive = phantom.simulate_archive(folder / "archive", n_sites=1, patients_per_site=1, size_px=768)
+    archive = simulated_slides.simulate_archive(folder / "archive", n_sites=1, patients_per_site=1, size_px=768)
     init_study(folder / "study", archive=archive)
     return Study(folder / "study")
 

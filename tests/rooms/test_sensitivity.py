@@ -9,7 +9,8 @@ from torch.nn import functional
 from tying import RIGHT, WRONG, B, D, data, patients, sparse_pool
 
 from wsi_fl.models.mil import build_deepset
-from wsi_fl.privacy import independence, measurement
+from wsi_fl.privacy import row_independence
+from wsi_fl.privacy import engine_selection
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import UsageError
@@ -215,13 +216,13 @@ def test_autocast_around_a_step_changes_nothing():
 
 def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch):
     """The product's own models keep their fast engines, and callers' plain layers too."""
-    monkeypatch.setattr(measurement, "ROW_BY_ROW", "nobody")
+    monkeypatch.setattr(engine_selection, "ROW_BY_ROW", "nobody")
     for name, case in RIGHT.items():
         if name in ("linear", "GroupNorm", "LayerNorm without bias", "cnn1", "abmil", "transmil", "a layer twice"):
             trainer, _ = trainer_of(case.make())
             x, y = data(case.kind)
             step(trainer, x, case.loss(y))
-            assert trainer.engine == "ghost" and independence.model_origin(case.make()) == "built-in"
+            assert trainer.engine == "ghost" and row_independence.model_origin(case.make()) == "built-in"
 
 
 @pytest.mark.parametrize("engine", ["ghost", "hooks"])
@@ -234,6 +235,6 @@ def test_no_wish_for_an_engine_leads_round_the_check(engine):
 
 
 def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
-    assert independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
-    assert independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
-    assert independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"
+    assert row_independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
+    assert row_independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
+    assert row_independence.model_origin(build_deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"

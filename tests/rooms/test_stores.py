@@ -17,10 +17,10 @@ from conftest import nightly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.stores import shards
+from wsi_fl.stores import patch_shards as shards
 from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.patches import PatchStore, SlideSource
-from wsi_fl.stores.shards import ShardMeta, pack_store, write_columns, write_shard, write_streams
+from wsi_fl.stores.patch_store import PatchStore, SlideSource
+from wsi_fl.stores.patch_shards import ShardMeta, pack_store, write_columns, write_shard, write_streams
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
@@ -212,7 +212,7 @@ from resource import RLIMIT_FSIZE, setrlimit
 import numpy as np
 sys.path[:0] = {tests!r}
 from test_stores import SHARD, table_of
-from wsi_fl.stores.shards import write_shard
+from wsi_fl.stores.patch_shards import write_shard
 for path, limit in (({room!r}, 200_000), ({path!r}, {limit})):
     setrlimit(RLIMIT_FSIZE, (limit, 200_000))
     write_shard(Path(path), SHARD, table_of("a", 5), [np.zeros((1, 8, 8, 3), np.uint8)] * 5)

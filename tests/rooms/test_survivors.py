@@ -11,9 +11,9 @@ from conftest import nightly
 from Crypto.Protocol.SecretSharing import Shamir
 from test_masks import N, looks_random, secret
 
-from wsi_fl.privacy import masks
-from wsi_fl.privacy.discrete import discrete_gaussian, share_sigma
-from wsi_fl.privacy.masks import (
+from wsi_fl.privacy import secagg
+from wsi_fl.privacy.discrete_noise import discrete_gaussian, share_sigma
+from wsi_fl.privacy.secagg import (
     KeyPair,
     SecureSum,
     _self_mask,
@@ -218,7 +218,7 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
 
 def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
     """The same adversary wins where too few votes are asked for, so the test above can fail."""
-    monkeypatch.setattr(masks, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
+    monkeypatch.setattr(secagg, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
     sum_, adversary, honest, votes = lied_to(6, 1, 2)
     for k in honest:
         adversary.hear(k, sum_.parts[k].open_shares(votes | dict.fromkeys(adversary.sites, votes[k])))

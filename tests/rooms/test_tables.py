@@ -10,8 +10,8 @@ from test_layouts import HEADER, generic, read_generic
 from wsi_fl.slides.layouts import Sources, list_sites, read_site
 from wsi_fl.slides.layouts.common import TableRow, describe_account, read_rows
 from wsi_fl.stages.prepare.tile import render_tile_lines
-from wsi_fl.stages.work import console
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.stages.runtime import console
+from wsi_fl.stages.runtime.console import print_lines
 
 archive = partial(generic, files=[f"{name}.tif" for name in "abcd"])
 read = partial(read_generic, site="A")

@@ -7,7 +7,7 @@ from scipy.stats import binom, norm
 
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import Mechanism, max_tpr
-from wsi_fl.privacy.audit import (
+from wsi_fl.privacy.attacks import (
     _FALSE_POSITIVE_RATES,
     _NOISE_DRAWS,
     _empirical_tpr,
@@ -17,7 +17,7 @@ from wsi_fl.privacy.audit import (
     measure_exposure,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.sums import NoisyStatistics, explain_invalid_statistics, head_excluding_site
+from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 
 D = 24
 
@@ -75,7 +75,7 @@ def test_what_is_said_of_one_who_knows_no_others_is_what_such_an_attack_finds():
 
 @pytest.mark.parametrize("sigma", [0.5, 3.7])
 def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.audit._NOISE_DRAWS", 600)
+    monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 600)
     parts, y = a_cohort()
     noise = iter(drawn(sigma, parts.shape[1], 600))
     tail = measure_exposure(parts, sigma, {"class 1": y == 1}, lambda: next(noise))

@@ -3,10 +3,10 @@
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.site.targets import _parse_truth, _read_by_name, read_patient_column
+from wsi_fl.stages.site.target_labels import _parse_truth, _read_by_name, read_patient_column
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
-from wsi_fl.study.site import SiteFile
+from wsi_fl.study.site_file import SiteFile
 
 
 def said_by(tmp_path, table, *, patient=None, event="dead", time="days"):

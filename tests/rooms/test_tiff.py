@@ -10,7 +10,7 @@ from building import halves, refused
 from PIL import Image
 
 from wsi_fl.slides.reading.formats import source
-from wsi_fl.slides.reading.formats.tiff import list_pages
+from wsi_fl.slides.reading.formats.tiff_pages import list_pages
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -18,7 +18,7 @@ from wsi_fl.learning.verdict import (
     estimate_ratio,
 )
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.worth import verdict_words
+from wsi_fl.report.benefit_figure import verdict_words
 
 
 def of(values, names=None, noise=None, weights=1.0):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from wsi_fl.learning.verdict import Estimate, decide_verdict
-from wsi_fl.report.worth import _VERDICT_WORDS as words_of_verdicts
-from wsi_fl.stores.bags import BagMeta, BagStore
+from wsi_fl.report.benefit_figure import _VERDICT_WORDS as words_of_verdicts
+from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "worth.py"

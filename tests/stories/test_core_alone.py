@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from wsi_fl.demo import phantom
+from wsi_fl.demo import simulated_slides
 from wsi_fl.plugins import load_entries
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.init_study import init_study
 
 WINGS = ("synthesis", "viewer", "hospitals")
 ALONE = f"""
@@ -54,7 +54,7 @@ def alone(folder: Path, study: Path, *commands):
 
 def test_slides_become_a_report_and_a_comparison_without_the_wings_and_as_on_macos(tmp_path):
     """What the wings add is missing in one line."""
-    archive = phantom.simulate_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
+    archive = simulated_slides.simulate_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
     init_study(tmp_path / "study", archive=archive)
     settings = [word for one in SMALL for word in ("--set", one)]
     begin = ["train", "--backend", "local", *settings, "--method"]

@@ -12,7 +12,7 @@ from conftest import make_study, refused
 
 from wsi_fl import plugins
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.hospitals.plans.signed import code_digest, package_versions
+from wsi_fl.hospitals.plans.signed_plan import code_digest, package_versions
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.slides.reading.reader import Slide

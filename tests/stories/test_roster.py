@@ -22,12 +22,12 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import write_report
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training import train as stage
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
 

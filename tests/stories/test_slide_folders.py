@@ -8,16 +8,16 @@ from building import halves
 from dicom_files import write_dicom
 from trained import trained
 
-from wsi_fl.demo import phantom
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare.bags import make_features, make_mosaics
-from wsi_fl.stages.prepare.check import check_sites
-from wsi_fl.stages.prepare.directions import build_projection
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.demo import simulated_slides
+from wsi_fl.stages.evaluation.predict import predict
+from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
+from wsi_fl.stages.prepare.check_stores import check_sites
+from wsi_fl.stages.prepare.build_projection import build_projection
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import estimate_tiling, tile_slides
-from wsi_fl.stages.site.data import open_store
-from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stages.site.site_data import open_store
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 
 NAMES = ("1.2.840.113.1", "1.2.840.113.2", "case c")
@@ -36,9 +36,9 @@ TRAINING = [
 def archive(tmp_path_factory):
     """Three slides, a folder of DICOM files each."""
     root = tmp_path_factory.mktemp("folders") / "archive"
-    plans = phantom.plan_slides(1, 2, 512, 0)
+    plans = simulated_slides.plan_slides(1, 2, 512, 0)
     for k, name in enumerate(NAMES):
-        levels = halves(np.ascontiguousarray(phantom.simulate_slide(plans[k])[:512, :512]), 2)
+        levels = halves(np.ascontiguousarray(simulated_slides.simulate_slide(plans[k])[:512, :512]), 2)
         for n, level in enumerate(levels):
             series = f"1.2.3.8{k}"
             write_dicom(root / "slides" / name / f"{n}.dcm", level, mpp=0.5 * 2**n, series=series)

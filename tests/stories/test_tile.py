@@ -19,18 +19,18 @@ from conftest import nightly, refused
 from test_levels import LACKING, NOTE, left_out, zeroed
 from test_levels import write as levels_file
 
-from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.patches import PlanParams
+from wsi_fl.demo import simulated_slides
+from wsi_fl.slides.patching.slide_plan import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import estimate_bytes, render_tile_lines, tile_slides
 from wsi_fl.stages.prepare.tile_plans import hash_plan_inputs
-from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.console import TextLine
-from wsi_fl.stores.patches import PatchStore
-from wsi_fl.stores.shards import read_shard_content
+from wsi_fl.stages.runtime.console import TextLine
+from wsi_fl.stores.patch_store import PatchStore
+from wsi_fl.stores.patch_shards import read_shard_content
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import site_lock
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
@@ -42,7 +42,7 @@ SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 def archive(tmp_path_factory):
     """Eight small slides of two hospitals."""
     folder = tmp_path_factory.mktemp("phantom") / "archive"
-    return phantom.simulate_archive(folder, n_sites=2, patients_per_site=2, size_px=512)
+    return simulated_slides.simulate_archive(folder, n_sites=2, patients_per_site=2, size_px=512)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def content(study, site):
 
 def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(calm, archive):
     study, document = calm
-    truth = {slide.name: slide for slide in phantom.plan_slides(2, 2, 512, 0)}
+    truth = {slide.name: slide for slide in simulated_slides.plan_slides(2, 2, 512, 0)}
     for row in document["sites"]:
         pixels, table = content(study, row["site"])
         assert row["failed"] == [] and row["patches"] == len(table) == row["healthy"] + row["tumor"]
@@ -98,7 +98,7 @@ def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(ca
             with Slide(next(archive.rglob(f"{table.slide[k]}.tif"))) as slide:
                 assert np.array_equal(pixels[k], slide.read((x, y), 64, 1.0))
         for name in np.unique(table.slide):
-            mask = phantom.tumor_mask(truth[str(name)].build_anatomy())
+            mask = simulated_slides.tumor_mask(truth[str(name)].build_anatomy())
             mine = table.slide == name
             inside = np.array([mask[y : y + 128, x : x + 128].mean() for x, y in table.xy_l0[mine]])
             assert (inside[table.label[mine] == 1] >= 0.48).all()
@@ -257,10 +257,10 @@ def test_bad_input_ends_in_one_line(study, wsi_fl, change, arguments, words):
 def aligned(tmp_path_factory):
     """Slides whose patches of 256 px at 0.5 µm are their own tiles, of three patients."""
     folder = tmp_path_factory.mktemp("aligned")
-    image = phantom.simulate_slide(phantom.plan_slides(1, 1, 2048, 0)[1])
+    image = simulated_slides.simulate_slide(simulated_slides.plan_slides(1, 1, 2048, 0)[1])
     for k in range(3):
         block = np.roll(image, 256 * k, axis=1)
-        phantom.write_pyramid(folder / f"slide_{k}.tif", block, 0.5, tile_px=256, quality=80)
+        simulated_slides.write_pyramid(folder / f"slide_{k}.tif", block, 0.5, tile_px=256, quality=80)
     return sorted(folder.glob("*.tif"))
 
 
@@ -411,11 +411,11 @@ def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(s
 MEMORY = """
 from pathlib import Path
 import numpy as np
-from wsi_fl.slides.patching.patches import SlidePlan
+from wsi_fl.slides.patching.slide_plan import SlidePlan
 from wsi_fl.stages.prepare.tile_plans import Plans, choose
 from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.patches import SlideSource
-from wsi_fl.stores.shards import ShardMeta, link_shards, write_positions
+from wsi_fl.stores.patch_store import SlideSource
+from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_positions
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, SlideRecord
 
 folder, spec, rng = Path({folder!r}), GridSpec(512, 0.5, 512), np.random.default_rng(0)

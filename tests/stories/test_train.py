@@ -18,10 +18,10 @@ from conftest import larger_study as make_study
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.account import find_guarantee
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.site.privacy_account import find_guarantee
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.system.machine import count_ranks
 from wsi_fl.types import WsiFlError

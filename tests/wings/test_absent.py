@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 from conftest import REAL, make_study, refused
 
-from wsi_fl.hospitals.plans.approving import review_lines, review_plan
-from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
-from wsi_fl.report.words import describe_absences
+from wsi_fl.hospitals.plans.review import review_lines, review_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
+from wsi_fl.report.formatting import describe_absences
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import summary_lines, train
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.types import WsiFlError
 
 

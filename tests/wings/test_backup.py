@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from conftest import REAL, make_study, refused
 
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import load_approved_plan, record_approval
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.signed_plan import load_approved_plan, record_approval
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.work.backup import restore_backup, restore_lines, write_backup
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.account import list_heads
-from wsi_fl.stages.site.lots import load_holdout_draw, secret_path
+from wsi_fl.stages.site.privacy_account import list_heads
+from wsi_fl.stages.site.holdout_secret import load_holdout_draw, secret_path
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 

@@ -21,18 +21,18 @@ from typer.testing import CliRunner
 
 from wsi_fl import __version__
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.board import page as looking
-from wsi_fl.hospitals.board.page import _collect_state, dashboard_lines, make_dashboard
-from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, FederationMember, FederationState, next_steps
-from wsi_fl.hospitals.lines.folder_line import FolderTransport
-from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import FederationPlan, code_digest
+from wsi_fl.hospitals.dashboard import dashboard_page as looking
+from wsi_fl.hospitals.dashboard.dashboard_page import _collect_state, dashboard_lines, make_dashboard
+from wsi_fl.hospitals.dashboard.next_steps import _COMMANDS, _REMEDIES, FederationMember, FederationState, next_steps
+from wsi_fl.hospitals.transports.folder_transport import FolderTransport
+from wsi_fl.hospitals.plans.review import review_plan, sign_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import MessageSealer
-from wsi_fl.hospitals.trust.making import provision_federation
-from wsi_fl.hospitals.trust.root import RootCA, revoke_site
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.hospitals.trust.sealed_messages import MessageSealer
+from wsi_fl.hospitals.trust.provisioning import provision_federation
+from wsi_fl.hospitals.trust.root_ca import RootCA, revoke_site
+from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import append_line
 from wsi_fl.types import WsiFlError
@@ -273,7 +273,7 @@ def test_what_is_wrong_here_is_a_trouble_with_its_remedy(founded, monkeypatch):
         (founded[0] / "away").rename(share)
     assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
     assert next_steps(facts)[0].what == "mount the share, or give its address"
-    monkeypatch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: "0" * 64)
+    monkeypatch.setattr("wsi_fl.hospitals.plans.signed_plan.code_digest", lambda: "0" * 64)
     assert next_steps(seen_by(founded, "S0"))[0].what.startswith("install what the plan names")
 
 

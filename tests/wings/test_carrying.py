@@ -18,17 +18,18 @@ from test_release import HEADS, NOISE, rewritten, sums_at
 from wires import Wire, at_once
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.dossier import page
-from wsi_fl.hospitals.plans.approving import review_lines, review_plan, sign_plan
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.rehearsing import dry_run_plan
-from wsi_fl.hospitals.work.taking_part import LAST, take_part
+from wsi_fl.hospitals.dossier import dossier_page
+from wsi_fl.hospitals.plans.review import review_lines, review_plan, sign_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.dry_run import dry_run_plan
+from wsi_fl.hospitals.work.client import LAST, take_part
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.site.account import user_head_path
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import encode_file
-from wsi_fl.stages.training import carrying, launch
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.site.privacy_account import user_head_path
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.released_statistics import encode_file
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training import sync_statistics
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
@@ -144,8 +145,8 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
         _, once, again = read_lines(hospitals.study(name).ledger_path(name))
         assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
     study = hospitals.study("S0")
-    (account,) = page._list_accounts(study, "S0", page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None)
-    assert page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
+    (account,) = dossier_page._list_accounts(study, "S0", dossier_page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None)
+    assert dossier_page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
 
 
 @pytest.mark.slow
@@ -287,7 +288,7 @@ def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals)
     party = RunContext.create(study, study.load_pipeline(study.pipeline_name(None), SENT), "oneshot")
 
     def keep(content, name="S1"):
-        carrying._keep_statistics(party, "S0", name, content)
+        sync_statistics._keep_statistics(party, "S0", name, content)
 
     refused(lambda: keep("nothing!"), "no statistics", error=ProtocolError)
     refused(lambda: keep(b64encode(b"x" * 99).decode()), "damaged release", error=WsiFlError)
@@ -305,11 +306,11 @@ def test_letters_that_all_have_or_that_fewer_sites_began_with():
     here = {"own": "a" * 64, "held": {"S0": "a" * 64, "S2": "c" * 64}, "began": None}
     there = {"own": "", "held": {"S2": "c" * 64}, "began": ["S0"]}
     names = ["S0", "S1", "S2", "S3"]
-    assert carrying._find_common({"S0": here, "S1": there | {"began": None}}, names) == ["S0", "S2"]
-    assert carrying._find_common({"S0": here, "S1": there}, names) == ["S0"]
-    assert carrying._find_common({"S0": here, "S1": there | {"held": {}, "began": None}}, names) == ["S0"]
+    assert sync_statistics._find_common({"S0": here, "S1": there | {"began": None}}, names) == ["S0", "S2"]
+    assert sync_statistics._find_common({"S0": here, "S1": there}, names) == ["S0"]
+    assert sync_statistics._find_common({"S0": here, "S1": there | {"held": {}, "began": None}}, names) == ["S0"]
     odd = there | {"held": {"S2": "d" * 64}, "began": None}
-    assert carrying._find_common({"S0": here, "S1": odd}, names) == ["S0"]
+    assert sync_statistics._find_common({"S0": here, "S1": odd}, names) == ["S0"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from wires import Federation
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.plans.census import (
+from wsi_fl.hospitals.plans.feasibility import (
     _MIN_PATIENTS,
     _add_noise,
     _exact_counts,

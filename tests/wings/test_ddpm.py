@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from test_mpcpa import make_study
 from test_synthesize import interrupted
 
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.synthesis import ddpm
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
@@ -28,7 +28,7 @@ from wsi_fl.synthesis.ddpm import (
 )
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.stages.ddpm import KIND
-from wsi_fl.synthesis.stages.sample import sample_generator
+from wsi_fl.synthesis.stages.synthetic_stores import sample_generator
 from wsi_fl.types import WsiFlError
 
 CPU = torch.device("cpu")

@@ -19,20 +19,20 @@ from wires import Federation
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.dossier import evidence as writing
-from wsi_fl.hospitals.dossier import page
+from wsi_fl.hospitals.dossier import dossier_page as page
 from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
-from wsi_fl.hospitals.dossier.page import _largest_patient_rows, _render_page, make_dossier, write_departure
-from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
-from wsi_fl.hospitals.plans.making import parse_plan_document
-from wsi_fl.hospitals.plans.signed import approval_path, load_approved_plan, plan_path
+from wsi_fl.hospitals.dossier.dossier_page import _largest_patient_rows, _render_page, make_dossier, write_departure
+from wsi_fl.hospitals.plans.review import review_plan, sign_plan
+from wsi_fl.hospitals.plans.build_plan import parse_plan_document
+from wsi_fl.hospitals.plans.signed_plan import approval_path, load_approved_plan, plan_path
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.report.between import render_coordinator
-from wsi_fl.stages.site.account import open_ledger
+from wsi_fl.privacy.privacy_plan import plan_of_round
+from wsi_fl.report.cross_site_section import render_coordinator
+from wsi_fl.stages.site.privacy_account import open_ledger
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import append_line, write_json, write_sealed
 from wsi_fl.types import WsiFlError

@@ -13,7 +13,7 @@ from test_relayed import Said
 from test_relayed import together as three_together
 from wires import Wire
 
-from wsi_fl.hospitals.lines.relayed import SecureComm
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile

@@ -17,18 +17,18 @@ import pytest
 import torch
 from conftest import make_study, refused
 
-from wsi_fl.hospitals.plans.signed import FederationPlan, is_request
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, is_request
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.slides.layouts.common import read_rows
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.outline_files import read_outlines
-from wsi_fl.stages.prepare.check import check_sites
-from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.exchange import LAYOUTS
+from wsi_fl.stages.prepare.check_stores import check_sites
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import load_run_pipeline
 from wsi_fl.system.files import read_json, read_lines
 from wsi_fl.system.tensors import load_tensors, load_weights
@@ -149,7 +149,7 @@ def _zeros(n_bytes):
 READ = """
 import resource, sys
 from pathlib import Path
-from wsi_fl.stores.exchange import LAYOUTS
+from wsi_fl.stores.foreign_formats import LAYOUTS
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:
     before = peak()

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
-from wsi_fl.synthesis import evidence
-from wsi_fl.synthesis.evidence import COPY_THRESHOLD, find_nearest, find_nearest_other, judge_copies, list_doubts
+from wsi_fl.synthesis import copying_evidence
+from wsi_fl.synthesis.copying_evidence import COPY_THRESHOLD, find_nearest, find_nearest_other, judge_copies, list_doubts
 
 
 def normal(n, d, seed=0, shift=0.0, scale=1.0):
@@ -22,19 +22,19 @@ def test_fid_is_the_formula_with_matrix_roots():
     root = sqrtm(np.cov(x.T) @ np.cov(y.T)).real
     difference = x.mean(0) - y.mean(0)
     expected = difference @ difference + np.trace(np.cov(x.T) + np.cov(y.T) - 2 * root)
-    assert evidence.frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
-    assert evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+    assert copying_evidence.frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
+    assert copying_evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 3, 50])
 def test_fid_of_a_set_and_itself_is_nothing_and_never_less(n):
     for seed in range(20):
         a = normal(n, 16, seed, 3.0)
-        assert 0 <= evidence.frechet_distance(a, a.copy()) < 1e-9
-        assert 0 <= evidence.frechet_distance(a, a[::-1]) < 1e-9
+        assert 0 <= copying_evidence.frechet_distance(a, a.copy()) < 1e-9
+        assert 0 <= copying_evidence.frechet_distance(a, a[::-1]) < 1e-9
 
 
-@pytest.mark.parametrize("distance", [evidence.frechet_distance, evidence.kernel_distance])
+@pytest.mark.parametrize("distance", [copying_evidence.frechet_distance, copying_evidence.kernel_distance])
 def test_one_image_has_no_spread_and_no_distance(distance):
     some, one, none = normal(20, 4), normal(1, 4, 1), normal(0, 4)
     assert distance(one, some) is distance(some, one) is distance(one, one) is distance(some, none) is None
@@ -43,9 +43,9 @@ def test_one_image_has_no_spread_and_no_distance(distance):
 
 def test_kid_is_unbiased():
     """Zero on average between two samples of one distribution, however small; loops of the definition agree."""
-    values = [evidence.kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
+    values = [copying_evidence.kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(300)
-    assert evidence.kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
+    assert copying_evidence.kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
     a, b = normal(5, 3), normal(4, 3, 1)
 
     def k(u, v):
@@ -53,7 +53,7 @@ def test_kid_is_unbiased():
 
     within = [np.mean([k(u, v) for u, v in permutations(x, 2)]) for x in (a, b)]
     between = np.mean([k(u, v) for u in a for v in b])
-    assert evidence.kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
+    assert copying_evidence.kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
 
 
 def distances(n, seed, low=0.1):
@@ -62,7 +62,7 @@ def distances(n, seed, low=0.1):
 
 def test_a_generator_of_the_distribution_passes():
     found = [
-        evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
+        copying_evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
     ]
     failed = [one for one in found if one.list_reasons("nearest sample")]
     assert len(failed) <= 1 and list_doubts({"nearest sample": found[0]}, 200) == []
@@ -75,12 +75,12 @@ def test_a_generator_of_the_distribution_passes():
 def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
     training = distances(300, 0)
     training[: round(memorised * 300)] *= 0.05
-    found = evidence._compare_distances(
+    found = copying_evidence._compare_distances(
         training, distances(200, 1), copy_below=COPY_THRESHOLD * float(np.median(distances(200, 2)))
     )
     reasons = list_doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
-    nearer = evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    nearer = copying_evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
     assert nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
 
 
@@ -94,11 +94,11 @@ def test_without_held_out_images_or_a_comparison_nothing_passes():
 
 def test_spread_and_paired_shift():
     before = distances(60, 0)
-    assert evidence.summarize_distances(before).q05 == pytest.approx(np.quantile(before, 0.05))
+    assert copying_evidence.summarize_distances(before).q05 == pytest.approx(np.quantile(before, 0.05))
     up, down, same = (
-        evidence.compare_paired(before + 0.01, before),
-        evidence.compare_paired(before - 0.01, before),
-        evidence.compare_paired(before, before),
+        copying_evidence.compare_paired(before + 0.01, before),
+        copying_evidence.compare_paired(before - 0.01, before),
+        copying_evidence.compare_paired(before, before),
     )
     assert (up.raised, down.raised) == (1.0, 0.0)
     assert up.p < 1e-6 and down.p > 0.99 and same.p is None
@@ -169,7 +169,7 @@ def test_the_nearest_other_is_never_oneself(n, seed, memory):
 
 
 def quotients(images, others, usual):
-    return evidence._relative_distances(find_nearest(images, others).distance, usual)
+    return copying_evidence._relative_distances(find_nearest(images, others).distance, usual)
 
 
 def numbered(images):
@@ -179,7 +179,7 @@ def numbered(images):
 def relative(training, patient, held_out, generated):
     """The comparison as the check makes it."""
     usual = find_nearest_other(training, patient), find_nearest(held_out, training).distance
-    return evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
+    return copying_evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
 
 
 def of_patients(n, each, seed):
@@ -219,13 +219,13 @@ def test_a_chance_split_is_no_verdict_but_remembering_is():
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
     among, outside = find_nearest_other(training, numbered(training)), find_nearest(odd, training).distance
     honest = films(300, 3)
-    bare = evidence._compare_distances(
+    bare = copying_evidence._compare_distances(
         find_nearest(training, honest).distance, find_nearest(odd, honest).distance, copy_below=0.0
     )
     assert bare.list_reasons("bare"), "this is what dividing is for"
     over = [quotients(training, honest, among), quotients(odd, honest, outside)]
-    assert evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over") == []
+    assert copying_evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over") == []
     noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
     remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
     over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
-    assert evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over")
+    assert copying_evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over")

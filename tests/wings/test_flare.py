@@ -14,8 +14,8 @@ from wires import needs_flare
 
 from wsi_fl.hospitals.demo import find_free_port
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit, check_connection
-from wsi_fl.hospitals.trust.making import provision_federation
-from wsi_fl.hospitals.trust.root import install_revocation_list, revoke_site
+from wsi_fl.hospitals.trust.provisioning import provision_federation
+from wsi_fl.hospitals.trust.root_ca import install_revocation_list, revoke_site
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.story, needs_flare]

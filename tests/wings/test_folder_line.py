@@ -24,16 +24,16 @@ from test_relayed import right, rounds_of, together
 from wires import NAMES, Federation
 
 from wsi_fl.federation.comm import PeerTimeout
-from wsi_fl.hospitals.lines.folder_line import FolderTransport
-from wsi_fl.hospitals.lines.relayed import ReportableError, SecureComm, SitePresence
-from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, FederationPlan, code_digest, record_approval
+from wsi_fl.hospitals.transports.folder_transport import FolderTransport
+from wsi_fl.hospitals.transports.secure_comm import ReportableError, SecureComm, SitePresence
+from wsi_fl.hospitals.plans.signed_plan import FORMAT, VERSION, FederationPlan, code_digest, record_approval
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.letters import MessageSealer
+from wsi_fl.hospitals.trust.sealed_messages import MessageSealer
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import take_part_by_folder
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.going_on import RunRequest, choose_run, select_run
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.resume import RunRequest, choose_run, select_run
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml

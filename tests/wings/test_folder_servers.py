@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.hospitals.lines.folder_line import FolderTransport
-from wsi_fl.hospitals.lines.share import SharedFolder
+from wsi_fl.hospitals.transports.folder_transport import FolderTransport
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
 
 pytestmark = pytest.mark.story
 

@@ -11,33 +11,33 @@ from conftest import REAL, larger_study, refused
 from hospitals import INSECURE, Bed, one_installation  # noqa: F401
 from wires import Wire, at_once
 
-from wsi_fl.hospitals.lines.share import SharedFolder
-from wsi_fl.hospitals.plans import frames
-from wsi_fl.hospitals.plans.admitting import (
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.plans import preapproval
+from wsi_fl.hospitals.plans.preapproval_check import (
     _explain_rejection,
     add_codes,
     admit_plan,
     explain_text_rejection,
     make_preapproval,
 )
-from wsi_fl.hospitals.plans.approving import review_plan, sign_plan
-from wsi_fl.hospitals.plans.frames import (
+from wsi_fl.hospitals.plans.review import review_plan, sign_plan
+from wsi_fl.hospitals.plans.preapproval import (
     load_preapproval,
     preapproval_entries,
     preapproval_path,
     revoke_preapproval,
     write_preapproval,
 )
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import FederationPlan, approval_path, approval_time, load_approved_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, approval_path, approval_time, load_approved_plan
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
-from wsi_fl.hospitals.trust.root import RootCA
+from wsi_fl.hospitals.trust.root_ca import RootCA
 from wsi_fl.hospitals.work.start import _admit_shared_plan
-from wsi_fl.hospitals.work.taking_part import take_part
+from wsi_fl.hospitals.work.client import take_part
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.account import open_ledger
+from wsi_fl.stages.site.privacy_account import open_ledger
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
@@ -194,7 +194,7 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, i
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
-        patch.setattr(frames, "has_expired", lambda *_: True)
+        patch.setattr(preapproval, "has_expired", lambda *_: True)
         refused(lambda: load_approved_plan(study, me), f"allowed this plan until {frame['until']}")
     assert load_approved_plan(study, me)
     revoke_preapproval(study, me)
@@ -228,7 +228,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
 
     reasons = [lambda *_, one=one: one for one in (dear, strange, gone)]
     for why in (*reasons, fails(UsageError("slide S_7")), fails(WsiFlError("S_7")), fails(KeyError("S_7"))):
-        monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", why)
+        monkeypatch.setattr("wsi_fl.hospitals.plans.preapproval_check.review_plan", why)
         with pytest.raises(UsageError) as told:
             admit_plan(study, me, plan)
         log = "its own federation/frame.log says why"
@@ -237,7 +237,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
     log = log_of(study).read_text()
     assert "ε = 3.01 of 3" in log and "classes" in log and log.count("S_7") == 3
     # a refusal would tell how many rows the patient with the most has: by plans of more noise as exactly as one likes
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *_: above)
+    monkeypatch.setattr("wsi_fl.hospitals.plans.preapproval_check.review_plan", lambda *_: above)
     admit_plan(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
     refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no standing approval is for such plans")
@@ -281,7 +281,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, ide
             seen.append(admit_plan(study, me, other))
         return load_approved_plan(*given)
 
-    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.load_approved_plan", meanwhile)
+    monkeypatch.setattr("wsi_fl.hospitals.work.client.load_approved_plan", meanwhile)
     part = partial(take_part, study, me, Wire("S0", {}), plan=other.digest)
     refused(part, "approved another plan just now", error=NoCommonPlan)
 
@@ -299,10 +299,10 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     assert explain_text_rejection(listed, plan, TODAY, 1) == ""
     refused(lambda: review_plan(study, plan, "S0"), "install the plan's version")  # a person approves one code
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
-    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._open_comm", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("wsi_fl.hospitals.work.client._open_comm", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
-        patch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: frame["allows"]["code"][0])
-        patch.setattr("wsi_fl.hospitals.plans.signed.package_versions", lambda: {"torch": "0"})
+        patch.setattr("wsi_fl.hospitals.plans.signed_plan.code_digest", lambda: frame["allows"]["code"][0])
+        patch.setattr("wsi_fl.hospitals.plans.signed_plan.package_versions", lambda: {"torch": "0"})
         refused(part, "the plan is for ", "install the plan's version", error=NoCommonPlan)
     with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
         part()

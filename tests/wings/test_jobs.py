@@ -11,9 +11,9 @@ from conftest import refused
 from wires import needs_flare
 
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.work import submit as submitting
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.types import UsageError, WsiFlError
 
 pytestmark = needs_flare

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from wires import needs_flare
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.trust import making
+from wsi_fl.hospitals.trust import provisioning
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate
 from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_likely_reason, server_address
-from wsi_fl.hospitals.trust.making import create_request, provision_federation
+from wsi_fl.hospitals.trust.provisioning import create_request, provision_federation
 from wsi_fl.types import WsiFlError
 
-approve_request, join = (partial(one, unchecked=True) for one in (making.approve_request, making.install_certificate))
+approve_request, join = (partial(one, unchecked=True) for one in (provisioning.approve_request, provisioning.install_certificate))
 
 
 @pytest.fixture(scope="module")

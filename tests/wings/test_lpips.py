@@ -20,7 +20,7 @@ from wsi_fl.synthesis.lpips import (
     find_nearest_lpips,
     load_lpips,
 )
-from wsi_fl.synthesis.state import normalize_pixels
+from wsi_fl.synthesis.training_state import normalize_pixels
 from wsi_fl.types import UsageError, WsiFlError
 
 WEIGHTS = SHARED / "weights" / "vgg16_features.fp16.safetensors"

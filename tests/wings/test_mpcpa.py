@@ -9,14 +9,14 @@ import torch
 from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
-from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import write_report
+from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.stages.work.console import SilentProgress
+from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages.baselines import run_baselines
 from wsi_fl.synthesis.stages.mpcpa import _prepare_denoiser

@@ -10,10 +10,10 @@ import pytest
 from conftest import refused
 
 from wsi_fl.hospitals.dossier.evidence import verify_evidence
-from wsi_fl.hospitals.lines.share import SharedFolder
-from wsi_fl.hospitals.plans.census import read_response
-from wsi_fl.hospitals.plans.signed import FederationPlan
-from wsi_fl.hospitals.trust.root import sync_revocation_list
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.plans.feasibility import read_response
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
 from wsi_fl.hospitals.work import start
 from wsi_fl.hospitals.work.backup import restore_backup
 from wsi_fl.system.files import file_lock, remove_abandoned

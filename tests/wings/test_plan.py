@@ -16,11 +16,11 @@ from hospitals import one_installation  # noqa: F401
 from wires import Federation, Wire, at_once
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.plans import approving
-from wsi_fl.hospitals.plans import signed as signed_plans
-from wsi_fl.hospitals.plans.approving import describe_cost, review_lines, review_plan, sign_plan
-from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
-from wsi_fl.hospitals.plans.signed import (
+from wsi_fl.hospitals.plans import review
+from wsi_fl.hospitals.plans import signed_plan as signed_plans
+from wsi_fl.hospitals.plans.review import describe_cost, review_lines, review_plan, sign_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
+from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     approval_path,
     code_digest,
@@ -32,16 +32,16 @@ from wsi_fl.hospitals.plans.signed import (
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.work.taking_part import take_part
+from wsi_fl.hospitals.work.client import take_part
 from wsi_fl.models import create_model
-from wsi_fl.models.directions import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
+from wsi_fl.models.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.privacy.accounting import epsilon, group_epsilon
-from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.going_on import RunRequest, describe_run
-from wsi_fl.stages.training.plan import dry_run, plan_lines
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.privacy.privacy_plan import plan_of_round
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.resume import RunRequest, describe_run
+from wsi_fl.stages.training.run_cost import dry_run, plan_lines
+from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import Images, WsiFlError
@@ -401,11 +401,11 @@ def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path,
     assert parse_plan_document(plan)["learns"]["encoder"] == "tiny sha256:0"
     other = with_features(hospital(tmp_path / "other", "S0"), 6)
     refused(lambda: review_plan(other, plan, "S0"), "features per patch 5, but S0 has 6")
-    same, real = with_features(hospital(tmp_path / "same", "S0"), 5), approving.describe_store
+    same, real = with_features(hospital(tmp_path / "same", "S0"), 5), review.describe_store
     assert review_plan(same, plan, "S0").cost
     for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):
         found = {key: value}
-        monkeypatch.setattr(approving, "describe_store", lambda *given, found=found: real(*given) | found)
+        monkeypatch.setattr(review, "describe_store", lambda *given, found=found: real(*given) | found)
         refused(lambda: review_plan(same, plan, "S0"), key)
 
 

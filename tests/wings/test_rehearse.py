@@ -16,11 +16,11 @@ from test_plan import hospital, made
 from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.plans import rehearsing
-from wsi_fl.hospitals.plans.approving import review_plan
-from wsi_fl.hospitals.plans.rehearsing import dry_run_lines, dry_run_plan
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.work.console import print_lines
+from wsi_fl.hospitals.plans import dry_run
+from wsi_fl.hospitals.plans.review import review_plan
+from wsi_fl.hospitals.plans.dry_run import dry_run_lines, dry_run_plan
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.runtime.console import print_lines
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_number_that_is_none_is_noticed(rehearsed, tmp_path):
     tensors = load_file(file)
     name = next(iter(tensors))
     save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file)
-    assert rehearsing._list_non_finite(RunFolder(run)) == ["S1/proxy"]
+    assert dry_run._list_non_finite(RunFolder(run)) == ["S1/proxy"]
 
 
 def test_a_rehearsal_that_fails_leaves_nothing_behind(asked, monkeypatch):
@@ -105,7 +105,7 @@ def test_what_cannot_be_rehearsed_is_refused(asked, tmp_path, monkeypatch):
     finally:
         store.with_name("away").rename(store)
     said = {"site": "S0", "rounds": 1}
-    monkeypatch.setattr(rehearsing, "dry_run_plan", lambda study, plan, site, **_: said | {"asked": site})
+    monkeypatch.setattr(dry_run, "dry_run_plan", lambda study, plan, site, **_: said | {"asked": site})
     file = tmp_path / "plan.json"
     file.write_text(plan.text)
     given = ["rehearse", str(file), "--kit", str(kit), "--study", str(study.root), "--json"]

@@ -19,11 +19,11 @@ from wires import NAMES, Federation, Wire, at_once
 from wsi_fl.federation.comm import LocalComm, PeerTimeout
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
-from wsi_fl.hospitals.lines import relayed
-from wsi_fl.hospitals.lines.relayed import Handshake, SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports import secure_comm
+from wsi_fl.hospitals.transports.secure_comm import Handshake, SecureComm, SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, key_fingerprint, verify_certificate
-from wsi_fl.hospitals.trust.letters import MessageSealer, SealedMessage
+from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.types import ReportableError
 
@@ -202,7 +202,7 @@ def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
     def clock():
         return real() + (86400 if threading.current_thread().name == "C1" else 0)
 
-    monkeypatch.setattr(relayed.time, "time", clock)
+    monkeypatch.setattr(secure_comm.time, "time", clock)
     found = together(identities, lambda comm: None, timeout_s=1.0)
     assert any("the clock of C1 is 24.0 h ahead" in str(one) for one in found.values()), found
 
@@ -210,7 +210,7 @@ def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
 def test_whose_clock_was_set_begins_again(identities, monkeypatch):
     """Its hello was of another time, and the others may have refused it."""
     ahead = dict.fromkeys(NAMES, 0.0)
-    monkeypatch.setattr(relayed, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
+    monkeypatch.setattr(secure_comm, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
 
     def work(comm):
         comm.gather([Said(n=1)], Said)

@@ -20,19 +20,19 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.exchange import pass_buffers
 from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack_message, unpack_message
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.federation.site import BufferShape, reissue_buffer, release_buffer
+from wsi_fl.federation.site_state import BufferShape, reissue_buffer, release_buffer
 from wsi_fl.federation.topology import list_receivers, list_senders
 from wsi_fl.learning.examples import Examples, build_tensor
-from wsi_fl.learning.units import TrainingSet, _draw_replayed, row_units
+from wsi_fl.learning.privacy_units import TrainingSet, _draw_replayed, row_units
 from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.stages.training.workshop import build_site
-from wsi_fl.synthesis.evidence import CRITERIA
+from wsi_fl.stages.training.build_sites import build_site
+from wsi_fl.synthesis.copying_evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stages import buffers
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator

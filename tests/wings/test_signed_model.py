@@ -9,17 +9,17 @@ from hospitals import one_installation  # noqa: F401
 from torch import nn
 
 from wsi_fl.federation import preflight
-from wsi_fl.hospitals.plans.approving import review_plan
-from wsi_fl.hospitals.plans.making import make_plan, parse_plan_document
+from wsi_fl.hospitals.plans.review import review_plan
+from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.models import IMAGE_BUILDERS, create_model, parameters_digest, weights
 from wsi_fl.models.encoder import Encoder
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import StatisticsHeader, refuse_mismatch
-from wsi_fl.stages.training.going_on import RunRequest, describe_run
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.released_statistics import StatisticsHeader, refuse_mismatch
+from wsi_fl.stages.training.resume import RunRequest, describe_run
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.training.workshop import build_preflight, build_site, require_signed_model
-from wsi_fl.study.site import SiteFile
+from wsi_fl.stages.training.build_sites import build_preflight, build_site, require_signed_model
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import validate_model
 from wsi_fl.types import Images, NoCommonPlan, encoder_differences
 
@@ -97,15 +97,15 @@ def test_a_model_that_became_another_after_the_signature_is_not_trained(study, o
         site.learners["proxy"].model = other(2, 3, 16)
         refused(lambda: require_signed_model(site, party), "another model than the plan's", error=NoCommonPlan)
     monkeypatch.setitem(IMAGE_BUILDERS, "mlp", other)
-    monkeypatch.setattr("wsi_fl.hospitals.plans.contents._measure_model", contents_anew())
+    monkeypatch.setattr("wsi_fl.hospitals.plans.disclosures._measure_model", contents_anew())
     refused(lambda: review_plan(study, plan, "S0"), words)
 
 
 def contents_anew():
     """Measure models again, as another process would."""
-    from wsi_fl.hospitals.plans import contents
+    from wsi_fl.hospitals.plans import disclosures
 
-    return contents._measure_model.__wrapped__
+    return disclosures._measure_model.__wrapped__
 
 
 TAIL = {"weights": "", "projection": None, "statistics": {}}

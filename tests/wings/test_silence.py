@@ -19,23 +19,23 @@ from conftest import larger_study as make_study
 from wsi_fl.federation import loop
 from wsi_fl.federation.cross_site_evaluation import _CountsDigest, _ScoringOffer
 from wsi_fl.federation.preflight import PreflightDocument
-from wsi_fl.federation.roster import MembershipReply, ResumeState, _ReturnReply
-from wsi_fl.federation.shared import _HeldSites, _SecretPieces, _SumOffer
-from wsi_fl.hospitals.trust.letters import Handshake, MessageHeader
-from wsi_fl.hospitals.work.taking_part import SiteGreeting
+from wsi_fl.federation.membership import MembershipReply, ResumeState, _ReturnReply
+from wsi_fl.federation.secure_aggregation import _HeldSites, _SecretPieces, _SumOffer
+from wsi_fl.hospitals.trust.sealed_messages import Handshake, MessageHeader
+from wsi_fl.hospitals.work.client import SiteGreeting
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import predict_examples, replace_nonfinite
+from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
 from wsi_fl.learning.tasks import score_predictions
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.party import RunContext, restore_study
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.training import launch, ranks
-from wsi_fl.stages.training.carrying import StatisticsFile, StatisticsOffer
-from wsi_fl.stages.training.going_on import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
+from wsi_fl.stages.training.sync_statistics import StatisticsFile, StatisticsOffer
+from wsi_fl.stages.training.resume import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
 from wsi_fl.stages.training.summary import SummaryRow
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.stages.work.console import PrivateEvents, PrivateProgress
+from wsi_fl.stages.runtime.console import PrivateEvents, PrivateProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
 from wsi_fl.system.files import read_lines, write_sealed

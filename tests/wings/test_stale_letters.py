@@ -5,10 +5,10 @@ import errno
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from wsi_fl.hospitals.lines import share as module
-from wsi_fl.hospitals.lines.folder_line import list_messages
-from wsi_fl.hospitals.lines.share import SharedFolder
-from wsi_fl.hospitals.trust.letters import HANDSHAKE
+from wsi_fl.hospitals.transports import fsspec_adapter as module
+from wsi_fl.hospitals.transports.folder_transport import list_messages
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.trust.sealed_messages import HANDSHAKE
 
 TOPIC = "ab" * 32
 

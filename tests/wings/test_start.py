@@ -17,7 +17,7 @@ from wires import needs_flare
 
 from wsi_fl.hospitals.demo import find_free_port
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import _end_process, start_kit
 from wsi_fl.types import WsiFlError

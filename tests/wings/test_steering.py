@@ -19,17 +19,17 @@ from conftest import REAL, make_study, write_features
 from hospitals import one_installation  # noqa: F401
 from wires import Federation
 
-from wsi_fl.hospitals.plans.admitting import admit_plan, make_preapproval
-from wsi_fl.hospitals.plans.frames import write_preapproval
-from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import FederationPlan
+from wsi_fl.hospitals.plans.preapproval_check import admit_plan, make_preapproval
+from wsi_fl.hospitals.plans.preapproval import write_preapproval
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.models import weights
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.data import SiteData
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.site_data import SiteData
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.summary import build_row
-from wsi_fl.stages.training.workshop import build_preflight, build_site
+from wsi_fl.stages.training.build_sites import build_preflight, build_site
 from wsi_fl.types import UsageError, WsiFlError
 
 SITES = ("S0", "S1")
@@ -230,7 +230,7 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
     write_preapproval(study, make_preapproval(study, plan, "S0", epsilon=9.0, until="2099-01-31", runs=3), me)
     for name in ("download_weights", "read_weights", "create_timm_model"):
         monkeypatch.setattr(weights, name, lambda *given, **_: asked.append(given))
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.review_plan", lambda *given: asked.append(given))
+    monkeypatch.setattr("wsi_fl.hospitals.plans.preapproval_check.review_plan", lambda *given: asked.append(given))
     for sections in (
         {"model": {"weights": "hub"}},
         {"model": {"proxy": "timm:resnet10t", "weights": "/srv/weights.pth"}},

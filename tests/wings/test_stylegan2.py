@@ -11,10 +11,10 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from wsi_fl.synthesis import stylegan2
 from wsi_fl.synthesis.ada import Controller, _Draws, _recolor_images, _shift_images, _warp_images, augment_images
-from wsi_fl.synthesis.gan import GanState, _path_penalty, _r1_penalty, draw_samples, project_images, step
+from wsi_fl.synthesis.gan_training import GanState, _path_penalty, _r1_penalty, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
-from wsi_fl.synthesis.state import balance_labels, quantize_images
+from wsi_fl.synthesis.training_state import balance_labels, quantize_images
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, downsample_maps, upsample_maps
 
 TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)

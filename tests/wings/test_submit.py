@@ -12,10 +12,10 @@ from conftest import REAL, make_study, refused
 from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.work import submit as submitting
-from wsi_fl.hospitals.work.said import failure_reply, parse_reply, validate_replies
+from wsi_fl.hospitals.work.job_replies import failure_reply, parse_reply, validate_replies
 from wsi_fl.hospitals.work.submit import submit_plan
-from wsi_fl.hospitals.work.taking_part import public_summary
-from wsi_fl.runs.run import RunFolder
+from wsi_fl.hospitals.work.client import public_summary
+from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError

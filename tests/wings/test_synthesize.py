@@ -17,19 +17,19 @@ from conftest import check, patches_of, refused, same, train_generator, write_pa
 from PIL import Image
 from safetensors.torch import load_file
 
-from wsi_fl.stages.prepare.check import check_sites as check_stores
+from wsi_fl.stages.prepare.check_stores import check_sites as check_stores
 from wsi_fl.stages.prepare.partition import partition_images
-from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.training.release import release_statistics
+from wsi_fl.stages.site.site_data import open_store
+from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bags import BagMeta
-from wsi_fl.stores.patches import PatchStore
-from wsi_fl.stores.shards import pack_store
+from wsi_fl.stores.bag_store import BagMeta
+from wsi_fl.stores.patch_store import PatchStore
+from wsi_fl.stores.patch_shards import pack_store
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stages.gan import KIND, _load_gan
-from wsi_fl.synthesis.stages.sample import sample_generator
-from wsi_fl.synthesis.state import quantize_images
+from wsi_fl.synthesis.stages.synthetic_stores import sample_generator
+from wsi_fl.synthesis.training_state import quantize_images
 from wsi_fl.synthesis.stylegan2 import upsample_maps
 from wsi_fl.system.files import read_lines, write_sealed
 from wsi_fl.types import WsiFlError

@@ -27,15 +27,15 @@ from matplotlib import colormaps
 from PIL import Image
 from test_predict import trained_on
 
-from wsi_fl.demo import phantom
-from wsi_fl.demo.phantom.tiff import encode_tiles, write_levels
+from wsi_fl.demo import simulated_slides
+from wsi_fl.demo.simulated_slides.tiff_writer import encode_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.predict import predict, write_patch_table
-from wsi_fl.stages.answers.predictor import SlidePrediction
-from wsi_fl.stages.prepare.init import init_study
-from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.evaluation.predict import predict, write_patch_table
+from wsi_fl.stages.evaluation.slide_predictor import SlidePrediction
+from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer import gallery as galleries
@@ -45,7 +45,7 @@ from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.server import ADDRESS, ViewServer
 from wsi_fl.viewer.site_layers import Prediction, patch_layer, value_layer
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid, TileReader, _average_area
-from wsi_fl.viewer.viewing import build_gallery
+from wsi_fl.viewer.build_gallery import build_gallery
 
 ILL = "patient_000_node_1"
 ROOT = Path(__file__).parents[2]
@@ -314,7 +314,7 @@ def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeyp
 def flat(tmp_path_factory):
     """A slide of 6144 pixels a side without a pyramid."""
     path = tmp_path_factory.mktemp("flat") / "flat.tif"
-    picture = phantom.simulate_slide(phantom.plan_slides(1, 1, 1024, 0)[1])
+    picture = simulated_slides.simulate_slide(simulated_slides.plan_slides(1, 1, 1024, 0)[1])
     tiles = list(encode_tiles(np.tile(picture, (6, 6, 1)), 80, TILE_PX))
     write_levels(path, [(6144, 6144, tiles)], 0.5, TILE_PX)
     return path

@@ -7,10 +7,10 @@ from building import halves
 from dicom_files import write_dicom
 from PIL import Image
 
-from wsi_fl.slides.reading.formats.dicom import resolve_slide_path
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.study.folder import Study
-from wsi_fl.viewer.viewing import _slide_owners, build_gallery
+from wsi_fl.viewer.build_gallery import _slide_owners, build_gallery
 
 
 def test_the_slides_of_a_site_are_shown_by_the_names_of_their_folders(tmp_path):

@@ -8,9 +8,9 @@ import scan_areas
 from scan_areas import CORNER
 
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init import init_study
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.study.folder import Study
-from wsi_fl.viewer.viewing import build_gallery
+from wsi_fl.viewer.build_gallery import build_gallery
 
 PLACE = (128, 192, 320, 384)
 

@@ -19,7 +19,7 @@ from wsi_fl.hospitals.trust.kit import (
     parse_address,
     server_address,
 )
-from wsi_fl.hospitals.trust.making import provision_federation
+from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.types import WsiFlError
 
 PASSWORD = "s:cr@t%"

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from wires import Wire, at_once
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.relayed import SecureComm, SitePresence, SiteReturned, SitesDroppedOut
-from wsi_fl.hospitals.lines.share import SharedFolder
-from wsi_fl.hospitals.plans.signed import (
+from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     check_pinned_key,
     check_revoked,
@@ -36,7 +36,7 @@ from wsi_fl.hospitals.trust.certificates import (
     verify_certificate,
 )
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, ROOT_FILE, Kit, check_connection, refuse_revoked
-from wsi_fl.hospitals.trust.making import (
+from wsi_fl.hospitals.trust.provisioning import (
     approval_lines,
     approve_request,
     create_renewal_request,
@@ -44,14 +44,14 @@ from wsi_fl.hospitals.trust.making import (
     install_certificate,
     provision_federation,
 )
-from wsi_fl.hospitals.trust.root import RootCA, install_revocation_list, revoke_site, sync_revocation_list
+from wsi_fl.hospitals.trust.root_ca import RootCA, install_revocation_list, revoke_site, sync_revocation_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
-from wsi_fl.hospitals.work import taking_part
+from wsi_fl.hospitals.work import client as taking_part
 from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.hospitals.work.submit import check_kit
-from wsi_fl.hospitals.work.taking_part import SiteGreeting
-from wsi_fl.stages.work.console import SilentProgress
+from wsi_fl.hospitals.work.client import SiteGreeting
+from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, WsiFlError
 

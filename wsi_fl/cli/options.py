@@ -16,8 +16,8 @@ from wsi_fl.system.machine import count_ranks, is_first_rank
 from wsi_fl.types import UsageError, WsiFlError, make_printable
 
 if TYPE_CHECKING:
-    from wsi_fl.stages.prepare.sources import Scope
-    from wsi_fl.stages.work.console import Lines
+    from wsi_fl.stages.prepare.slide_lists import Scope
+    from wsi_fl.stages.runtime.console import Lines
     from wsi_fl.study.folder import Study
 
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
@@ -64,14 +64,14 @@ def print_document(document: _D, as_json: bool, lines: Callable[[_D], Lines]) ->
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         print("\n".join(map(_escape_unprintable, text.split("\n"))), flush=True)
     else:
-        from wsi_fl.stages.work.console import print_lines
+        from wsi_fl.stages.runtime.console import print_lines
 
         print_lines(lines(document))
 
 
 def run_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
     """Run a command's work with progress bars as its `watcher`; print and return its document."""
-    from wsi_fl.stages.work.console import ProgressBars
+    from wsi_fl.stages.runtime.console import ProgressBars
 
     with ProgressBars(title) as bars:
         document = work(watcher=bars)

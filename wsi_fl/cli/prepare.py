@@ -47,7 +47,7 @@ def create_study(
     as_json: Json = False,
 ) -> None:
     """Create a study: pipelines/ and sites/ to edit."""
-    from wsi_fl.stages.prepare.init import ArchiveTables, init_study, render_init_lines
+    from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study, render_init_lines
 
     tables = ArchiveTables(group_by, clinical, codes, tuple(columns or ()))
     document = init_study(
@@ -90,8 +90,8 @@ def encode_mosaics(
     scope = parse_sites("mosaic", site, all_sites, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.bags import make_mosaics
-    from wsi_fl.stages.prepare.sources import render_mosaic_lines
+    from wsi_fl.stages.prepare.build_bags import make_mosaics
+    from wsi_fl.stages.prepare.slide_lists import render_mosaic_lines
 
     run_work("mosaic", partial(make_mosaics, study, **scope), as_json, render_mosaic_lines)
 
@@ -108,7 +108,7 @@ def encode_features(
     scope = parse_sites("features", site, all_sites, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.bags import make_features, render_feature_lines
+    from wsi_fl.stages.prepare.build_bags import make_features, render_feature_lines
 
     run_work("features", partial(make_features, study, **scope), as_json, render_feature_lines)
 
@@ -144,7 +144,7 @@ def compute_projection(
     study = find_study()
     if n is not None and rows is not None:
         raise UsageError("--dimensions and --rows exclude each other")
-    from wsi_fl.stages.prepare.directions import ExpectedStatistics, build_projection, render_projection_lines
+    from wsi_fl.stages.prepare.build_projection import ExpectedStatistics, build_projection, render_projection_lines
 
     work = partial(
         build_projection,
@@ -170,7 +170,7 @@ def verify_stores(
     """Read every byte of a site's stores; report damage and its repair."""
     scope = parse_sites("check", site, all_sites, pipeline)
     study = find_study()
-    from wsi_fl.stages.prepare.check import check_sites, render_check_lines
+    from wsi_fl.stages.prepare.check_stores import check_sites, render_check_lines
 
     document = run_work("check", partial(check_sites, study, **scope), as_json, render_check_lines)
     if not document["ok"]:
@@ -185,7 +185,7 @@ def show_encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
         if pipeline is not None:
             raise
         study = None
-    from wsi_fl.stages.prepare.encoders import list_encoders, render_encoder_lines
+    from wsi_fl.stages.prepare.list_encoders import list_encoders, render_encoder_lines
 
     print_document(list_encoders(study, pipeline), as_json, render_encoder_lines)
 
@@ -210,8 +210,8 @@ def import_features(
 ) -> None:
     """Import features of TRIDENT, CLAM, STAMP or LazySlide as a site's feature store."""
     study = find_study()
-    from wsi_fl.stages.prepare.importing import ImportFacts, import_features
-    from wsi_fl.stages.prepare.sources import render_mosaic_lines
+    from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
+    from wsi_fl.stages.prepare.slide_lists import render_mosaic_lines
 
     work = partial(
         import_features,
@@ -236,7 +236,7 @@ def pack_file(
         raise UsageError(f"{out}: exists already; pack writes new files only")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent}: no such folder")
-    from wsi_fl.stores.shards import pack_store
+    from wsi_fl.stores.patch_shards import pack_store
 
     pack_store(store, out)
     print(out)

@@ -30,7 +30,7 @@ from wsi_fl.types import UsageError, WsiFlError
 if TYPE_CHECKING:
     from wsi_fl.stages.training.summary import Summary
     from wsi_fl.stages.training.train import SeriesSummary
-    from wsi_fl.stages.work.console import Watcher
+    from wsi_fl.stages.runtime.console import Watcher
 
 
 def release_statistics(
@@ -46,7 +46,7 @@ def release_statistics(
     """Release noisy class statistics of a site's features for one-shot global heads."""
     scope = parse_sites("statistics", site, all_sites, pipeline, overrides)
     study = find_study()
-    from wsi_fl.stages.training.release import release_lines, release_statistics
+    from wsi_fl.stages.training.release_statistics import release_lines, release_statistics
 
     print_document(release_statistics(study, repeat=repeat, **scope), as_json, release_lines)
 
@@ -107,12 +107,12 @@ def train(
     from wsi_fl.stages.training import train as stage
 
     if dry_run:
-        from wsi_fl.stages.training import plan
+        from wsi_fl.stages.training import run_cost
 
         if folds is not None:  # of one of the runs
             options["overrides"].append("train.fold=1")
-        cost = plan.dry_run(study, **options, backend=backend)
-        print_document(cost, as_json, plan.plan_lines)
+        cost = run_cost.dry_run(study, **options, backend=backend)
+        print_document(cost, as_json, run_cost.plan_lines)
         return
     if row is not None:
         options.pop("method")
@@ -158,7 +158,7 @@ def plan_privacy(
     as_json: Json = False,
 ) -> None:
     """Compute the ε of a plan, or the noise multiplier σ for a target ε."""
-    from wsi_fl.stages.training.privacy import compute_privacy, privacy_lines
+    from wsi_fl.stages.training.privacy_cost import compute_privacy, privacy_lines
 
     document = compute_privacy(
         n=n, batch_size=batch_size, epochs=epochs, delta=delta, sigma=sigma, target_epsilon=target_epsilon, group=group
@@ -218,7 +218,7 @@ def run_benchmark(
 def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
     """Evaluate every site's prediction model on the merged multi-centric test set and on each site's part."""
     study = find_study()
-    from wsi_fl.stages.answers.evaluate import evaluate, render_evaluation_lines
+    from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
 
     work = partial(evaluate, study, run, overrides=overrides or [])
     run_work("evaluate", work, as_json, render_evaluation_lines)
@@ -242,7 +242,7 @@ def predict(
     """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.answers.predict import predict, render_prediction_lines
+    from wsi_fl.stages.evaluation.predict import predict, render_prediction_lines
 
     work = partial(
         predict, study, run, site=site, slides=slide, out=out, tumor_type=tumor_type, mpp=mpp, overrides=overrides or []
@@ -265,7 +265,7 @@ def compare_runs(
 ) -> None:
     """Compare methods: mean ± sd over sites and seeds, significance, communication."""
     study = find_study()
-    from wsi_fl.stages.answers.compare import compare_methods, render_comparison_lines
+    from wsi_fl.stages.evaluation.compare import compare_methods, render_comparison_lines
 
     work = partial(compare_methods, study, runs, baseline=baseline)
     run_work("compare", work, as_json, render_comparison_lines)
@@ -289,7 +289,7 @@ def report_clinical(
 ) -> None:
     """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
     study = find_study()
-    from wsi_fl.stages.answers.clinical import describe_clinically, render_clinical_lines
+    from wsi_fl.stages.evaluation.clinical_measures import describe_clinically, render_clinical_lines
 
     print_document(
         describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines
@@ -307,7 +307,7 @@ def plan_size(
     as_json: Json = False,
 ) -> None:
     """Compute the number of test patients for intervals of a given width (Riley et al., 2021)."""
-    from wsi_fl.stages.answers.clinical import plan_size, render_size_lines
+    from wsi_fl.stages.evaluation.clinical_measures import plan_size, render_size_lines
 
     document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
     print_document(document, as_json, render_size_lines)
@@ -316,7 +316,7 @@ def plan_size(
 def audit_run(run: Run, as_json: Json = False) -> None:
     """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
     study = find_study()
-    from wsi_fl.stages.answers.audit import audit_run, render_audit_lines
+    from wsi_fl.stages.evaluation.audit_run import audit_run, render_audit_lines
 
     work = partial(audit_run, study, run)
     run_work("audit", work, as_json, render_audit_lines)
@@ -335,7 +335,7 @@ def write_report(
 ) -> None:
     """Write one self-contained HTML page with figures, without pictures of real sites' patients by default."""
     study = find_study()
-    from wsi_fl.stages.answers.report import write_report
+    from wsi_fl.stages.evaluation.write_report import write_report
 
     path = write_report(study, run, pictures=pictures)
     print_document({"report": study.relative_path(path)}, as_json, lambda _: [str(path)])
@@ -362,14 +362,14 @@ def export_files(
     if run is not None:
         if model is None or tensors:
             raise UsageError("export --run needs --model (proxy, shared or private), and no --pt")
-        from wsi_fl.stages.answers.export_model import export_model, render_model_export
+        from wsi_fl.stages.evaluation.export_model import export_model, render_model_export
 
         document = export_model(study, run, model_name=model, form=form, site=site, private=private, out=out)
         print_document(document, as_json, render_model_export)
         return
     if site is None or model is not None or private:
         raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
-    from wsi_fl.stages.prepare.importing import export_features, render_feature_export
+    from wsi_fl.stages.prepare.import_export import export_features, render_feature_export
 
     print_document(
         export_features(study, site=site, form=form, out=out, tensors=tensors), as_json, render_feature_export

@@ -25,7 +25,7 @@ from wsi_fl.federation.message import (
     pack_message,
     unpack_message,
 )
-from wsi_fl.system.bulk import BufferPool
+from wsi_fl.system.direct_io import BufferPool
 from wsi_fl.types import ReportableError, UsageError, WsiFlError, single_line
 
 _T = TypeVar("_T")

@@ -11,12 +11,12 @@ import torch
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import BYTES, Message, Outgoing
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.mixing import PushSum, Vector, mix_states
-from wsi_fl.federation.site import BufferShape, Flat, Site
+from wsi_fl.federation.push_sum import PushSum, Vector, mix_states
+from wsi_fl.federation.site_state import BufferShape, Flat, Site
 from wsi_fl.federation.topology import Matrix, list_receivers, list_senders
 from wsi_fl.models import schema_digest
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.privacy.sums import explain_invalid_statistics
+from wsi_fl.privacy.class_statistics import explain_invalid_statistics
 
 _MAX_DISTANCE_RATIO = 10.0  # accepted distance from the local model, in units of the usual distance
 _DISTANCE_HISTORY, _MIN_DISTANCES = 20, 5

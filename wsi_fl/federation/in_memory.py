@@ -17,18 +17,18 @@ from torch import nn
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
-from wsi_fl.federation.site import Schedule, Site
+from wsi_fl.federation.site_state import Schedule, Site
 from wsi_fl.learning.examples import Examples, build_tensor, concatenate_examples, find_problem
-from wsi_fl.learning.local import DPSettings, Learner, load_site_rows
+from wsi_fl.learning.local_training import DPSettings, Learner, load_site_rows
 from wsi_fl.learning.metrics import fill_patient_names
-from wsi_fl.learning.units import patient_units, row_units
-from wsi_fl.models.directions import N_RANDOM, Projection
+from wsi_fl.learning.privacy_units import patient_units, row_units
+from wsi_fl.models.projection import N_RANDOM, Projection
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.measurement import select_engine
-from wsi_fl.privacy.plan import Mode, PrivacyPlan, Unit, plan_of_round
-from wsi_fl.runs.site import SiteFolder
+from wsi_fl.privacy.engine_selection import select_engine
+from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, Unit, plan_of_round
+from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.types import UsageError, single_line
 
 _MakeModel = Callable[[], nn.Module]

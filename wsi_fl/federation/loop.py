@@ -20,10 +20,10 @@ from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.roster import Membership, collect_membership, enter_round, find_first_rounds, update_membership
-from wsi_fl.federation.scoring import choose_prediction_model, evaluate_site
-from wsi_fl.federation.shared import aggregate_statistics
-from wsi_fl.federation.site import (
+from wsi_fl.federation.membership import Membership, collect_membership, enter_round, find_first_rounds, update_membership
+from wsi_fl.federation.site_evaluation import choose_prediction_model, evaluate_site
+from wsi_fl.federation.secure_aggregation import aggregate_statistics
+from wsi_fl.federation.site_state import (
     Schedule,
     Site,
     reissue_buffer,
@@ -36,12 +36,12 @@ from wsi_fl.federation.site import (
 )
 from wsi_fl.federation.topology import Matrix, list_hops, list_receivers
 from wsi_fl.learning.examples import load_batches
-from wsi_fl.learning.local import Batch, mean_losses, take_supervised_step
-from wsi_fl.learning.units import TrainingSet, row_units
+from wsi_fl.learning.local_training import Batch, mean_losses, take_supervised_step
+from wsi_fl.learning.privacy_units import TrainingSet, row_units
 from wsi_fl.learning.validation import LOCAL
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_plan
+from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, require_plan
 from wsi_fl.types import WsiFlError
 
 _Report = Callable[[dict[str, Any]], None]

@@ -15,8 +15,8 @@ from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
     from wsi_fl.federation.topology import Topology
-    from wsi_fl.learning.local import Batch, Learner, Learners
-    from wsi_fl.learning.units import LearnsFrom
+    from wsi_fl.learning.local_training import Batch, Learner, Learners
+    from wsi_fl.learning.privacy_units import LearnsFrom
     from wsi_fl.privacy.cipher import CipherStream
 
 DisclosureKind = Literal["model", "sums", "buffer", "generator"]
@@ -228,7 +228,7 @@ _WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
 def step_private(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Train the private model on a batch; return its loss."""
-    from wsi_fl.learning.local import take_supervised_step
+    from wsi_fl.learning.local_training import take_supervised_step
 
     del weights
     return {"private": take_supervised_step(learners["private"], batch, noise)}
@@ -239,7 +239,7 @@ def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: Ciph
 
     One forward pass of the private model serves both steps (Zhang et al., 2018).
     """
-    from wsi_fl.learning.local import take_mutual_step
+    from wsi_fl.learning.local_training import take_mutual_step
 
     private, proxy = learners["private"], learners["proxy"]
     x = batch[0]
@@ -253,7 +253,7 @@ def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: Ciph
 
 def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Compute the class statistics of all rows; the private model was fitted before."""
-    from wsi_fl.learning.local import compute_statistics
+    from wsi_fl.learning.local_training import compute_statistics
 
     del weights
     compute_statistics(learners["shared"], batch, noise)

@@ -72,7 +72,7 @@ def provision(
     as_json: Json = False,
 ) -> None:
     """Provision a federation: its root CA, and the kits of its server and its coordinator."""
-    from wsi_fl.hospitals.trust.making import provision_federation, provision_lines
+    from wsi_fl.hospitals.trust.provisioning import provision_federation, provision_lines
 
     site_names = [site.strip() for site in sites.split(",") if site.strip()]
     document = provision_federation(folder, federation=name, server=server, shared_folder=shared, sites=site_names)
@@ -87,7 +87,7 @@ def request(
     as_json: Json = False,
 ) -> None:
     """Make a key at a hospital, and the request that is sent to the coordinator."""
-    from wsi_fl.hospitals.trust.making import create_request, request_lines
+    from wsi_fl.hospitals.trust.provisioning import create_request, request_lines
 
     print_document(create_request(kit, name=site, organization=organization), as_json, request_lines)
 
@@ -104,8 +104,8 @@ def join(
     as_json: Json = False,
 ) -> None:
     """Put the certificate beside the key, which completes the kit; or let a kit take a list of withdrawn ones."""
-    from wsi_fl.hospitals.trust.making import install_certificate, kit_lines
-    from wsi_fl.hospitals.trust.root import install_revocation_list, revocation_lines
+    from wsi_fl.hospitals.trust.provisioning import install_certificate, kit_lines
+    from wsi_fl.hospitals.trust.root_ca import install_revocation_list, revocation_lines
 
     if file.suffix == ".pem":
         print_document(install_revocation_list(file, kit), as_json, revocation_lines)
@@ -126,9 +126,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
-    from wsi_fl.hospitals.plans.making import make_plan, plan_lines
-    from wsi_fl.hospitals.plans.signed import check_revoked
-    from wsi_fl.hospitals.trust.root import RootCA
+    from wsi_fl.hospitals.plans.build_plan import make_plan, plan_lines
+    from wsi_fl.hospitals.plans.signed_plan import check_revoked
+    from wsi_fl.hospitals.trust.root_ca import RootCA
 
     root = None if kit is None else RootCA.open(kit)
     keys = root.load_keys() if root else {}
@@ -162,12 +162,12 @@ def approve(
     as_json: Json = False,
 ) -> None:
     """Read a plan, see its cost for your hospital, and sign it; or approve a hospital's certificate request."""
-    from wsi_fl.hospitals.plans.signed import is_request
+    from wsi_fl.hospitals.plans.signed_plan import is_request
 
     if not file.exists():
         raise UsageError(f"{file}: no such file; give a plan, or a hospital's certificate request")
     if is_request(file):
-        from wsi_fl.hospitals.trust.making import approval_lines, approve_request
+        from wsi_fl.hospitals.trust.provisioning import approval_lines, approve_request
 
         print_document(approve_request(file, kit, fingerprint, unchecked=unchecked), as_json, approval_lines)
         return
@@ -175,9 +175,9 @@ def approve(
 
 
 def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
-    from wsi_fl.hospitals.plans.approving import describe_excess, review_lines, review_plan, sign_plan, signature_lines
-    from wsi_fl.hospitals.plans.signed import FederationPlan
-    from wsi_fl.stages.work.console import print_lines
+    from wsi_fl.hospitals.plans.review import describe_excess, review_lines, review_plan, sign_plan, signature_lines
+    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+    from wsi_fl.stages.runtime.console import print_lines
 
     identity = _open_kit(kit).load_identity()
     review = review_plan(study, FederationPlan.load(file), identity.name)
@@ -218,7 +218,7 @@ def start(
     """Start a hospital's client, or the server; over a folder, take part until the run is done."""
     from wsi_fl.hospitals.work.start import start_kit, take_part_by_folder
     from wsi_fl.stages.training.train import summary_lines
-    from wsi_fl.stages.work.console import print_message
+    from wsi_fl.stages.runtime.console import print_message
 
     opened_kit = _open_kit(kit)
     opened_study = _find_hospital_study(opened_kit, study)
@@ -260,9 +260,9 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Run a signed plan at its hospitals."""
-    from wsi_fl.hospitals.plans.signed import FederationPlan
+    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
     from wsi_fl.hospitals.work.submit import submission_lines, submit_plan
-    from wsi_fl.stages.work.console import ProgressBars
+    from wsi_fl.stages.runtime.console import ProgressBars
 
     file = plan or _find_signed_plan()
     signed_plan = FederationPlan.load(file)
@@ -285,7 +285,7 @@ def submit(
 
 def _find_signed_plan(study: Study | None = None) -> Path:
     """Return the path of the signed plan of a study, or of the one at or above this folder."""
-    from wsi_fl.hospitals.plans.signed import plan_path
+    from wsi_fl.hospitals.plans.signed_plan import plan_path
 
     with suppress(UsageError):
         if (path := plan_path(study or find_study())).is_file():
@@ -307,7 +307,7 @@ def abort(
 ) -> None:
     """End a job at all hospitals; finished rounds are kept."""
     from wsi_fl.hospitals.flare import jobs
-    from wsi_fl.stages.work.console import TextLine
+    from wsi_fl.stages.runtime.console import TextLine
 
     jobs.abort_job(_open_kit(kit), job)
     print_document({"aborted": job}, as_json, lambda _: [TextLine(f"job {job} was ended")])
@@ -316,7 +316,7 @@ def abort(
 @app.command()
 def check(kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False) -> None:
     """Check the connection of a kit; with the coordinator's and a plan: whether all hospitals reach each other."""
-    from wsi_fl.hospitals.plans.signed import FederationPlan
+    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
     from wsi_fl.hospitals.work.submit import check_kit, check_lines
 
     document = check_kit(_open_kit(kit), FederationPlan.load(plan) if plan else None, folder=shared)
@@ -347,7 +347,7 @@ def dossier(
     as_json: Json = False,
 ) -> None:
     """Write one page for data protection and network administrators: what leaves, by which route, at what ε so far."""
-    from wsi_fl.hospitals.dossier.page import make_dossier
+    from wsi_fl.hospitals.dossier.dossier_page import make_dossier
 
     document = make_dossier(_load_study(study), site=site, kit=kit, out=out)
     print_document(dict(document), as_json, lambda _: [str(out)])
@@ -362,7 +362,7 @@ def renew(
     as_json: Json = False,
 ) -> None:
     """Write the request that renews the certificate of a kit; the coordinator approves it, then `join` takes it."""
-    from wsi_fl.hospitals.trust.making import create_renewal_request, request_lines
+    from wsi_fl.hospitals.trust.provisioning import create_renewal_request, request_lines
 
     print_document(create_renewal_request(kit, rotate=new_key), as_json, request_lines)
 
@@ -374,7 +374,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Withdraw the certificates of a hospital, by a list that the root CA signs and every kit takes."""
-    from wsi_fl.hospitals.trust.root import revocation_lines, revoke_site
+    from wsi_fl.hospitals.trust.root_ca import revocation_lines, revoke_site
 
     print_document(revoke_site(site, kit), as_json, revocation_lines)
 
@@ -390,7 +390,7 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Write a record of your releases, what of them stays with others, and the remaining steps."""
-    from wsi_fl.hospitals.dossier.page import departure_lines, write_departure
+    from wsi_fl.hospitals.dossier.dossier_page import departure_lines, write_departure
 
     print_document(
         write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval),
@@ -455,10 +455,10 @@ def frame(
     as_json: Json = False,
 ) -> None:
     """Sign a standing approval: plans within it run here for weeks without a further signature, others are refused."""
-    from wsi_fl.hospitals.plans.admitting import add_codes, make_preapproval, preapproval_lines
-    from wsi_fl.hospitals.plans.frames import require_preapproval, write_preapproval
-    from wsi_fl.hospitals.plans.signed import FederationPlan
-    from wsi_fl.stages.work.console import print_lines
+    from wsi_fl.hospitals.plans.preapproval_check import add_codes, make_preapproval, preapproval_lines
+    from wsi_fl.hospitals.plans.preapproval import require_preapproval, write_preapproval
+    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+    from wsi_fl.stages.runtime.console import print_lines
 
     if revoke:
         withdraw(kit, study, as_json)
@@ -487,8 +487,8 @@ def frame(
 
 def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
     """End a frame at once, and all approvals made in its name; a run under way ends at its next round."""
-    from wsi_fl.hospitals.plans.frames import revoke_preapproval
-    from wsi_fl.stages.work.console import TextLine
+    from wsi_fl.hospitals.plans.preapproval import revoke_preapproval
+    from wsi_fl.stages.runtime.console import TextLine
 
     revoked = revoke_preapproval(_load_study(study), _open_kit(kit).load_identity())
     print_document(
@@ -518,8 +518,8 @@ def census(
     as_json: Json = False,
 ) -> None:
     """Count patients by the values of a column, with noise, before there is a plan; or collect hospitals' responses."""
-    from wsi_fl.hospitals.plans import census as censuses
-    from wsi_fl.stages.work.console import TextLine
+    from wsi_fl.hospitals.plans import feasibility as censuses
+    from wsi_fl.stages.runtime.console import TextLine
     from wsi_fl.system.files import write_json
 
     identity = _open_kit(kit).load_identity()
@@ -553,7 +553,7 @@ def board(
     as_json: Json = False,
 ) -> None:
     """Show who takes part, the progress, the results, and the next steps with the person for each."""
-    from wsi_fl.hospitals.board.page import dashboard_lines, make_dashboard
+    from wsi_fl.hospitals.dashboard.dashboard_page import dashboard_lines, make_dashboard
 
     document = make_dashboard(_load_study(study), kit=kit, out=out, study_label=str(study or "."))
     print_document(document, as_json, dashboard_lines)
@@ -571,9 +571,9 @@ def rehearse(
     as_json: Json = False,
 ) -> None:
     """Run a plan with your own data alone, for its time, memory and ε; nothing leaves and nothing is spent."""
-    from wsi_fl.hospitals.plans.rehearsing import dry_run_lines, dry_run_plan
-    from wsi_fl.hospitals.plans.signed import FederationPlan
-    from wsi_fl.stages.work.console import ProgressBars
+    from wsi_fl.hospitals.plans.dry_run import dry_run_lines, dry_run_plan
+    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+    from wsi_fl.stages.runtime.console import ProgressBars
 
     with ProgressBars("rehearse") as bars:
         document = dry_run_plan(

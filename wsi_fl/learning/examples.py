@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.system.bulk import BufferPool
-from wsi_fl.system.ordered import prefetch_items
+from wsi_fl.system.direct_io import BufferPool
+from wsi_fl.system.prefetch import prefetch_items
 from wsi_fl.types import BagTable, UsageError
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from wsi_fl.learning.metrics import (
     choose_classes,
     score_unweighted,
 )
-from wsi_fl.privacy.audit import share_interval
+from wsi_fl.privacy.attacks import share_interval
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ from wsi_fl.models.weights import (
     refuse_file_name,
     weights_digest,
 )
-from wsi_fl.system.ordered import prefetch_items
+from wsi_fl.system.prefetch import prefetch_items
 from wsi_fl.types import UsageError, WsiFlError, encoder_label
 
 _T = TypeVar("_T")

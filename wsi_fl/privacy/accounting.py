@@ -353,7 +353,7 @@ def _sampling_group_epsilon(mechanisms: tuple[Mechanism, ...], delta: float, k: 
     The distribution of the privacy loss gives the least bound wherever it can be computed. Elsewhere the bound is the
     lesser of the bounds by Rényi divergences and by the textbook.
     """
-    from wsi_fl.privacy.loss import epsilon_by_loss, min_mean_loss  # and with it SciPy
+    from wsi_fl.privacy.loss_distribution import epsilon_by_loss, min_mean_loss  # and with it SciPy
 
     if min_mean_loss(mechanisms, k) > 2 * MAX_GROUP_EPSILON:  # and no bound by divergences is below that
         return inf

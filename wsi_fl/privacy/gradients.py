@@ -30,7 +30,7 @@ from torch.nn.grad import conv2d_weight
 from torch.overrides import TorchFunctionMode
 
 from wsi_fl.models.cnn import FrozenNorm
-from wsi_fl.privacy.losses import LossOf, loss_of_rows
+from wsi_fl.privacy.rowwise_loss import LossOf, loss_of_rows
 from wsi_fl.types import WsiFlError
 
 Weigh = Callable[[Tensor], Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon, max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee, LedgerEntry
-from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
 MAX_PROTECTIVE_EPSILON = 100.0

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from wsi_fl.learning.metrics import mean_of_available
-from wsi_fl.report.words import format_number
+from wsi_fl.report.formatting import format_number
 
 # Matplotlib needs real colours; these stand for CSS variables and are replaced in the finished SVG, so that one chart
 # serves light, dark and print.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.system.machine import launcher_reason, n_cores
 from wsi_fl.types import WsiFlError, single_line
 
@@ -47,7 +47,7 @@ def _check_openslide() -> str:
     """Write a small slide and read it back."""
     import numpy as np
 
-    from wsi_fl.demo.phantom import write_pyramid
+    from wsi_fl.demo.simulated_slides import write_pyramid
     from wsi_fl.slides.reading.probe import check_opens_safely
     from wsi_fl.slides.reading.reader import Slide
 

@@ -17,7 +17,7 @@ from zlib import error as ZlibError
 import h5py
 
 from wsi_fl.stores.fields import DAMAGE, check_format, check_seal, first_line, memory_message, refuse_too_large
-from wsi_fl.system.bulk import ALIGNMENT
+from wsi_fl.system.direct_io import ALIGNMENT
 from wsi_fl.system.files import refuse_unavailable, require_regular_file, reserve_space
 from wsi_fl.types import WsiFlError
 

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.renamed import new_name
-from wsi_fl.study.site import SiteFile
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import toml_or_repr
 from wsi_fl.types import UsageError
 

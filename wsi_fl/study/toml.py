@@ -10,7 +10,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wsi_fl.study.renamed import new_name
-from wsi_fl.system.names import compose_text
+from wsi_fl.system.file_names import compose_text
 from wsi_fl.types import PLAIN_NAME_MESSAGE, UsageError, find_control_character, is_plain_name
 
 _S = TypeVar("_S", bound=BaseModel)

@@ -12,7 +12,7 @@ from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
     from wsi_fl.study.pipeline import Pipeline as PipelineFile
-    from wsi_fl.synthesis.stages.kinds import GeneratorType
+    from wsi_fl.synthesis.stages.generator_types import GeneratorType
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,7 +32,7 @@ def _resolve_options(
     name: str | None, overrides: list[str] | None, generator: str | None
 ) -> tuple[Study, PipelineFile, GeneratorType]:
     from wsi_fl.synthesis.keys import Synthesis
-    from wsi_fl.synthesis.stages.kinds import load_kind
+    from wsi_fl.synthesis.stages.generator_types import load_kind
 
     study = find_study()
     generator_override = [f"synthesis.generator={generator}"] if generator else []
@@ -51,7 +51,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    from wsi_fl.synthesis.stages.train import render_training_lines, train_generator
+    from wsi_fl.synthesis.stages.generator_training import render_training_lines, train_generator
 
     work = partial(train_generator, *_resolve_options(pipeline, overrides, generator), site, restart=restart)
     run_work("synthesize train", work, as_json, render_training_lines)
@@ -77,7 +77,7 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
-    from wsi_fl.synthesis.stages.sample import render_sample_lines, sample_generator
+    from wsi_fl.synthesis.stages.synthetic_stores import render_sample_lines, sample_generator
 
     document = sample_generator(
         find_study(),
@@ -102,7 +102,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
-    from wsi_fl.synthesis.stages.check import check_generator, render_verdict_lines
+    from wsi_fl.synthesis.stages.generator_check import check_generator, render_verdict_lines
 
     work = partial(check_generator, *_resolve_options(pipeline, overrides, generator), site)
     if not run_work("synthesize check", work, as_json, render_verdict_lines)["passed"]:

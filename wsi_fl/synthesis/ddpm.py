@@ -26,7 +26,7 @@ from torch import Tensor
 
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.lpips import half_precision
-from wsi_fl.synthesis.state import TrainingState, move_average, normalize_pixels, quantize_images
+from wsi_fl.synthesis.training_state import TrainingState, move_average, normalize_pixels, quantize_images
 
 _Sampler = Literal["ddpm", "ddim", "dpm++"]
 

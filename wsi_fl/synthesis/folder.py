@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # `check` does not need PyTorch
     from torch import Tensor, nn
 
     from wsi_fl.study.folder import Study
-    from wsi_fl.synthesis.state import TrainingState
+    from wsi_fl.synthesis.training_state import TrainingState
 
 Phase = Literal["before", "after", "denoiser"]
 """The network of a training: a GAN's without, or with, the privacy loss, or that of a diffusion model."""

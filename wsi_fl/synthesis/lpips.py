@@ -26,7 +26,7 @@ from torch.nn import functional
 from torchvision.models.vgg import cfgs, make_layers
 
 from wsi_fl.models.weights import NoWeightsError, download_weights, read_weights, weights_digest
-from wsi_fl.synthesis.state import normalize_pixels
+from wsi_fl.synthesis.training_state import normalize_pixels
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAIRWISE_BYTES = 512 << 20

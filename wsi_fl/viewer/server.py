@@ -26,7 +26,7 @@ from socketserver import TCPServer
 from threading import Thread, Timer
 from typing import Any
 
-from wsi_fl.stages.work.console import Lines
+from wsi_fl.stages.runtime.console import Lines
 from wsi_fl.types import UsageError, WsiFlError, single_line
 from wsi_fl.viewer.gallery import Gallery, encode_json
 from wsi_fl.viewer.tiles import NotAwaited

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.grid import patch_side_l0
-from wsi_fl.slides.patching.patches import PlanParams, plan_slide
-from wsi_fl.slides.patching.quality import KINDS
-from wsi_fl.slides.patching.survey import build_slide_geometry
+from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
+from wsi_fl.slides.patching.artifacts import KINDS
+from wsi_fl.slides.patching.slide_survey import build_slide_geometry
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.tile import read_excluded
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_tissue_params
-from wsi_fl.stages.site.data import open_bags, open_store
-from wsi_fl.stores.bags import BagStore
+from wsi_fl.stages.site.site_data import open_bags, open_store
+from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.fields import read_marked
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json

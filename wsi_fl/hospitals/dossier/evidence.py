@@ -15,14 +15,14 @@ from string import Formatter
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.dossier.page import make_dossier
+from wsi_fl.hospitals.dossier.dossier_page import make_dossier
 from wsi_fl.hospitals.trust.certificates import key_fingerprint, verify_document
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import fingerprint_line
+from wsi_fl.hospitals.trust.provisioning import fingerprint_line
 from wsi_fl.privacy.accounting import ACCOUNTANT
-from wsi_fl.privacy.audit import ADJACENCY
-from wsi_fl.report.fill import fill_template
-from wsi_fl.stages.work.console import Lines, TextLine
+from wsi_fl.privacy.attacks import ADJACENCY
+from wsi_fl.report.templates import fill_template
+from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, require_regular_file, write_json, write_text
 from wsi_fl.types import UsageError

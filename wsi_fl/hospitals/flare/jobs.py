@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.flare.files import (
+from wsi_fl.hospitals.flare.flare_files import (
     COORDINATOR,
     HEARTBEAT_S,
     REPLIES_FILE,
@@ -23,8 +23,8 @@ from wsi_fl.hospitals.flare.files import (
     write_job_files,
 )
 from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, require_server
-from wsi_fl.hospitals.work.said import validate_replies
-from wsi_fl.hospitals.work.taking_part import LAST
+from wsi_fl.hospitals.work.job_replies import validate_replies
+from wsi_fl.hospitals.work.client import LAST
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, single_line
 

@@ -38,7 +38,7 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
-from wsi_fl.hospitals.flare.files import PARENT_VARIABLE, PROCESS_MODULE
+from wsi_fl.hospitals.flare.flare_files import PARENT_VARIABLE, PROCESS_MODULE
 from wsi_fl.hospitals.trust.kit import bracket_ipv6, find_proxy, parse_address, refuse_revoked
 
 _LOOK_S = 0.25

@@ -21,7 +21,7 @@ from wsi_fl.slides.layouts.common import (
     parse_label,
     read_rows,
 )
-from wsi_fl.system.names import find_file, slide_of, stem_of
+from wsi_fl.system.file_names import find_file, slide_of, stem_of
 from wsi_fl.types import ExcludedSlide, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)

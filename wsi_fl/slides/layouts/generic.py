@@ -22,7 +22,7 @@ from wsi_fl.slides.layouts.common import (
     require_names,
 )
 from wsi_fl.slides.reading.formats import slide_name
-from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, find_file
+from wsi_fl.system.file_names import compose_text, describe_mismatch, file_name_of, find_file
 from wsi_fl.types import SPLITS, ExcludedSlide, SlideRecord, Supervision, UsageError
 
 

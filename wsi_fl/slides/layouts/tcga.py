@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, apply_splits, group_sites, list_files, read_rows
-from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
+from wsi_fl.system.file_names import drop_companions, file_name_of, glob_paths, is_companion
 from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
 _INSTITUTION_CODES = {

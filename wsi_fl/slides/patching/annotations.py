@@ -14,7 +14,7 @@ import shapely
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.outline_files import list_polygons, read_outlines, shorten_text
-from wsi_fl.slides.patching.placing import Origin, SlideGeometry, place_outlines, transform_area
+from wsi_fl.slides.patching.outline_placement import Origin, SlideGeometry, place_outlines, transform_area
 from wsi_fl.types import WsiFlError
 
 OutlineRole: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]

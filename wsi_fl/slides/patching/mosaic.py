@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from wsi_fl.slides.patching.regions import area_mean
-from wsi_fl.slides.patching.survey import SlideSurvey, survey_slide
+from wsi_fl.slides.patching.mask_regions import area_mean
+from wsi_fl.slides.patching.slide_survey import SlideSurvey, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError

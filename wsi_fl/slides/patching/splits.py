@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.copies import find_persons
+from wsi_fl.slides.patching.scan_copies import find_persons
 from wsi_fl.types import SlideRecord, UsageError
 
 SEED = 0

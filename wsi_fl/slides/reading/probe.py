@@ -190,8 +190,8 @@ def _find_false_size(path: Path, *, is_native: bool) -> str:
     """
     from tifffile import TiffFile
 
-    from wsi_fl.slides.reading.formats.tiff import list_pages
-    from wsi_fl.slides.reading.native import is_readable
+    from wsi_fl.slides.reading.formats.tiff_pages import list_pages
+    from wsi_fl.slides.reading.native_tiles import is_readable
 
     n_bytes = path.stat().st_size
     try:
@@ -214,7 +214,7 @@ def _is_one_row(path: Path) -> bool:
     """Return whether a Ventana slide has an area of one row or column of tiles, by its XML."""
     from tifffile import TiffFile
 
-    from wsi_fl.slides.reading.formats.tiff import list_pages
+    from wsi_fl.slides.reading.formats.tiff_pages import list_pages
 
     try:
         with TiffFile(path) as tif:

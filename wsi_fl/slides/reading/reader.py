@@ -28,14 +28,14 @@ from wsi_fl.slides.reading.formats import (
     read_ome_properties,
     select_openslide_levels,
 )
-from wsi_fl.slides.reading.formats.dicom import find_member, require_one_slide
-from wsi_fl.slides.reading.formats.levels import SelectedLevels, find_padded_levels, select_levels
+from wsi_fl.slides.reading.formats.dicom_headers import find_member, require_one_slide
+from wsi_fl.slides.reading.formats.level_selection import SelectedLevels, find_padded_levels, select_levels
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import PixelSource, SourceError, blend_rgb
-from wsi_fl.slides.reading.holes import LevelRegion, find_holes, has_lost_pixels
-from wsi_fl.slides.reading.native import Box, NativeLevel
-from wsi_fl.slides.reading.painting import Area, fill_from_surroundings, paint_areas, resample_box
-from wsi_fl.slides.reading.trusted import TrustedLevels
+from wsi_fl.slides.reading.damage import LevelRegion, find_holes, has_lost_pixels
+from wsi_fl.slides.reading.native_tiles import Box, NativeLevel
+from wsi_fl.slides.reading.picture_parts import Area, fill_from_surroundings, paint_areas, resample_box
+from wsi_fl.slides.reading.native_levels import TrustedLevels
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, single_line
 
 Reader = Literal["auto", "native", "openslide"]

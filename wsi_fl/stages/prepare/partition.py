@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import Lines, TextLine, build_site_table
+from wsi_fl.stages.runtime.console import Lines, TextLine, build_site_table
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
-from wsi_fl.stores.shards import Counts, ShardMeta, link_shards, write_shard
+from wsi_fl.stores.patch_shards import Counts, ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
-from wsi_fl.study.site import SiteFile
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
 from wsi_fl.system.files import read_sealed, remove_abandoned, site_lock, write_sealed, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError

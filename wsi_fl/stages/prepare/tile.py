@@ -23,17 +23,17 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
-from wsi_fl.slides.patching.patches import SlidePlan
-from wsi_fl.slides.patching.quality import KINDS
+from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
+from wsi_fl.slides.patching.slide_plan import SlidePlan
+from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.slides.pictures.overview import draw_overview
+from wsi_fl.slides.pictures.qc_thumbnail import draw_overview
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.sources import Outcome, Scope, SlideList, SlideQuality
+from wsi_fl.slides.reading.patch_reader import read_patches
+from wsi_fl.stages.prepare import slide_lists as sources
+from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_quality, plan_slides, sample_patches
-from wsi_fl.stages.work.console import (
+from wsi_fl.stages.runtime.console import (
     Lines,
     SilentProgress,
     TextLine,
@@ -43,15 +43,15 @@ from wsi_fl.stages.work.console import (
     print_message,
     unread_note,
 )
-from wsi_fl.stages.work.job import RankJob
-from wsi_fl.stores import shards as stored
+from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stores import patch_shards as stored
 from wsi_fl.stores.fields import Marked, StoreMeta
-from wsi_fl.stores.patches import SlideSource, parse_quality
+from wsi_fl.stores.patch_store import SlideSource, parse_quality
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system import jpeg
 from wsi_fl.system.files import site_lock, write_bytes, write_csv
-from wsi_fl.system.ordered import map_in_order
+from wsi_fl.system.prefetch import map_in_order
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, SlideRecord, WsiFlError
 
 _SAMPLE_SLIDES, _SAMPLE_PATCHES = 8, 128

@@ -18,20 +18,20 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.patches import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
-from wsi_fl.slides.patching.placing import Origin
-from wsi_fl.slides.patching.quality import ArtifactSegmenter, QualityParams
+from wsi_fl.slides.patching.slide_plan import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
+from wsi_fl.slides.patching.outline_placement import Origin
+from wsi_fl.slides.patching.artifacts import ArtifactSegmenter, QualityParams
 from wsi_fl.slides.patching.splits import SEED, sample_rows
-from wsi_fl.slides.patching.survey import digest_mask
+from wsi_fl.slides.patching.slide_survey import digest_mask
 from wsi_fl.slides.patching.tissue import Method, TissueParams
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader
-from wsi_fl.stages.prepare.sources import Outcome, SlideList, SlideQuality
-from wsi_fl.stages.work.console import describe_failure
+from wsi_fl.stages.prepare.slide_lists import Outcome, SlideList, SlideQuality
+from wsi_fl.stages.runtime.console import describe_failure
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import atomic_path, file_sha256
-from wsi_fl.system.ordered import map_in_order
+from wsi_fl.system.prefetch import map_in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
 _PLAN_VERSION = 5

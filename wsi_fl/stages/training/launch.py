@@ -19,9 +19,9 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.work.console import Watcher, print_message
-from wsi_fl.stages.work.job import take_threads
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.runtime.console import Watcher, print_message
+from wsi_fl.stages.runtime.rank_job import take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import (

@@ -18,19 +18,19 @@ from typing import Any
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.cross_site_evaluation import CrossSiteScoring
-from wsi_fl.federation.site import Site
-from wsi_fl.report.words import SCORES
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import append_note, hold_site_lock
-from wsi_fl.stages.site.account import compute_group
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.federation.site_state import Site
+from wsi_fl.report.formatting import SCORES
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import append_note, hold_site_lock
+from wsi_fl.stages.site.privacy_account import compute_group
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.carrying import sync_statistics
+from wsi_fl.stages.training.sync_statistics import sync_statistics
 from wsi_fl.stages.training.checks import check_budgets
-from wsi_fl.stages.training.going_on import RunRequest, select_run
+from wsi_fl.stages.training.resume import RunRequest, select_run
 from wsi_fl.stages.training.launch import hint_resume
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
-from wsi_fl.stages.training.workshop import (
+from wsi_fl.stages.training.build_sites import (
     build_preflight,
     build_schedule,
     build_site,
@@ -38,7 +38,7 @@ from wsi_fl.stages.training.workshop import (
     require_signed_model,
     store_decisions,
 )
-from wsi_fl.stages.work.console import (
+from wsi_fl.stages.runtime.console import (
     JsonEvents,
     PrivateEvents,
     PrivateProgress,

@@ -10,12 +10,12 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, PrintableText, RoundNumber, SiteName
 from wsi_fl.privacy.ledger_file import Guarantee
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, compute_group
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.privacy_account import Group, compute_group
+from wsi_fl.stages.site.run_context import RunContext
 
 if TYPE_CHECKING:
-    from wsi_fl.federation.site import Site  # and with it PyTorch; who reads summaries need not wait for it
+    from wsi_fl.federation.site_state import Site  # and with it PyTorch; who reads summaries need not wait for it
 
 
 class _SiteSummary(TypedDict):

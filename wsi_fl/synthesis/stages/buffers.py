@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from wsi_fl.federation.site import Buffer, BufferShape
+from wsi_fl.federation.site_state import Buffer, BufferShape
 from wsi_fl.learning.examples import Examples, resize_images
-from wsi_fl.stages.site.data import PatchData, is_source_store
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.site_data import PatchData, is_source_store
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
 from wsi_fl.system.machine import free_bytes
@@ -48,9 +48,9 @@ def _require_memory(shape: BufferShape) -> None:
 def _draw_buffer(context: RunContext, data: PatchData, shape: BufferShape, index: int) -> Buffer:
     """Draw a buffer from the site's generator, classes balanced, at the models' image size."""
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # imports torchvision, matplotlib
-    from wsi_fl.synthesis.stages.kinds import describe_outcome
-    from wsi_fl.synthesis.stages.sample import transpose_images
-    from wsi_fl.synthesis.state import balance_labels
+    from wsi_fl.synthesis.stages.generator_types import describe_outcome
+    from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
+    from wsi_fl.synthesis.training_state import balance_labels
 
     study, site, settings = context.study, data.site, context.pipeline.find_section(Replay)
     folder, document = GAN.require_trained(study, site)

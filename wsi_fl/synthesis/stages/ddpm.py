@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.job import select_device
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stages.site.site_data import open_store
+from wsi_fl.stages.runtime.console import Watcher
+from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis import evidence
+from wsi_fl.synthesis import copying_evidence
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
     DdpmState,
@@ -40,7 +40,7 @@ from wsi_fl.synthesis.ddpm import (
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, find_nearest_lpips
-from wsi_fl.synthesis.stages.kinds import (
+from wsi_fl.synthesis.stages.generator_types import (
     CheckCase,
     CheckEvidence,
     Document,
@@ -50,8 +50,8 @@ from wsi_fl.synthesis.stages.kinds import (
     build_shape,
     load_images,
 )
-from wsi_fl.synthesis.stages.sample import synthetic_meta, transpose_images, write_synthetic
-from wsi_fl.synthesis.state import balance_labels
+from wsi_fl.synthesis.stages.synthetic_stores import synthetic_meta, transpose_images, write_synthetic
+from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import site_lock
 from wsi_fl.types import UsageError
 
@@ -193,10 +193,10 @@ class _DdpmType(GeneratorType):
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.find_section(Ddpm)
         key, generated = _load_generated(case)
-        generated_nearest = evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-        held_out_nearest = evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        memorization = evidence.judge_copies(
-            generated_nearest, held_out_nearest, len(evidence.find_duplicates(training.images.numpy()))
+        generated_nearest = copying_evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+        held_out_nearest = copying_evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        memorization = copying_evidence.judge_copies(
+            generated_nearest, held_out_nearest, len(copying_evidence.find_duplicates(training.images.numpy()))
         )
         comparisons, lpips = _compare_distances(case, generated, held_out_nearest)
         distances = {"denoiser": generated_nearest.distance}
@@ -253,18 +253,18 @@ def _load_generated(case: CheckCase) -> tuple[str, Tensor]:
 
 
 def _compare_distances(
-    case: CheckCase, generated: Tensor, held_out_nearest: evidence.Nearest
-) -> tuple[dict[str, evidence.Comparison], Lpips | None]:
+    case: CheckCase, generated: Tensor, held_out_nearest: copying_evidence.Nearest
+) -> tuple[dict[str, copying_evidence.Comparison], Lpips | None]:
     """Compare training with held-out images by their nearest generated one, in L2 and LPIPS; return LPIPS too."""
     memory = case.memory_bytes
     distances = [
-        evidence.find_nearest(real_set.images.numpy(), generated.numpy(), memory_bytes=memory).distance
+        copying_evidence.find_nearest(real_set.images.numpy(), generated.numpy(), memory_bytes=memory).distance
         for real_set in (case.training, case.held_out)
     ]
-    usual_distances = evidence.find_nearest_other(
+    usual_distances = copying_evidence.find_nearest_other(
         case.training.images.numpy(), case.training.patient, memory_bytes=memory
     )
-    if not (by_pixels := evidence.compare_relative(distances, (usual_distances, held_out_nearest.distance))):
+    if not (by_pixels := copying_evidence.compare_relative(distances, (usual_distances, held_out_nearest.distance))):
         return {}, None
     comparisons = {"nearest sample": by_pixels}
     if case.pipeline.find_section(LpipsKeys).weights is None:
@@ -275,7 +275,7 @@ def _compare_distances(
         find_nearest_lpips(lpips, real_set.images, generated[: gan.check_samples], memory_bytes=memory)
         for real_set in (training, held_out)
     ]
-    if by_lpips := evidence.compare_relative(
+    if by_lpips := copying_evidence.compare_relative(
         distances, case.compute_usual_lpips(lpips, training, held_out, case.training)
     ):
         comparisons["nearest sample, LPIPS"] = by_lpips
@@ -283,7 +283,7 @@ def _compare_distances(
 
 
 def _list_cautions(
-    memorization: evidence.Memorization, held_out_nearest: evidence.Nearest, lpips: Lpips | None
+    memorization: copying_evidence.Memorization, held_out_nearest: copying_evidence.Nearest, lpips: Lpips | None
 ) -> list[str]:
     notes = []
     if memorization.below_paper and memorization.held_out_below_paper:

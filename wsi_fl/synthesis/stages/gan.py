@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.work.job import select_device
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import Comparison, compare_paired, compare_relative, summarize_distances
+from wsi_fl.synthesis.copying_evidence import Comparison, compare_paired, compare_relative, summarize_distances
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, describe_terms, draw_samples, project_images, step
+from wsi_fl.synthesis.gan_training import GanState, describe_terms, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, compute_margin, embed_images, find_nearest_lpips
-from wsi_fl.synthesis.stages.kinds import (
+from wsi_fl.synthesis.stages.generator_types import (
     CheckCase,
     CheckEvidence,
     DistancePair,
@@ -37,7 +37,7 @@ from wsi_fl.synthesis.stages.kinds import (
     load_site_lpips,
     select_shared_phase,
 )
-from wsi_fl.synthesis.state import balance_labels, normalize_pixels
+from wsi_fl.synthesis.training_state import balance_labels, normalize_pixels
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 
 _MARGIN_IMAGES = 256

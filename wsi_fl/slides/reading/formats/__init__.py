@@ -14,14 +14,14 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.dicom import is_dicom, is_dicom_folder, read_header
-from wsi_fl.slides.reading.formats.levels import find_padded_levels, select_levels
+from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, is_dicom_folder, read_header
+from wsi_fl.slides.reading.formats.level_selection import find_padded_levels, select_levels
 from wsi_fl.slides.reading.formats.ngff import open_zarr
 from wsi_fl.slides.reading.formats.ome import is_misread, open_ome_tiff, read_ome_mpp
-from wsi_fl.slides.reading.formats.pictures import open_picture
+from wsi_fl.slides.reading.formats.plain_pictures import open_picture
 from wsi_fl.slides.reading.formats.scanners import open_czi, open_isyntax
 from wsi_fl.slides.reading.formats.source import PixelSource, name_mpp_properties
-from wsi_fl.slides.reading.formats.tiff import (
+from wsi_fl.slides.reading.formats.tiff_pages import (
     find_foreign_levels,
     main_picture,
     open_tiled_tiff,
@@ -29,7 +29,7 @@ from wsi_fl.slides.reading.formats.tiff import (
     require_slide,
 )
 from wsi_fl.system.files import require_regular_file
-from wsi_fl.system.names import compose_text, slide_of
+from wsi_fl.system.file_names import compose_text, slide_of
 from wsi_fl.types import WsiFlError, single_line
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from wsi_fl.slides.reading.formats.source import (
     import_extra,
     is_red_green_blue,
 )
-from wsi_fl.slides.reading.formats.tiff import TileGaps
+from wsi_fl.slides.reading.formats.tiff_pages import TileGaps
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:

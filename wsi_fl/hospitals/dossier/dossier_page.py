@@ -1,0 +1,393 @@
+"""The dossier of a hospital: answers for its data protection officer and its network administrators, from local files.
+
+It is made from the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store;
+further texts are in `dossier.toml`. A hospital that leaves keeps a part of it: its releases, and what of them stays
+with others.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from wsi_fl import __version__
+from wsi_fl.hospitals.plans.disclosures import fill_plan_text
+from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document, site_disclosures
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.privacy.accounting import group_epsilon
+from wsi_fl.privacy.guarantee import (
+    collect_mechanisms,
+    collect_rounds,
+    collect_units,
+    entries_epsilon,
+    lifetime_entries,
+    weakest_guarantee,
+)
+from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile, run_id
+from wsi_fl.report.templates import fill_template
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.privacy_account import Group, build_terms, describe_group, open_ledger
+from wsi_fl.stages.site.released_statistics import STATISTICS_RUN
+from wsi_fl.stages.training.resume import list_plan_runs
+from wsi_fl.stages.runtime.console import Lines, TextLine
+from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.files import read_object, write_json, write_text
+from wsi_fl.types import UsageError, WsiFlError
+
+_MAX_LINES = 12
+"""Releases of a run that are shown; the JSON beside the page has all."""
+_MAX_LINE_CHARS = 36
+"""Characters of a line in the drawing."""
+_TEXTS = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
+
+
+def _render_page(dossier: Mapping[str, Any]) -> str:
+    """Return a dossier's `--json` document as one self-contained HTML document."""
+    context = {
+        "d": dossier,
+        "plan": dossier["plan"],
+        "flow": _describe_flow(dossier),
+        "most_lines": _MAX_LINES,
+        "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
+    }
+    return fill_template("dossier", context, Path(__file__).parent)
+
+
+def _describe_flow(dossier: Mapping[str, Any]) -> dict[str, object]:
+    """Return the labels of the data flow drawing: at the hospital, in transit, at the others; and the same in words."""
+    plan, relay_address = dossier["plan"], dossier["network"][0]["to"]
+    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
+    leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
+    names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    private = ["private model"] if any("private model" in text for text in plan["stays"]) else []
+    stays = ["slides, patches, features", "labels and names", *private, "checkpoints", "private key"]
+    relay = "folder" if relay_address.startswith("the folder") else "server"
+    return {
+        "leaves": [line for text in leaves for line in wrap(f"· {text}", _MAX_LINE_CHARS)],
+        "stays": stays,
+        "relay": f"shared {relay}" if relay == "folder" else relay,
+        "others": names or "nobody",
+        "alt": (
+            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed messages with "
+            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {names or 'nobody'}. "
+            "Theirs come back."
+        ),
+    }
+
+
+def make_dossier(
+    study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False
+) -> dict[str, Any]:
+    """Write the page, and its content as JSON beside it; return the content.
+
+    Args:
+        site: of the dossier; default: that of the kit.
+        for_others: whether it leaves the hospital; see `build_dossier`.
+
+    Raises:
+        UsageError: when no plan is in the study, or the site is not given.
+    """
+    if not plan_path(study).is_file():
+        raise UsageError(
+            f"{study.relative_path(plan_path(study))}: no plan lies here; sign one with `wsi-fl federation "
+            "approve PLAN`"
+        )
+    opened_kit, plan = (Kit.open(kit) if kit else None), FederationPlan.load(plan_path(study))
+    name = site or (opened_kit.name if opened_kit and opened_kit.role == "hospital" else None)
+    if name is None:
+        raise UsageError("of which hospital? add --site NAME, or --kit DIR of a hospital")
+    if name not in plan.sites:
+        raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
+    dossier = build_dossier(study, plan, study.load_site(name), opened_kit, for_others=for_others)
+    write_json(out.with_suffix(".json"), dossier)
+    write_text(out, _render_page(dossier))
+    return dossier
+
+
+def build_dossier(
+    study: Study, plan: FederationPlan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
+) -> dict[str, Any]:
+    """Return a hospital's dossier on a plan, from the files of its study and its kit.
+
+    A dossier that leaves the hospital (`for_others`) holds nothing that depends on single patients without an ε, nor a
+    path of the machine: neither the number of rows of the patient with the most nor its group ε; not the plan's cost as
+    the hospital saw it; no attack on a local model; of an invalid ledger only that it is invalid.
+
+    Returns:
+        Among others "missing": why sites have not signed, None if the federation's root CA is not here to verify;
+        "spent": ε of everything released so far, per unit of the plan; "group": the same for the patient with the most
+        rows; "cost": the plan's cost, as the hospital saw it when it signed; "warning": why the ledger is invalid, as
+        by `approve`; "accounts": as `_list_accounts`; "audits": results of attacks.
+    """
+    document = parse_plan_document(plan)
+    approval_status = collect_approvals(study, plan, kit.load_identity().root) if kit else None
+    lines, warning = _load_ledger(study, plan, site)
+    entries = [entry for entry in lines if entry.site == site.name]
+    delta, cost = site.delta or document["privacy"]["delta"], _load_signed_cost(study, site.name, plan)
+    rows = _largest_patient_rows(study, site.name, cost)
+    if for_others:
+        cost, rows, warning = None, None, warning and "the hospital can say why"
+    counted_entries = lifetime_entries(entries, document["privacy"]["unit"]) if site.real else entries
+    group, audits = (
+        _group_epsilon(counted_entries, delta, rows),
+        _list_audits(study, site.name, for_others=for_others),
+    )
+    planned_group = (cost or {}).get("lifetime_group") or group
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wsi_fl": __version__,
+        "site": site.name,
+        "for_others": for_others,
+        "plan_sha256": plan.digest,
+        "plan": document | {"leaves": site_disclosures(document, site.name)},
+        "signed": list(approval_status.signed) if approval_status else [],
+        "missing": _explain_missing(study, plan, approval_status.missing) if approval_status else None,
+        "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
+        "spent": entries_epsilon(counted_entries, delta),
+        "group": group,
+        "cost": cost,
+        "warning": warning,
+        "accounts": _list_accounts(study, site.name, entries, delta, rows),
+        "audits": audits,
+        **_describe_risks(document, site, kit, planned_group, audited=bool(audits), for_others=for_others),
+    }
+
+
+def _describe_risks(
+    plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool, for_others: bool
+) -> dict[str, object]:
+    """Return the connections, the remaining risks, and the draft of an assessment: {"heading", "facts", "gaps"}.
+
+    Args:
+        group: ε of all releases and of the plan for the patient with the most rows.
+        audited: whether a model of the site was attacked by `audit`.
+        for_others: whether this leaves the hospital.
+    """
+    facts: dict[str, object] = {
+        "plan": plan,
+        "privacy": plan["privacy"],
+        "site": site,
+        "folder": None,
+        "worth": describe_group(group) if group else "",
+        "audited": audited,
+        "scores": any("scores" in row["allow"] for row in plan["sites"]),
+    }
+
+    facts["not_protected"] = "\n".join(fill_plan_text(_TEXTS["not_protected"], **facts))
+    facts |= _relay_address(kit)
+    if for_others and facts["folder"] and "://" not in str(facts["folder"]):
+        facts["folder"] = "a path of this hospital"
+    rows = _TEXTS["network"]["folder" if facts["folder"] else "server"]
+    return {
+        "network": [{key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows],
+        "not_protected": fill_plan_text(_TEXTS["not_protected"], **facts),
+        "assessment": [part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]],
+    }
+
+
+def _relay_address(kit: Kit | None) -> dict[str, str | None]:
+    """Return the shared folder, or host and port of the server, in words if no kit names them."""
+    if kit is None or not (server := kit.document.get("server")):
+        defaults = {"host": "the coordinator's server", "port": "the server's one TCP port"}
+        return {"folder": kit.folder if kit else None, **defaults}
+    host, _, port = str(server).rpartition(":")
+    return {"folder": kit.folder, "host": f"server {host}", "port": f"TCP {port}"}
+
+
+def _load_ledger(study: Study, plan: FederationPlan, site: SiteFile) -> tuple[Sequence[LedgerEntry], str]:
+    """Return the lines of a site's ledger, and why they are invalid; "" if they are valid."""
+    try:
+        terms = build_terms(site, plan.pipeline(), "none")
+        return open_ledger(study, site, f"plan {plan.digest[:32]}", terms).entries, ""
+    except WsiFlError as error:
+        return LedgerFile(study.ledger_path(site.name)).entries, str(error).replace(f"{study.root}/", "")
+
+
+def _explain_missing(study: Study, plan: FederationPlan, missing: Mapping[str, str]) -> dict[str, str]:
+    """Return why no approval of a site is here; for a participant in a run of the plan that is normal."""
+    took_part = {
+        row["site"]: run.name
+        for run in list_plan_runs(study, plan.digest)
+        for row in (run.read_summary() or {"sites": []})["sites"]
+    }
+    return {
+        site: f"took part in {took_part[site]} under this plan; its approval lies with itself and the coordinator"
+        if site in took_part and not (plan_path(study).parent / f"approval-{site}.json").is_file()
+        else why
+        for site, why in missing.items()
+    }
+
+
+def _list_accounts(
+    study: Study, site: str, entries: Sequence[LedgerEntry], delta: float, rows: int | None
+) -> list[dict[str, Any]]:
+    """Return the site's releases in each run, the first run first, and their cost.
+
+    "plan" is "" if none was signed, and "epsilon" None if no ε holds. "releases" have the "bytes" that the round sent
+    in all, None if its run is no longer here, and as "final" whether they may have left.
+    """
+    accounts = []
+    for run in dict.fromkeys(entry.run_id for entry in entries):
+        lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
+        spent = entries_epsilon(lines, delta)
+        releases = [
+            {
+                "round": released_round.number,
+                "what": kind,
+                "sha256": digest,
+                "bytes": bytes_by_round.get(released_round.number),
+                "final": released_round.final,
+            }
+            for released_round in collect_rounds(lines)
+            for kind, digest in released_round.releases.items()
+        ]
+        account = {
+            "run": lines[0].run,
+            "plan": next((line.agreement for line in lines if line.agreement and not line.sending), ""),
+            "epsilon": spent,
+            "delta": delta,
+            "unit": ", ".join(sorted(collect_units(lines))),
+            "guarantee": "none" if spent is None else weakest_guarantee(lines),
+            "group": _group_epsilon(lines, delta, rows),
+            "releases": releases,
+        }
+        accounts.append(account)
+    return accounts
+
+
+def _bytes_by_round(study: Study, site: str, run: str) -> dict[int, int]:
+    """Return the bytes that the site sent in each round of a run, if its folder is still here."""
+    for manifest in sorted(study.runs_path.glob("*/manifest.json")):
+        folder = RunFolder(manifest.parent)
+        if folder.id == run:
+            return {line["round"]: line["bytes"] for line in folder.site_folder(site).read_metrics()}
+    return {}
+
+
+def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[str, object]]:
+    """Return `audit`'s results on the models of the site, in every audited run here; intervals are of 95 %.
+
+    For others these are results on models that left.
+    """
+    audits = []
+    for file in sorted(study.runs_path.glob("*/audit/audit.json")):
+        document = RunFolder(file.parent.parent).read_audit() or {}
+        site_audits = [audit for audit in document.get("sites", ()) if audit["site"] == site]
+        for model in [model for audit in site_audits for model in audit["models"]]:
+            if for_others and model["model"] == "private":
+                continue
+            membership, planted = model["membership"]["own"], model["canaries"] or {}
+            audited = {
+                "run": str(document["run"]),
+                "model": str(model["model"]),
+                "auroc": membership["auroc"],
+                "interval": membership["interval"],
+                "epsilon_lower": planted.get("epsilon_lower"),
+                "epsilon_upper": planted.get("epsilon_upper"),
+            }
+            audits.append(audited)
+    return audits
+
+
+def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> dict[str, Any] | None:
+    """Return a plan's cost as a hospital saw it when it signed; None if it saw none."""
+    path = cost_path(study, site)
+    document = read_object(path, "delete it") if path.is_file() else {}
+    return document["cost"] if document.get("plan") == plan.digest else None
+
+
+def _largest_patient_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
+    """Return the largest number of rows of a patient of a site, as it signed or in a run; None if unknown."""
+    site_folders = [RunFolder(path).site_folder(site) for path in sorted(study.runs_path.glob("*"))]
+    accounts = [site_folder.read_account() for site_folder in site_folders if site_folder.account_path.is_file()]
+    groups = [account.get("group") for account in (cost or {}, *accounts)]
+    return max((int(group["rows"]) for group in groups if group), default=None)
+
+
+def _group_epsilon(entries: Sequence[LedgerEntry], delta: float, rows: int | None) -> Group | None:
+    """Return ε per row of ledger lines for a patient with a number of rows; None if no such ε holds."""
+    if rows is None or collect_units(entries) != {"row"} or entries_epsilon(entries, delta) is None:
+        return None
+    return {"rows": rows, "epsilon": group_epsilon(collect_mechanisms(entries), delta, rows), "delta": delta}
+
+
+def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
+    """Write, as JSON, a hospital's releases with their receivers, and the remaining steps; return the document.
+
+    If its approval is to be deleted too, so that no further run starts, no process of it may still run.
+    """
+    site, approval = study.load_site(kit.name), approval_path(study, kit.name)
+    entries = [entry for entry in LedgerFile(study.ledger_path(site.name)).entries if entry.site == site.name]
+    delta = site.delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
+    runs = [
+        _describe_release(study, site.name, account)
+        for account in _list_accounts(study, site.name, entries, delta, None)
+    ]
+    if delete_approval:
+        with kit.lock_kit():  # a process that runs would go on
+            approval.unlink(missing_ok=True)
+    approval_note = f"{approval} is there: --delete-approval deletes it"
+    status = approval_note if approval.exists() else "no plan is signed here"
+    document = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "site": site.name,
+        "federation": kit.document["federation"],
+        "runs": runs,
+        "says": [
+            *(_describe_remains(site.name, run) for run in runs),
+            f"{status}; without an approval no run starts",
+            f"keep {study.ledger_path(site.name)}: whoever uses these patients again must know what was spent",
+            f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
+        ],
+    }
+    write_json(out, document)
+    return document
+
+
+def _describe_release(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
+    """Return the releases of one run, and its other sites, if the run is still here.
+
+    Class statistics that were released by themselves went to the sites of all plans whose runs carried them.
+    """
+    folders = [RunFolder(file.parent) for file in sorted(study.runs_path.glob("*/config.toml"))]
+    run = next((folder for folder in folders if folder.id == run_id(account["run"])), None)
+    carrying = (
+        folder
+        for folder in folders
+        if folder.agreement_digest and site in (folder.site_folder(site).read_statistics_digests() or ())
+    )
+    runs = [run] if run else carrying if account["run"] == STATISTICS_RUN else ()
+    site_lists = (load_run_pipeline(folder.path / "config.toml").sites or [] for folder in runs)
+    names = list(dict.fromkeys(name for sites in site_lists for name in sites))
+    recipients = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
+    return account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
+
+
+def _describe_remains(site: str, run: dict[str, Any]) -> str:
+    """Describe what of a run stays with others."""
+    name, releases = run["run"].split()[0], run["releases"]
+    if not releases:
+        return f"{name}: nothing has left"
+    kinds, rounds = (
+        ", ".join(sorted({release["what"] for release in releases})),
+        [release["round"] for release in releases],
+    )
+    spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
+    others = ", ".join(run["to"]) or "the other sites"
+    others += ", and whoever was given the file," if name == STATISTICS_RUN else ""
+    return (
+        f"{name}: {others} may hold {len(releases)} releases of {site} ({kinds}; rounds "
+        f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
+    )
+
+
+def departure_lines(document: dict[str, Any]) -> Lines:
+    """Report what stays with others, and what to do."""
+    yield TextLine(f"{document['site']} leaves {document['federation']}")
+    yield from (TextLine(f"  {sentence}") for sentence in document["says"])

@@ -1,0 +1,247 @@
+"""The page of a run, with its sections on data, test sets, single predictions and aggregated predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.metrics import mean_and_sd
+from wsi_fl.learning.survival import compute_risk, kaplan_meier, logrank_test
+from wsi_fl.report import figures
+from wsi_fl.report import audit_section
+from wsi_fl.report import cross_site_section
+from wsi_fl.report import clinical_section
+from wsi_fl.report import inline_pictures
+from wsi_fl.report import run_sections
+from wsi_fl.report import formatting
+from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
+from wsi_fl.report.templates import fill_template
+from wsi_fl.report.run_sections import Page
+from wsi_fl.report.formatting import Finding, Json, format_number
+
+_Floats = NDArray[np.float64]
+_PATCHES_SHOWN = 6
+"""Sample patches per site and label; half as many when there are many sites."""
+_RULES = {
+    "mean": "Mean of the probabilities",
+    "weighted_mean": "Mean, weighted by training rows",
+    "absolute": "Absolute majority of votes",
+    "relative": "Relative majority of votes",
+    "weighted": "Votes weighted by training rows",
+}
+_TEST_SETS = {
+    "internal": "each model on the local test part",
+    "external": "each model on the test parts of all other sites of the run",
+    "merged": "each model on the test parts of all sites",
+}
+_DECISIVE = ("aggregated A", "aggregated B")
+
+
+def render_run_page(page: Page) -> str:
+    """Return the page as one HTML document without external files.
+
+    Raises:
+        WsiFlError: when an overview is no picture.
+    """
+    evaluation = page.evaluation or {}
+    evaluated = list(evaluation.get("sites", ()))
+    rows = [*page.summary.get("sites", ()), *evaluated, *({"site": name} for name in page.metrics), *page.stores]
+    names = list(dict.fromkeys(row["site"] for row in rows))  # in the order of the run
+    many, slots = len(names) > N_COLORS, figures.assign_color_slots(names)
+    colors = {name: TOKENS[f"s{slot}"] for name, slot in slots.items()}
+    runs = run_sections.list_runs(page)
+    context = {
+        "page": page,
+        "names": names,
+        "many": many,
+        "slots": slots,
+        "measures": ", ".join(formatting.score_in_sentence(name) for name in page.scores),
+        "metric_names": {name: formatting.SCORES[name] for name in page.scores},
+        "evaluated": evaluated,
+        "headline": run_sections.build_headline(page, len(names)),
+        "privacy": run_sections.summarize_privacy(page),
+        "clinical": clinical_section.build_clinical_section(page.clinical, colors),
+        "audit": audit_section.build_audit_section(page.audit, colors),
+        "aggregation": _summarize_aggregation(page, colors),
+        "rows": runs,
+        "comparison": run_sections.plot_comparisons(page, runs, colors),
+        "curves": run_sections.plot_round_curves(page, colors),
+        "has_accuracy": any(line.get("own") or line.get("merged") for m in page.metrics.values() for line in m),
+        "spent": run_sections.plot_epsilon(page, colors),
+        "answers": _prediction_charts(page),
+        "reliability": run_sections.plot_reliabilities(evaluated, colors),
+        "pooled": run_sections.sum_confusions(evaluated),
+        "heats": run_sections.build_heatmaps(evaluated, page.scores[0]),
+        "between": cross_site_section.build_cross_site_section(page.between),
+        "data": _summarize_data(page),
+        "slidewise": page.examples != "patches",
+        "tests": [
+            {"name": key.capitalize(), "what": description, **evaluation[key]}
+            for key, description in _TEST_SETS.items()
+        ]
+        if evaluation.get("external")
+        else [],
+        "tumor_types": _summarize_tumor_types(evaluated),
+        "traffic": run_sections.sum_traffic(page),
+        "patches": _encode_pictures(page.patches, page.classes, _PATCHES_SHOWN // (2 if many else 1)),
+        "overviews": inline_pictures.encode_overviews(page.overviews),
+    }
+    return fill_template("run", context)
+
+
+def _summarize_data(page: Page) -> dict[str, object]:
+    """Return the examples per site, split and class with sums, and the classes at one site only (`single`)."""
+    tables = {s["site"]: s.get("table") or {} for s in page.stores}
+    splits = [x for x in ("train", "val", "test") if any(x in t for t in tables.values())]
+    sums = {
+        (split, label): sum(t.get(split, {}).get(label) or 0 for t in tables.values())
+        for split in splits
+        for label in page.classes
+    }
+    row_sums = {
+        (site, split): sum(table[split].get(label) or 0 for label in page.classes)
+        for site, table in tables.items()
+        for split in splits
+        if split in table
+    }
+    holders = {
+        label: [site for site, table in tables.items() if any(counts.get(label) for counts in table.values())]
+        for label in page.classes
+    }
+    geometries = {(s.get("size_px"), s.get("mpp")) for s in page.stores}
+    return {
+        "splits": splits,
+        "sums": sums,
+        "row_sums": row_sums,
+        "patients": sum(s.get("patients") or 0 for s in page.stores),
+        "slides": sum(s.get("slides") or 0 for s in page.stores),
+        "geometry": geometries.pop() if len(geometries) == 1 else None,
+        "encoder": next((s["encoder"] for s in page.stores if s.get("encoder")), None),
+        "single": [(label, sites[0]) for label, sites in holders.items() if len(sites) == 1 and len(tables) > 1],
+    }
+
+
+def _summarize_tumor_types(evaluated: Sequence[Json]) -> list[dict[str, object]]:
+    """Return by tumour type the slides, and mean ± sd over sites of both accuracies."""
+    rows_by_type: dict[str, list[Json]] = {}
+    for site in evaluated:
+        for kind, row in (site.get("tumor_types") or {}).items():
+            rows_by_type.setdefault(kind, []).append(row)
+    return [
+        {
+            "name": kind,
+            "n": max(row["n"] for row in rows),
+            **{key: mean_and_sd([row[key] for row in rows]) for key in ("accuracy", "macro_accuracy")},
+        }
+        for kind, rows in sorted(rows_by_type.items())
+    ]
+
+
+def _encode_pictures(
+    pictures_of: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]], classes: Sequence[str], limit: int
+) -> dict[str, dict[str, list[str]]]:
+    """Return data URIs by site and label, at most `limit` of each; labels in the order of the classes."""
+    uris: dict[str, dict[str, list[str]]] = {}
+    for site, samples in pictures_of.items():
+        for label in dict.fromkeys([*classes, *(label for label, _ in samples)]):
+            if chosen := [pixels for patch_label, pixels in samples if patch_label == label][:limit]:
+                uris.setdefault(site, {})[label] = [inline_pictures.encode_patch(pixels) for pixels in chosen]
+    return uris
+
+
+def _prediction_charts(page: Page) -> list[tuple[str, Chart, str]]:
+    """Return (title, chart, caption) of each site's local test part, for numbers and survival."""
+    if page.task == "number":
+        return [(site, _truth_chart(site, *values), "") for site, values in page.said.items()]
+    ends = [float(name) for name in page.outputs] if page.task == "survival" else []
+    return [(site, *_risk_chart(site, truth, predictions, ends)) for site, (truth, predictions) in page.said.items()]
+
+
+def _truth_chart(site: str, truth: _Floats, predictions: _Floats) -> Chart:
+    """Return a scatter plot of predicted against true numbers with the diagonal."""
+    low, high = (float(f([f(truth), f(predictions)])) for f in (np.min, np.max))
+    with open_figure() as (figure, axes):
+        axes.plot([low, high], [low, high], color=MUTED, lw=1, ls=(0, (4, 3)))
+        axes.plot(truth[:, 0], predictions[:, 0], "o", color=ACCENT, ms=4, alpha=0.6)
+        axes.set(xlabel="true", ylabel="predicted")
+        alt = f"Predicted against true numbers of {len(truth)} test examples of {site}."
+        return Chart(render_svg(figure, f"Predicted against true, {site}"), alt)
+
+
+def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[float]) -> tuple[Chart, str]:
+    """Return Kaplan–Meier curves above and below the median predicted risk, and the p-value in words."""
+    risks = compute_risk(predictions, ends)
+    high = risks > np.median(risks)
+    p = logrank_test(truth, high)
+    with open_figure() as (figure, axes):
+        for group, color, name in ((high, ACCENT, "higher risk"), (~high, INK, "lower risk")):
+            if group.any():
+                times, share = kaplan_meier(truth[group])
+                axes.step(times, share, where="post", color=color, label=f"{name} ({int(group.sum())})")
+        axes.set(ylim=(0, 1.03), xlabel="time", ylabel="without the event")
+        axes.legend(frameon=False, loc="lower left")
+        test_text = "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
+        alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {test_text}"
+        return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
+
+
+def _summarize_aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | None:
+    """Return the section on aggregated predictions and MPCPA; None with fewer than two sites on the same test set."""
+    evaluation = page.evaluation or {}
+    if not (aggregated := evaluation.get("aggregated")):
+        return None
+    mean = evaluation["merged"]["accuracy"]["mean"]
+    accuracy = aggregated["rules"][aggregated["rule"]]["accuracy"]
+    text = (
+        f"Aggregated predictions reach an accuracy of {format_number(accuracy)}, "
+        f"those of one site {format_number(mean)} on average. "
+        "In a single run a difference of a few points means nothing."
+    )
+    section: dict[str, object] = {
+        "used": _RULES[aggregated["rule"]],
+        "rules": [(_RULES[name], scores) for name, scores in aggregated["rules"].items()],
+        "findings": []
+        if mean is None or accuracy is None
+        else [Finding("good" if accuracy > mean else "unclear", text)],
+        "generated": _encode_pictures(page.generated, page.classes, _PATCHES_SHOWN),
+    }
+    if table := page.mpcpa:
+        section |= {
+            "table": table,
+            "chart": _models_chart(table["rows"]),
+            "curve": _curve_chart(table["curve"], colors) if len(table["curve"]) > 2 else None,
+            "rule": _RULES[table["aggregate"]],
+            "failed": [row["site"] for row in table["memorization"] if not row["passed"]],
+        }
+    return section
+
+
+def _models_chart(rows: Sequence[Json]) -> Chart:
+    """Return a bar chart of the accuracy of every model of the comparison; aggregations are marked."""
+    labels = [", ".join(row[key] for key in ("row", "site") if key in row) for row in rows]
+    bars = [
+        Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    return figures.plot_bars(bars, "Local and generated images", "Accuracy on the merged test set")
+
+
+def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
+    """Return a chart of accuracy over generated images per class and denoiser (the paper's Figure 5)."""
+    x = [point["per_class"] for point in points]
+    with open_figure(left_in=0.6) as (figure, axes):
+        for site in points[0]["sites"]:
+            values = [point["sites"][site] for point in points]
+            axes.plot(x, values, color=colors.get(site, MUTED), lw=1.1, alpha=0.8)
+        axes.plot(x, [point["mean"] for point in points], color=INK, ls=(0, (4, 3)))
+        axes.plot(x, [point["aggregated"] for point in points], color=ACCENT, marker="o", ms=4)
+        axes.set(xlabel="generated images of each class", ylabel="accuracy")
+        points_text = "; ".join(
+            f"{point['per_class']}: {format_number(point['aggregated'])}, sites {format_number(point['mean'])} "
+            "on average"
+            for point in points
+        )
+        alt = f"Accuracy of the aggregated predictions over generated images of each class: {points_text}."
+        return Chart(render_svg(figure, "Number of generated images"), alt)

@@ -1,0 +1,389 @@
+"""`audit_run`: worst-case attacks on the models of a run, and empirical bounds of its ε.
+
+Results are rates and bounds; no example, no single loss and no inclusion of a canary is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from wsi_fl.federation.methods import Method
+from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.learning.local_training import example_losses, predict_examples
+from wsi_fl.learning.metrics import choose_classes
+from wsi_fl.learning.privacy_units import Canaries, PrivacyUnits
+from wsi_fl.learning.validation import COMMON
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy import attacks as attacks
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
+from wsi_fl.report.audit_section import build_statistics_tables, list_audit_findings
+from wsi_fl.report.formatting import format_number
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
+from wsi_fl.stages.site.run_context import RunContext, restore_study
+from wsi_fl.stages.training.checks import list_traits
+from wsi_fl.stages.training.build_sites import build_model, load_canaries, load_training
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.study.folder import Study
+from wsi_fl.study.toml import find_clash
+from wsi_fl.system.files import write_csv
+from wsi_fl.types import WsiFlError
+
+_CONFIDENCE = 0.95
+"""Confidence of a single bound, and of all statements on broken guarantees in a run together."""
+_N_CANARIES = 400
+"""Number of canaries for a useful lower bound on ε."""
+_FALSE_POSITIVE_RATES = (0.01, 0.001)
+_EXPOSURE_FILE = "exposure.csv"
+"""File of a site with the exposure of each unit in its class statistics; it names patients and stays at the site."""
+
+
+class AuditDocument(TypedDict):
+    """The document of `audit_run`."""
+
+    run: str
+    method: str
+    examples: str
+    confidence: float
+    tests: int
+    level: float
+    tested: str | None
+    adjacency: str
+    sites: list[dict[str, Any]]
+    influence: list[dict[str, object]]
+    may_plant: bool
+
+
+def audit_run(study: Study, run_name: str, *, watcher: Watcher | None = None) -> AuditDocument:
+    """Audit a finished run, write audit/audit.json, and return the document.
+
+    A hospital that does not share its patches is audited where its store is, on local examples only.
+
+    Raises:
+        WsiFlError: when the run is not finished, or no store of its sites is here.
+    """
+    watcher = watcher or SilentProgress()
+    run = RunFolder(study.find_run(run_name))
+    study = restore_study(study, run)
+    run.require_summary()
+    with RunContext.restore(study, run) as context:
+        document = _build_document(context, watcher)
+    run.write("audit", document)
+    return document
+
+
+def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
+    merged, lost = context.may_merge and len(context.members) > 1, context.sites_lost
+    finished = [name for name in context.names if name not in lost and name not in context.receivers]
+    audited_sites = [name for name in finished if merged or context.has_store(name)]
+    if not audited_sites:
+        raise WsiFlError(f"{context.study.root}/stores: no store of a site of this run; an audit needs one")
+    tests = 0
+    if context.pipeline.audit.canaries:  # of all sites, wherever they are audited
+        summary = context.run.require_summary()
+        guaranteed_sites = [row["site"] for row in summary["sites"] if row["guarantee"] != "none"]
+        roles = [role for _, role in _list_models(context.method) if is_trained_with_dp(context, role)]
+        tests = len(set(guaranteed_sites) - lost) * len(roles)
+    level, rows = attacks.bonferroni_level(_CONFIDENCE, tests), []
+    for done, name in enumerate(audited_sites):
+        watcher.update("audit", done, len(audited_sites), name)
+        rows.append(_audit_site(context, context.names.index(name), merged=merged, level=level))
+        watcher.update("audit", done + 1, len(audited_sites), name)
+    return {
+        "run": context.study.relative_path(context.run.path),
+        "method": context.name,
+        "examples": context.example_plural,
+        "confidence": _CONFIDENCE,
+        "tests": tests,
+        "level": level,
+        "tested": attacks.describe_tests(tests, _CONFIDENCE) if tests else None,
+        "adjacency": attacks.ADJACENCY,
+        "sites": rows,
+        "influence": _measure_influence(context, audited_sites) if context.method.is_oneshot else [],
+        "may_plant": not context.pipeline.audit.canaries and _can_plant_canaries(context),
+    }
+
+
+def _can_plant_canaries(context: RunContext) -> bool:
+    """Return whether the settings of the run permit canaries."""
+    return not find_clash(context.pipeline.replace_keys(audit={"canaries": _N_CANARIES}), list_traits(context.method))
+
+
+def _list_models(method: Method) -> list[tuple[str, str]]:
+    """Return (name, role) of the final model of each site, and of its released model if any."""
+    local_name = "central" if method.learns_from == "everybody" or method.mixing_role == "private" else "private"
+    if method.mixing_role is None:
+        return [(local_name, "private")]
+    return [
+        (local_name, "private"),
+        (method.mixing_role if method.mixing_role in COMMON else "released", method.mixing_role),
+    ]
+
+
+class _AuditedModel(NamedTuple):
+    """A trained model of a site: "private"; "proxy", "shared" or "released", as released in the last round; or
+    "central" of all sites. `dp` is whether it was trained with differential privacy."""
+
+    name: str
+    dp: bool
+    network: nn.Module
+
+
+def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) -> dict[str, Any]:
+    name, pipeline = context.names[index], context.pipeline
+    data, folder = context.open_data(name), context.run.site_folder(name)
+    folder.record_store(data.digest(), data.describe_store())
+    members = load_training(context, name).train
+    others = {"own": data.test_examples}
+    if merged:
+        others["merged"] = context.join_tests()
+    account = folder.read_account()
+    if pipeline.audit.canaries and folder.read_document("canaries") is None:
+        raise WsiFlError(f"{folder.path}/canaries.json is missing, the only record of the canaries; restore it")
+    planted = load_canaries(context, name)
+    rows = []
+    for model in _load_audited_models(context, index):
+        upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
+        row: dict[str, object] = {"model": model.name, "dp": model.dp}
+        row["membership"] = _attack_membership(model, members, others, pipeline.evaluate.bootstrap)
+        row["canaries"] = _score_canaries(model, planted, upper, account["delta"], level) if planted else None
+        rows.append(row)
+    released_statistics = context.method.is_oneshot and (not context.uses_files or name in context.statistics)
+    return {
+        "site": name,
+        **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
+        "models": rows,
+        "tail": _measure_exposure(context, name) if released_statistics else None,
+    }
+
+
+def _load_audited_models(context: RunContext, index: int) -> list[_AuditedModel]:
+    """Load the final model of a site, and its released model from the checkpoint before the last exchange."""
+    method, name = context.method, context.names[index]
+    folder = context.run.site_folder(name)
+    rounds = folder.list_checkpoints()
+    if not rounds:
+        raise WsiFlError(f"{folder.path}/state: no checkpoint, so the release of {name} cannot be audited")
+    state, _ = folder.load_checkpoint(rounds[-1])
+    models: list[_AuditedModel] = []
+    for model_name, role in _list_models(method):
+        prefix, sent = f"{role}/model/", bool(models)
+        last = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        tensors = last if sent else folder.load_model(role)
+        common = method.mixing_role == "private"
+        network = build_model(context, index, role, common=common, state=tensors)
+        if isinstance(network, SharedHead) and sent:
+            network.clear_local_statistics()  # only the noisy statistics were released
+        models.append(_AuditedModel(model_name, is_trained_with_dp(context, role), network.to(select_device()).eval()))
+    return models
+
+
+def _attack_membership(
+    model: _AuditedModel, members: Examples, others: Mapping[str, Examples], repeats: int
+) -> dict[str, dict[str, object]]:
+    """Attack membership by a threshold on the loss (Yeom et al., 2018), against each set of non-members."""
+    scores = -example_losses(model.network, members, select_device())
+    results: dict[str, dict[str, object]] = {}
+    for name, examples in others.items():
+        non_member_scores = -example_losses(model.network, examples, select_device())
+        interval = attacks.auroc_interval(scores, non_member_scores, members.patient, examples.patient, repeats=repeats)
+        results[name] = {
+            "members": len(scores),
+            "non_members": len(non_member_scores),
+            "auroc": attacks.compute_auroc(scores, non_member_scores),
+            "interval": interval,
+            "alarm": attacks.is_alarming(interval),
+            "tpr_at_fpr": {
+                f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate) for rate in _FALSE_POSITIVE_RATES
+            },
+            "roc": [list(point) for point in attacks.roc_points(scores, non_member_scores)],
+        }
+    return results
+
+
+def _score_canaries(
+    model: _AuditedModel, planted: Canaries, upper: float | None, delta: float, level: float
+) -> dict[str, float | None]:
+    """Return the accuracy of guesses from canaries' losses, and the lower bound on ε.
+
+    Scores are losses after training; differences from those before are less informative. The guaranteed ε, `upper`, is
+    broken when the bound exceeds it at the confidence `level`.
+    """
+    scores = -example_losses(model.network, planted.examples, select_device())
+    bound, among_all = (
+        attacks.canary_bound(scores, planted.included, delta, confidence=confidence)
+        for confidence in (_CONFIDENCE, level)
+    )
+    return {
+        "n": bound.n,
+        "accuracy": bound.accuracy,
+        "guesses": bound.guesses,
+        "right": bound.n_correct,
+        "epsilon_lower": bound.epsilon,
+        "epsilon_lower_corrected": among_all.epsilon,
+        "epsilon_upper": upper,
+        "delta": delta,
+        "broken": None if upper is None else among_all.epsilon > upper,
+    }
+
+
+def render_audit_lines(document: AuditDocument) -> Lines:
+    """Yield a table with a row per model, then alarming results."""
+    rows = []
+    for site in document["sites"]:
+        for model in site["models"]:
+            local_test, planted = model["membership"]["own"], model["canaries"] or {}
+            interval = (
+                "–" if local_test["interval"] is None else "–".join(f"{end:.3f}" for end in local_test["interval"])
+            )
+            rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
+            bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
+            rows.append(
+                [f"{site['site']}, {model['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds]
+            )
+    title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
+    yield TextTable(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
+    statistics_tables = build_statistics_tables(document)
+    yield from (TextTable(*table) for table in statistics_tables)
+    for finding in list_audit_findings(document):
+        yield TextLine(f"  {finding.text}", "red" if finding.tone == "bad" else "yellow")
+    if statistics_tables:
+        yield TextLine(
+            f"  sites/*/{_EXPOSURE_FILE} lists all, the most exposed first; it names patients, so keep it here"
+        )
+    if document["tests"]:
+        yield from (TextLine(f"  {sentence}") for sentence in (document["tested"], document["adjacency"]))
+    if document["may_plant"]:
+        yield TextLine(f"  no canaries: train with --set audit.canaries={_N_CANARIES} to bound ε from below")
+    yield TextLine(f"{document['run']} audited; next: wsi-fl report {document['run']}")
+
+
+def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
+    """Attack every unit of a site's class statistics, write the exposures to its folder, and return those of groups.
+
+    For patients with more rows than the statistics use, rows are sampled.
+    """
+    train, _, all_units = load_training(context, name)
+    units, folder, stream = all_units.drop_empty(), context.run.site_folder(name), CipherStream.from_entropy()
+    sigma = (folder.read_document("plan") or {}).get("sigma", 0.0)
+    if context.uses_files:
+        sigma = context.statistics[name].header.sigma
+    mechanism = NoisyStatistics(sigma, 1.0, units.n, units.kind)
+    parts = _unit_statistics(
+        _load_head(context, name), mechanism, train, units, units.draw_rows(np.arange(units.n), stream)
+    )
+    empty = torch.zeros(parts.shape[1], dtype=torch.float64)
+    groups = _group_units(context.open_data(name).classes, train, units)
+    tail = attacks.measure_exposure(parts, sigma, groups, lambda: mechanism.add_noise(empty, stream).numpy())
+    known_mu, unknown_mu = (attacks.compute_mu(parts, sigma, others_known=others) for others in (True, False))
+    _write_exposure(folder.path / _EXPOSURE_FILE, known_mu, unknown_mu, train, units)
+    return {"unit": units.kind, "n": units.n, **tail}
+
+
+def _load_head(context: RunContext, name: str) -> SharedHead:
+    """Load a site's final head."""
+    state = context.run.site_folder(name).load_model("shared")
+    head = build_model(context, context.names.index(name), "shared", state=state)
+    assert isinstance(head, SharedHead)
+    return head.to(select_device()).eval()
+
+
+def _unit_statistics(
+    head: SharedHead, mechanism: NoisyStatistics, train: Examples, units: PrivacyUnits, rows: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return float64[units, k], the contribution of each unit to the class statistics."""
+    ((x, y),) = load_batches(train, iter([rows]), augment=None, device=select_device())
+    z, y, unit_of_row = head.embed_rows(x).cpu(), train.task.statistics_columns(y.cpu()), units.of_row[rows]
+    unit_tensor, head = torch.from_numpy(unit_of_row), head.cpu()
+    order = np.argsort(unit_of_row, kind="stable")
+    rows_by_unit = np.split(order, np.searchsorted(unit_of_row[order], np.arange(1, units.n)))
+    return np.stack(
+        [
+            mechanism.clip_statistics(head, z[k], y[k], unit_tensor[k]).numpy()
+            for k in map(torch.from_numpy, rows_by_unit)
+        ]
+    )
+
+
+def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
+    """Return masks of units by class, and by number of slides where some have several."""
+    label = train.label[np.unique(units.of_row, return_index=True)[1]]
+    slide_of = np.unique(train.slide, return_inverse=True)[1]
+    slides = np.bincount(np.unique([units.of_row, slide_of], axis=1)[0], minlength=units.n).clip(max=3)
+    of_classes = enumerate(classes) if train.task.kind == "classes" else ()
+    groups = {f"class {name}": label == k for k, name in of_classes}
+    names = ("1 slide", "2 slides", "3 slides or more") if slides.max() > 1 else ()
+    groups |= {name: slides == k for k, name in enumerate(names, 1)}
+    return {name: mask for name, mask in groups.items() if mask.any()}
+
+
+def _write_exposure(
+    path: Path, known_mu: NDArray[np.float64], unknown_mu: NDArray[np.float64], train: Examples, units: PrivacyUnits
+) -> None:
+    """Write μ of all units, the most exposed first, for attackers who know all others or none."""
+    _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
+    slide = train.slide[row] if units.kind == "row" else [""] * units.n
+
+    def iterate_rows() -> Iterator[tuple[object, ...]]:
+        yield "patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"
+        for k in np.lexsort((-unknown_mu, -known_mu)):
+            numbers = (
+                f"{value:.6g}" for value in (known_mu[k], attacks.best_test_tpr(known_mu[k], 0.01), unknown_mu[k])
+            )
+            yield train.patient[row[k]], slide[k], n_rows[k], *numbers
+
+    write_csv(path, iterate_rows())
+
+
+def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[str, object]]:
+    """Return the influence of each site's class statistics on the one-shot global head, by leaving them out.
+
+    Statistics are a sum of n units, each of norm 1 at most, and noise; so n bounds a site's influence on the sum.
+
+    Args:
+        site_names: sites with stores here; predictions are compared on their local test parts.
+    """
+    heads = {name: _load_head(context, name) for name in site_names}
+    head = heads[site_names[0]]
+    if int(head.n_sites) < 2:
+        return []
+    statistics: Mapping[str, Tensor] = {name: site_head.released.clone() for name, site_head in heads.items()}
+    n_units = {row["site"]: row["n_units"] for row in (context.run.read_summary() or {})["sites"]}
+    if context.uses_files:
+        n_units = {name: release.header.n for name, release in context.statistics.items()}
+        statistics = {name: torch.from_numpy(release.vector).double() for name, release in context.statistics.items()}
+    head.clear_local_statistics()
+    tests = [examples for name in site_names if len(examples := context.open_data(name).test_examples)]
+    weights, classes = head.solve_head()[0], _predict_classes(head, tests)
+    length = float(weights.norm())
+    rows = context.pipeline.privacy.unit == "row" and not context.pipeline.audit.canaries
+
+    def build_row(name: str, vector: Tensor) -> dict[str, object]:
+        refusal = explain_invalid_statistics(head, vector, n_units[name], rows=rows)  # as where it arrived
+        remaining_head = head if refusal else head_excluding_site(head, vector)
+        shift = (
+            float((remaining_head.solve_head()[0] - weights).norm()) / length if length else None
+        )  # noise may leave no weight
+        is_comparable = len(classes) and head.kind == "classes"
+        changed_share = float((_predict_classes(remaining_head, tests) != classes).mean()) if is_comparable else None
+        row = {"site": name, "n": n_units[name], "length": float(vector[: -head.shape[0]].norm())}
+        return row | {"refused": refusal, "moved": shift, "answers_changed": changed_share}
+
+    return [build_row(name, vector) for name, vector in statistics.items()]
+
+
+def _predict_classes(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
+    """Return the predicted class of every example."""
+    predictions = [
+        choose_classes(predict_examples(head.solve_released_head(), examples, select_device())) for examples in tests
+    ]
+    return np.concatenate(predictions) if predictions else np.zeros(0, np.int64)

@@ -1,0 +1,317 @@
+"""`describe_clinically`: clinical measures of a run by patient; and `plan-size`: the sample size of a test set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning import clinical_metrics as measures
+from wsi_fl.learning.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
+from wsi_fl.learning.prediction_table import PredictionTable
+from wsi_fl.learning.sample_size import IntervalWidths, compute_sample_size
+from wsi_fl.learning.validation import LOCAL
+from wsi_fl.report.clinical_section import build_clinical_cells, list_clinical_findings
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.compare_runs import resolve_runs
+from wsi_fl.stages.evaluation.write_predictions import read_predictions
+from wsi_fl.stages.site.run_context import RunContext, restore_study
+from wsi_fl.stages.site.target_labels import read_column
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.types import UsageError, WsiFlError
+
+_DECISION_THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)))
+"""Thresholds of the decision curve."""
+_SITES_PER_TABLE = 4
+"""Number of sites in a table of the console."""
+_MAX_GROUPS = 30
+_CRITERIA = {
+    "auroc": "AUROC",
+    "expected": "observed over expected cases",
+    "slope": "calibration slope",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+}
+
+
+def describe_clinically(
+    study: Study,
+    names: Sequence[str],
+    *,
+    prevalence: float | None = None,
+    by: str | None = None,
+    least: int = MIN_SUBGROUP,
+) -> dict[str, Any]:
+    """Compute clinical measures of each site's predictions by patient; return the document.
+
+    The test set is the merged one, else the local test part. With one run the document is written to clinical.json.
+    Folds are pooled; each patient is predicted by the model of the fold that held the patient out.
+
+    Args:
+        names: of a run, or of all folds of one, as in `compare`.
+        prevalence: of additional predictive values.
+        by: a column for subgroups: `part` or `tumor_type`, or a column of the sites' tables.
+        least: smallest number of patients, of cases and of others, of a reported subgroup.
+
+    Raises:
+        UsageError: for an invalid prevalence, an unknown column, or a run without classes.
+        WsiFlError: when the run was not evaluated.
+    """
+    if prevalence is not None and not 0 < prevalence < 1:
+        raise UsageError(f"--prevalence {prevalence:g}: it is a share between 0 and 1")
+    runs = _find_folds(study, names)
+    name = runs[0].name
+    with ExitStack() as stack:
+        contexts = [stack.enter_context(RunContext.restore(restore_study(study, run), run)) for run in runs]
+        if contexts[0].task.kind != "classes":
+            raise UsageError(f"{name}: predicts no classes; see its scores in `wsi-fl report`")
+        document = describe_runs(contexts, prevalence=prevalence, by=by, least=least)
+    if document is None:
+        raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
+    if len(runs) == 1:
+        runs[0].write("clinical", document)
+    return document
+
+
+def _find_folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
+    """Return one run, or the folds of one."""
+    first, *others = runs = resolve_runs(study, names)
+    folds = {run.repetition.fold for run in runs}
+    same_settings = all(
+        (run.method, run.seed, run.settings) == (first.method, first.seed, first.settings) for run in others
+    )
+    if others and not (same_settings and None not in folds and len(folds) == len(runs)):
+        raise UsageError("clinical takes one run, or the folds of one: each patient counts once")
+    return [run.folder for run in runs]
+
+
+def describe_runs(
+    contexts: Sequence[RunContext], *, prevalence: float | None = None, by: str | None = None, least: int = MIN_SUBGROUP
+) -> dict[str, Any] | None:
+    """Return the document of `describe_clinically` without writing it; None without predictions of classes here.
+
+    Args:
+        contexts: a run, or the folds of one.
+    """
+    first = contexts[0]
+    predictions = {
+        site.name: [
+            site_predictions
+            for context in contexts
+            if (site_predictions := _load_patient_predictions(context, site, by)) is not None
+        ]
+        for site in first.members
+    }
+    rows = [
+        _describe_site(name, site_predictions, prevalence, least)
+        for name, site_predictions in predictions.items()
+        if site_predictions
+    ]
+    if not rows:
+        return None
+    return {
+        "run": first.study.relative_path(first.run.path),
+        "folds": len(contexts) if len(contexts) > 1 else None,
+        "least": least,
+        "prevalence": prevalence,
+        "by": by,
+        "thresholds": list(_DECISION_THRESHOLDS),
+        "sites": rows,
+    }
+
+
+@dataclass(frozen=True)
+class _SitePatients:
+    """The predictions of a site for the test patients of a run.
+
+    Attributes:
+        predicted: int64[m], predicted classes.
+        groups: str[m], subgroups; None without.
+        local_patients: predictions of the local model for the same patients.
+        point: threshold of the score for a case, chosen on the site's training slides, else one half; None for more
+            than two classes.
+    """
+
+    patients: PatientPredictions
+    predicted: NDArray[np.int64]
+    groups: Names | None
+    local_patients: PatientPredictions | None
+    table: PredictionTable
+    point: float | None
+
+
+def _load_patient_predictions(context: RunContext, site: SiteFile, by: str | None) -> _SitePatients | None:
+    folder = context.run.site_folder(site.name)
+    table = read_predictions(folder)
+    if table is None or not len(table):
+        return None
+    patients, choice = _group_by_patient(table), folder.read_document("prediction_model") or {}
+    point = None  # of more than two classes the most probable one is predicted
+    if len(table.outputs) == 2:
+        threshold = choice.get("slide_threshold") if choice.get("model") == table.model else None
+        point = float(threshold) if threshold and patients.any_counts else 0.5  # an earlier version rounded to 0
+    predicted = (
+        (patients.probabilities[:, 1] >= point).astype(np.int64)
+        if point is not None
+        else patients.probabilities.argmax(1)
+    )
+    groups = _group_of_patients(context.study, site, table, patients, by) if by else None
+    local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None
+    return _SitePatients(
+        patients, predicted, groups, None if local_table is None else _group_by_patient(local_table), table, point
+    )
+
+
+def _describe_site(
+    name: str, predictions: Sequence[_SitePatients], prevalence: float | None, least: int
+) -> dict[str, Any]:
+    """Return the measures of a site by class; of two classes the second one is the case."""
+    patients = measures.concatenate_patients([run.patients for run in predictions])
+    predicted = np.concatenate([run.predicted for run in predictions])
+    groups = [run.groups for run in predictions if run.groups is not None]
+    local_patients = [run.local_patients for run in predictions if run.local_patients is not None]
+    local_pooled = measures.concatenate_patients(local_patients) if len(local_patients) == len(predictions) else None
+    table, points = predictions[0].table, {run.point for run in predictions}
+    class_rows = {}
+    for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
+        score, positive, case = patients.probabilities[:, k], predicted == k, patients.truth == k
+        difference = (
+            None if local_pooled is None else measures.auroc_difference(score, local_pooled.probabilities[:, k], case)
+        )
+        group_rows = (
+            measures.describe_subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
+        )
+        class_rows[table.outputs[k]] = measures.describe_class(score, positive, case, prevalence) | {
+            "net_benefit": measures.net_benefit(score, case, _DECISION_THRESHOLDS, prevalence),
+            "subgroups": group_rows,
+            "over_local": asdict(difference) if difference else None,
+        }
+    return {
+        "site": name,
+        "on": "merged" if (table.part != name).any() else "own",
+        "model": table.model,
+        "unit": "patient" if all(table.patient) else "example",
+        "any_counts": patients.any_counts,
+        "point": points.pop() if len(points) == 1 else None,
+        "classes": class_rows,
+    }
+
+
+def _group_by_patient(table: PredictionTable) -> PatientPredictions:
+    """Return predictions by patient; an example without a known patient is one of its own."""
+    rows = np.char.add("row ", np.arange(len(table)).astype(str))
+    patient_names = np.where(table.patient == "", rows, table.qualify_names(table.patient))
+    return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
+
+
+def _group_of_patients(
+    study: Study, site: SiteFile, table: PredictionTable, patients: PatientPredictions, by: str
+) -> Names:
+    """Return the subgroup of each patient, that of the first example; "" where unknown."""
+    if by == "part":
+        column = table.part
+    elif by in table.extra_columns:
+        column = table.extra_columns[by]
+    else:
+        values: dict[tuple[str, str, str], str] = {}
+        for name in sorted(set(table.part.tolist())):
+            owner = site if name == site.name else study.load_site(name)
+            values |= {(name, *key): value for key, value in read_column(study, owner, by).items()}
+        examples = zip(table.part.tolist(), table.slide.tolist(), table.patient.tolist(), strict=True)
+        column = np.array([
+            values.get((part, "slide", slide), values.get((part, "patient", patient), ""))
+            for part, slide, patient in examples
+        ])  # fmt: skip
+    if not any(column.tolist()):
+        raise UsageError(f"--by {by}: no table of the sites has a slide or patient of this test set")
+    if len(set(column.tolist())) > _MAX_GROUPS:
+        raise UsageError(f"--by {by}: has more than {_MAX_GROUPS} values; group them in a column of their own")
+    patient_names = table.qualify_names(table.patient)
+    first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
+    return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
+
+
+_MIN_SHARE = 1e-5
+"""Smallest share and width; smaller ones need more patients than there are people."""
+
+
+def plan_size(
+    prevalence: float,
+    area: float,
+    *,
+    width: float | None = None,
+    sensitivity: float | None = None,
+    specificity: float | None = None,
+) -> dict[str, Any]:
+    """Return the sample size of a test set, the `--json` document.
+
+    Args:
+        prevalence: the share of cases.
+        area: the expected AUROC.
+        width: of the intervals of AUROC, sensitivity and specificity, from end to end; by default 0.1.
+
+    Raises:
+        UsageError: for numbers out of range.
+    """
+    widths = IntervalWidths() if width is None else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
+    options = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
+    for name, value in (*options.items(), ("width", widths.auroc)):
+        if value is not None and not _MIN_SHARE <= value <= 1 - _MIN_SHARE:
+            raise UsageError(f"--{name} {value:g}: it must lie between {_MIN_SHARE:g} and {1 - _MIN_SHARE:g}")
+    if not 0.5 + _MIN_SHARE <= area <= 1 - _MIN_SHARE:
+        raise UsageError(f"--auroc {area:g}: it must lie between {0.5 + _MIN_SHARE:g} and {1 - _MIN_SHARE:g}")
+    needed = compute_sample_size(prevalence, area, widths, sensitivity=sensitivity, specificity=specificity)
+    n_patients = max(needed.values())
+    return {
+        **options,
+        "auroc": area,
+        "widths": asdict(widths),
+        "needed": needed,
+        "patients": n_patients,
+        "cases": round(n_patients * prevalence),
+    }
+
+
+def render_size_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row for each interval, then the largest sample size."""
+    rows = [[_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()]
+    title = f"patients for intervals so wide (prevalence {document['prevalence']:g}, AUROC {document['auroc']:g})"
+    yield TextTable(title, ["of", "width", "patients"], rows)
+    deciding = max(document["needed"], key=document["needed"].get)
+    yield TextLine(
+        f"{document['patients']:,} test patients, of them {document['cases']:,} cases, meet all; "
+        f"the {_CRITERIA[deciding]} needs most"
+    )
+
+
+def render_clinical_lines(document: dict[str, Any]) -> Lines:
+    """Yield a column per site and class, then subgroups and findings."""
+    on = "merged test set" if any(site["on"] == "merged" for site in document["sites"]) else "local test part"
+    on = f"{on} of {document['folds']} folds" if document["folds"] else on
+    for class_name in {name: None for site in document["sites"] for name in site["classes"]}:
+        columns = [column for column in build_clinical_cells(document) if column["class"] == class_name]
+        for block in (columns[k : k + _SITES_PER_TABLE] for k in range(0, len(columns), _SITES_PER_TABLE)):
+            kinds = [kind for kind in block[0] if kind not in ("site", "class")]
+            rows = [[kind, *(column[kind] for column in block)] for kind in kinds]
+            yield TextTable(f"{class_name}, by patient, on the {on}", ["", *(column["site"] for column in block)], rows)
+    for site in document["sites"]:
+        for name, class_measures in site["classes"].items():
+            for group, group_row in (class_measures["subgroups"] or {}).items():
+                label = f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}"
+                yield TextLine(f"{label}: {_format_group(group_row, document['least'])}")
+    yield from (TextLine(f"  {sentence}") for sentence in list_clinical_findings(document))
+    if document["folds"] is None:
+        yield TextLine(f"next: wsi-fl report {document['run']}")
+
+
+def _format_group(row: Mapping[str, Any] | None, least: int) -> str:
+    if row is None:
+        return f"fewer than {least} patients, not reported"
+    values = [f"{name} {entry['value']:.2f}" for name, entry in row.items() if isinstance(entry, dict)]
+    return ", ".join([f"{row['n']} patients", *values])

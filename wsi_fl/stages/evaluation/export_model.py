@@ -1,0 +1,433 @@
+"""`export` of a trained model: a file for other programs, and its model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from wsi_fl import __version__
+from wsi_fl.models.export_formats import (
+    DownsamplingModel,
+    HeadWithEncoder,
+    input_name,
+    strip_local_statistics,
+    write_onnx,
+    write_torchscript,
+)
+from wsi_fl.report import benefit_figure
+from wsi_fl.report.templates import fill_template
+from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.evaluation.compare_runs import FinishedRun
+from wsi_fl.stages.evaluation.write_report import find_baselines
+from wsi_fl.stages.evaluation.load_models import available_models, is_trained_with_dp, load_prediction_models
+from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.run_context import RunContext, restore_study
+from wsi_fl.stages.site.target_labels import describe_target
+from wsi_fl.stages.training.build_sites import find_architecture
+from wsi_fl.stages.runtime.console import Lines, TextLine
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.files import file_sha256, write_json, write_text
+from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors, WsiFlError, encoder_differences
+
+_CARD_FILES = ("MODEL_CARD.md", "model_card.json")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """A model to export.
+
+    Attributes:
+        model_name: public name: "private", "proxy" or "shared".
+        role: name in the run.
+        facts: the run's record of the training store.
+    """
+
+    context: RunContext
+    site: SiteFile
+    model_name: str
+    role: str
+    facts: Mapping[str, Any]
+
+    @cached_property
+    def site_names(self) -> list[str]:
+        """The sites of its training patients."""
+        return [site.name for site in ([self.site] if self.model_name == "private" else self.context.members)]
+
+    @cached_property
+    def accounts(self) -> dict[str, dict[str, Any]]:
+        """The final privacy accounts of the sites of its training patients whose part of the run is here."""
+        folders = {name: self.context.run.site_folder(name) for name in self.site_names}
+        return {name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()}
+
+    @property
+    def has_guarantee(self) -> bool:
+        """Whether the ε of the run's ledgers covers this model."""
+        guarantees = [account["guarantee"] != "none" for account in self.accounts.values()]
+        return is_trained_with_dp(self.context, self.role) and bool(guarantees) and all(guarantees)
+
+    @property
+    def architecture_name(self) -> str:
+        common = self.context.method.mixing_role == "private"
+        return find_architecture(self.site, self.context.pipeline, self.role, common=common)
+
+    @property
+    def name(self) -> str:
+        return f"{self.context.run.name}-{self.site.name}-{self.model_name}"
+
+    @property
+    def spec(self) -> GridSpec:
+        return GridSpec(**self.facts["spec"])
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of its input."""
+        if self.context.kind.is_images:
+            size = self.context.pipeline.train.input_px or self.spec.size_px
+            return Images(int(self.facts.get("channels", 3)), size)
+        return self.context.kind.shape(int(self.facts["n_features"]))
+
+
+class ExportResult(NamedTuple):
+    """The written files, the largest difference of probabilities from the model's, the input in words, and the
+    architecture."""
+
+    files: Sequence[str]
+    difference: float
+    input: str
+    architecture: str
+
+
+def export_model(
+    study: Study,
+    run_name: str,
+    *,
+    model_name: str,
+    form: str,
+    site: str | None = None,
+    private: bool = False,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Write a model of a run for another program, with MODEL_CARD.md and model_card.json; return the document.
+
+    Args:
+        model_name: public name of the model.
+        form: "wsinfer" or "onnx".
+        site: of the model; by default the first finished site here, for exchanged models.
+        private: whether a private model may leave.
+
+    Raises:
+        UsageError: when the run has no such model, the format does not support it, or the site does not allow it.
+        WsiFlError: when the run is not finished.
+    """
+    if form not in _FORMATS:
+        raise UsageError(f"--format {form!r}: for a model use {' or '.join(_FORMATS)}")
+    run = RunFolder(study.find_run(run_name))
+    study = restore_study(study, run)
+    run.require_summary()
+    with RunContext.restore(study, run) as context:
+        request = find_model(context, model_name, site)
+        _require_allowed(request, private=private)
+        folder = out or run.path / "exports" / form / f"{request.site.name}-{model_name}"
+        build_arguments = (request.facts["classes"], request.shape, torch.device("cpu"))
+        models = load_prediction_models(run, context.pipeline, request.site, *build_arguments, all_roles=True).models
+        network = strip_local_statistics(models[request.role]).eval().requires_grad_(False)
+        for card_file in _CARD_FILES:  # no card of another model
+            (folder / card_file).unlink(missing_ok=True)
+        result = _FORMATS[form](request, network, folder)
+        card = build_card(request, result, folder)
+    write_json(folder / "model_card.json", card)
+    write_text(folder / "MODEL_CARD.md", _render_card(card))
+    run.site_folder(request.site.name).log(f"export: the {model_name} model as {form}, {', '.join(card['files'])}")
+    return {
+        "run": study.relative_path(run.path),
+        "site": request.site.name,
+        "model": model_name,
+        "format": form,
+        "out": study.relative_path(folder),
+        "files": sorted((*card["files"], *_CARD_FILES)),
+        "difference": result.difference,
+        "warning": _warning_text(card),
+    }
+
+
+def render_model_export(document: dict[str, Any]) -> Lines:
+    """Yield the privacy warning, then the files."""
+    private = document["model"] == "private" or "without differential privacy" in document["warning"]
+    yield TextLine(document["warning"], "bold yellow" if private else "")
+    yield TextLine(f"{document['out']}: {', '.join(document['files'])}")
+    yield TextLine("  read MODEL_CARD.md and write a licence into it before you share this")
+
+
+def find_model(context: RunContext, model_name: str, site_name: str | None) -> ExportRequest:
+    """Return the model of this name, of a site or of the first site with it here.
+
+    Raises:
+        UsageError: when the run has no such model, or it is not here.
+        WsiFlError: when the record of its training store is missing.
+    """
+    run, models = context.run, available_models(context.method)
+    if model_name not in models:
+        raise UsageError(f"--model {model_name!r}: {context.name} has {' and '.join(models)}")
+    role = models[model_name]
+    if site_name is None and model_name == "private":
+        raise UsageError("--model private: every site has one; add --site NAME")
+    sites_with_model = [name for name in context.names if (run.site_folder(name).path / f"{role}.safetensors").exists()]
+    candidates = [name for name in sites_with_model if name not in context.sites_lost and site_name in (None, name)]
+    if not candidates:
+        raise UsageError(
+            f"{run.name}: no {model_name} model of {site_name or 'any site'} here; "
+            f"found: {', '.join(sites_with_model) or 'none'}"
+        )
+    return ExportRequest(
+        context, context.find_site(candidates[0]), model_name, role, run.site_folder(candidates[0]).store_facts()
+    )
+
+
+def _require_allowed(request: ExportRequest, *, private: bool) -> None:
+    """Refuse a model that the site does not allow to leave, and a private model without `--private`."""
+    site = request.site
+    if request.model_name == "private":
+        if not private:
+            raise UsageError("--model private: it may have memorised patients; add --private if it may leave the site")
+        if not site.allows("private_model"):
+            raise UsageError(
+                f"sites/{site.name}.toml: a real hospital's private model may leave only if this file allowed it when "
+                'the run began; add allow = ["private_model"] and train a new run'
+            )
+        return
+    refusing = [member.name for member in request.context.members if not member.allows("model")]
+    if refusing and not request.has_guarantee:
+        raise UsageError(
+            f"sites/{refusing[0]}.toml: this model was trained without differential privacy; "
+            'it may leave only with allow = ["model"]'
+        )
+
+
+def _write_onnx(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
+    """Write one file; of a head on features without the encoder."""
+    shape, encoder = request.shape, request.facts.get("encoder") or "its encoder"
+    if isinstance(shape, Images):
+        network, shape, shape_text = _add_resizing(network, shape, request.spec.size_px)
+    elif isinstance(shape, Bags):
+        filled = "the last column 1 for a patch and 0 for padding"
+        shape_text = f"float32[batch, patches, {shape.n_features} + 1], {filled}; features of {encoder}"
+    else:
+        shape_text = f"float32[batch, {shape.n_features}], features of {encoder}"
+    input_text = f"`{input_name(shape)}` {shape_text}"
+    facts = {"input": input_text, "class_names": json.dumps(list(request.facts["classes"]))}
+    facts |= {"patch_size_pixels": str(request.spec.size_px), "spacing_um_px": str(request.spec.mpp)}
+    difference = write_onnx(folder / "model.onnx", network, shape, facts)
+    return ExportResult(["model.onnx"], difference, input_text, request.architecture_name)
+
+
+def _add_resizing(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Module, Images, str]:
+    """Return a model of full-size patches that resizes them as in training, its input shape, and that in words."""
+    shape_text = f"float32[batch, {shape.channels}, {size_px}, {size_px}], pixels / 127.5 − 1"
+    if shape.size_px == size_px:
+        return network, shape, shape_text
+    resize_note = f"; reduced inside to {shape.size_px} px by area, as in training"
+    return (DownsamplingModel(network, shape.size_px).eval(), Images(shape.channels, size_px), shape_text + resize_note)
+
+
+def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
+    """Write `torchscript_model.pt`, which includes the softmax, and `config.json` by wsinfer-zoo's
+    model-config.schema.json."""
+    shape, spec = request.shape, request.spec
+    if isinstance(shape, Bags):
+        raise UsageError("--format wsinfer: WSInfer runs models of patches, not of bags; use onnx")
+    if spec.mpp <= 0 or request.facts.get("channels", 3) != 3:
+        raise UsageError("--format wsinfer: this model was trained on images without a scale; use onnx")
+    architecture_name = request.architecture_name
+    input_shape = Images(3, spec.size_px)
+    if isinstance(shape, Vectors):
+        encoder = _load_encoder(request)
+        network, architecture_name = (HeadWithEncoder(encoder.network, network), f"{encoder.name}+{architecture_name}")
+        shape = input_shape
+    network, input_shape, shape_text = _add_resizing(network, shape, spec.size_px)
+    difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), input_shape)
+    half, classes = [0.5, 0.5, 0.5], list(request.facts["classes"])
+    config = {
+        "spec_version": "1.0",
+        "name": request.name,
+        "architecture": architecture_name,
+        "num_classes": len(classes),
+        "class_names": classes,
+        "patch_size_pixels": spec.size_px,
+        "spacing_um_px": spec.mpp,
+        "transform": [
+            {"name": "Resize", "arguments": {"size": spec.size_px}},
+            {"name": "ToTensor"},
+            {"name": "Normalize", "arguments": {"mean": half, "std": half}},
+        ],
+    }
+    write_json(folder / "config.json", config)
+    return ExportResult(["torchscript_model.pt", "config.json"], difference, shape_text, architecture_name)
+
+
+_FORMATS = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}
+
+
+def _load_encoder(request: ExportRequest) -> Any:
+    """Return the encoder of a head's training features; UsageError if its weights are missing or changed."""
+    context, encoder_label, cpu = request.context, request.facts["encoder"], torch.device("cpu")
+    advice = "use --format onnx, which needs the head only"
+    if any(encoder_differences([context.pipeline.encoder_settings.encoder, encoder_label])):
+        raise UsageError(
+            f"--format wsinfer: the model was trained on features of {encoder_label}, "
+            "which is no encoder of the study; "
+            f"{advice}"
+        )
+    try:
+        encoder = load_encoder(context.study, context.pipeline, "features", 1, device=cpu)
+    except WsiFlError as error:
+        raise UsageError(f"{error}; {advice}") from None
+    if any(encoder_differences([encoder.label, encoder_label])):
+        raise UsageError(
+            f"the model was trained on features of {encoder_label}, the encoder here is {encoder.label}; {advice}"
+        )
+    return encoder
+
+
+def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> dict[str, Any]:
+    """Return the card of an exported model as a document."""
+    context = request.context
+    return {
+        "name": request.name,
+        "role": request.model_name,
+        "run": context.run.name,
+        "method": context.name,
+        "version": __version__,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "files": {file: file_sha256(folder / file) for file in result.files},
+        "model": {
+            "architecture": result.architecture,
+            "input": result.input,
+            "task": context.task.kind,
+            "target": describe_target(context.pipeline.target),
+            "classes": list(request.facts["classes"]),
+            "difference": result.difference,
+        },
+        "sites": request.site_names,
+        "examples": context.example_plural,
+        "inputs": asdict(request.spec) | {"encoder": request.facts.get("encoder")},
+        **_collect_scores(request),
+        "privacy": {"covered": request.has_guarantee, "sites": _describe_privacy(request)},
+        "license": None,
+    }
+
+
+def _collect_scores(request: ExportRequest) -> dict[str, object]:
+    """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
+
+    Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
+    is exported without the site's exact statistics (`solve_released_head`), and its scores are the exported head's.
+    """
+    context, evaluation = request.context, request.context.run.read_evaluation()
+    is_head_only = request.model_name == "shared" and context.method.is_oneshot
+    fields: dict[str, Any] = {
+        "metrics": None,
+        "benefit": None,
+        "as_released": is_head_only,
+        "missing": "the run was not evaluated",
+    }
+    if evaluation is None:
+        return fields
+    refusal = 'the hospital does not allow the release of its scores (`allow = ["scores"]`)'
+    fields["missing"] = "the run has no scores of it" if request.site.allows("scores") else refusal
+    merged = evaluation["merged"] is not None and all(site.allows("scores") for site in context.members)
+    if evaluation["merged"] and merged:
+        rows = find_baselines(context, FinishedRun.load(context.run.path))
+        fields["benefit"] = next((baseline["gain"] for baseline in rows if baseline.get("gain")), None)
+    if is_head_only:
+        released_rows = [
+            row for row in evaluation.get("global_head") or [] if context.find_site(row["site"]).allows("scores")
+        ]
+        parts = [{"on": f"the test part of {row['site']}", "intervals": None} | row for row in released_rows]
+        fields["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
+        return fields
+    row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
+    if row and request.site.allows("scores") and not is_head_only and (model := row["models"].get(request.role)):
+        is_ensemble, scores = row["model"] == request.role, evaluation["scores"]
+        test_sets = {"the test parts of all sites": (model, row)} if merged else {}
+        test_sets["the test part of its site"] = (model["own"], row["own"])
+        parts = []
+        for on, (model_scores, site_scores) in test_sets.items():
+            ensemble_values = {name: site_scores.get(name) if is_ensemble else None for name in ("n", "intervals")}
+            model_values = {name: model_scores.get(name) for name in scores} | (
+                {} if model_scores.get("n") is None else {"n": model_scores["n"]}
+            )
+            parts.append({"on": on} | ensemble_values | model_values)
+        fields["metrics"] = {"scores": list(scores), "parts": parts}
+    return fields
+
+
+def _describe_privacy(request: ExportRequest) -> list[dict[str, object]]:
+    """Return the privacy account of every site whose part of the run is here."""
+    ledgers = {name: request.context.study.ledger_path(name) for name in request.accounts}
+    return [
+        {
+            "site": name,
+            **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
+            "max_tpr_at_fpr_1pct": account.get("max_tpr_at_fpr_1pct"),
+            "epsilon_lower": _find_audit_bound(request, name),
+            "ledger": file_sha256(ledgers[name]) if ledgers[name].exists() else None,
+        }
+        for name, account in request.accounts.items()
+    ]
+
+
+def _find_audit_bound(request: ExportRequest, site: str) -> float | None:
+    """Return the audit's lower bound on ε of this site's release, where the site allows scores."""
+    document = request.context.run.read_audit() if request.context.find_site(site).allows("scores") else None
+    if document is None:
+        return None
+    bounds = [
+        model["canaries"]["epsilon_lower"]
+        for row in document["sites"]
+        for model in row["models"]
+        if row["site"] == site
+        and model["canaries"]
+        and (model["model"] == "private") == (request.model_name == "private")
+    ]
+    return max(bounds, default=None)
+
+
+def _warning_text(card: Mapping[str, Any]) -> str:
+    """Return the privacy warning of a model card."""
+    private = card["role"] == "private"
+    if card["privacy"]["covered"]:
+        home = "This is a private model, which was meant to stay at its site. " if private else ""
+        return f"{home}Trained with differential privacy; its guarantee is under Privacy."
+    description = "a private model: it was" if private else "a model that was"
+    return (
+        f"This is {description} trained without differential privacy and may have memorised patients. "
+        "Treat it like its training data."
+    )
+
+
+def _render_card(card: Mapping[str, Any]) -> str:
+    gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
+    benefit_text = None
+    if gain:
+        ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
+        score = format_number(gain["federated"]["mean"], 2)
+        score_text = f"In the run federation{ensemble_note} reached {score} in {gain['measure']}"
+        benefit_text = benefit_figure.build_benefit_finding(gain, score_text, "local models without differential privacy").text
+    context = {
+        "card": card,
+        "warning": _warning_text(card),
+        "measures": {name: SHORT_SCORES.get(name, SCORES[name].lower()) for name in scores},
+        "detected": describe_worst_detection(card["privacy"]["sites"]),
+        "joining": benefit_text,
+    }
+    return fill_template("model_card", context, form="md") + "\n"

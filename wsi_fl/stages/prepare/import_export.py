@@ -1,0 +1,344 @@
+"""`wsi-fl import` and `wsi-fl export`: convert features of other tools to a site's store, and a store to their layouts.
+
+Every file is read twice: once for its metadata, and once to write it. One bag is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wsi_fl.models.presets import PRESETS, find_preset
+from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
+from wsi_fl.slides.patching.splits import assign_splits
+from wsi_fl.stages.prepare import slide_lists
+from wsi_fl.stages.site.site_data import open_bags
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
+from wsi_fl.stores.foreign_formats import LAYOUTS, FeatureLayout, FileFacts, write_clam, write_labels
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.files import site_lock
+from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
+
+_MAX_MPP_RATIO = 1.5
+"""Largest ratio of a resolution to the nominal one of its magnification: TRIDENT calls 0.3 to 0.6 µm 20×."""
+
+
+@dataclass(frozen=True)
+class ImportFacts:
+    """Facts on features given as options, where files lack them.
+
+    Attributes:
+        new_name: the encoder's new name, whatever its files call it.
+    """
+
+    encoder: str | None = None
+    patch_px: int | None = None
+    mpp: float | None = None
+    new_name: str | None = None
+
+
+@dataclass(frozen=True)
+class _ImportedSlide:
+    """A slide with an intact file: n patches of d features, and a digest of them."""
+
+    record: SlideRecord
+    path: Path
+    n_patches: int
+    n_features: int
+    facts: FileFacts
+    mark: str
+    note: str = ""
+
+    @property
+    def mpp_l0(self) -> float | None:
+        """µm per level-0 pixel of the slide: from the table or site file, else from the features' file."""
+        return self.record.mpp_override or self.facts.mpp_l0
+
+
+def import_features(
+    study: Study,
+    *,
+    site: str,
+    form: str,
+    source: Path,
+    labels: Path,
+    facts: ImportFacts | None = None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> slide_lists.BagsDocument:
+    """Write a site's feature store from the files in a folder; return the `--json` document, that of `mosaic`.
+
+    Args:
+        form: a key of LAYOUTS.
+        source: the folder.
+        labels: a table of slides with patients and labels.
+
+    Raises:
+        UsageError: when encoders, widths or patch sizes of slides differ or are unknown; names a slide.
+        WsiFlError: when no slide is left.
+    """
+    start, progress, facts = time.perf_counter(), watcher or SilentProgress(), facts or ImportFacts()
+    if form not in LAYOUTS:
+        raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
+    pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
+    if not source.is_dir():
+        raise UsageError(f"--from {source}: no such folder")
+    layout = LAYOUTS[form]
+    files = layout.find(source)
+    diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
+    table_rows = slide_lists.match_table(labels, files, site_file, diagnoses=diagnoses)
+    progress.print_message(f"  {site}: {table_rows.account}")
+    records, unfit = slide_lists.select_labelled(table_rows.records, pipeline.subtypes, site_file)
+    slides: list[_ImportedSlide] = []
+    failed = [*table_rows.excluded, *unfit]
+    if not records:
+        why = table_rows.mismatch or slide_lists.first_failure([*unfit, *table_rows.excluded])
+        raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
+    n_slides, fraction = len(records) + len(failed), pipeline.slides.test_fraction
+    # a table that contradicts itself is refused before files are read
+    assign_splits(records, test_fraction=fraction)
+    with site_lock(study.mosaic_path(site).parent, site):
+        for number, record in enumerate(records):
+            slide = _read_slide(record, files[record.slide], layout)
+            if isinstance(slide, ExcludedSlide):
+                failed.append(slide)
+            else:
+                slides.append(slide)
+            progress.update(site, number + 1, 2 * len(records), record.slide)
+        slides, leaks, copies = _assign_splits(slides, records, fraction)
+        failed += leaks
+        if not slides:
+            raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
+        meta = _merge_metadata(site_file, pipeline, slides, facts)
+        slides = [_rescale_slide(slide, meta.spec) for slide in slides]
+        table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
+        scales = [slide.mpp_l0 for slide in slides]
+        mpp_l0 = None if None in scales else np.array(scales, np.float64)
+        bags = _reread_bags(slides, layout, progress, site, len(records))
+        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides])
+    row = slide_lists.build_mosaic_row(
+        study,
+        meta,
+        table,
+        n_patches=sum(slide.n_patches for slide in slides),
+        failed=failed,
+        notes={slide.record.slide: slide.note for slide in slides},
+        copies=copies,
+        n_slides=n_slides,
+    )
+    row["seconds"] = time.perf_counter() - start
+    return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
+
+
+def _assign_splits(
+    slides: Sequence[_ImportedSlide], records: Sequence[SlideRecord], test_fraction: float
+) -> tuple[list[_ImportedSlide], list[ExcludedSlide], list[str]]:
+    """Return slides with their splits, slides excluded because a table puts their scan into two splits, and a line for
+    each scan present several times.
+    """
+    marks = {imported.record.slide: frozenset({imported.mark}) for imported in slides}
+    records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
+    by_slide = {record.slide: record for record in records}
+    split_slides = [
+        replace(slide, record=by_slide[slide.record.slide]) for slide in slides if slide.record.slide in by_slide
+    ]
+    return split_slides, leaks, describe_copies(list_scans([slide.record for slide in split_slides], marks))
+
+
+def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _ImportedSlide | ExcludedSlide:
+    """Read a slide's file; return its metadata, or the slide as excluded."""
+    try:
+        foreign = layout.read(path)
+    except WsiFlError as error:
+        return ExcludedSlide(record.slide, str(error))
+    table_mpp, file_facts = record.mpp_override, foreign.facts
+    if (
+        table_mpp
+        and file_facts.mpp_l0
+        and not file_facts.nominal
+        and not isclose(table_mpp, file_facts.mpp_l0, rel_tol=0.01)
+    ):
+        return ExcludedSlide(
+            record.slide, f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}"
+        )
+    n_patches, n_features = foreign.features.shape
+    slide = _ImportedSlide(record, path, n_patches, n_features, file_facts, hash_features(foreign.features))
+    if foreign.build_bag(slide.mpp_l0).has_places:
+        return slide
+    if foreign.xy is None and n_patches == 1:
+        why = "one vector stands for the whole slide"
+    elif foreign.xy is None:
+        why = "its file has no coordinates"
+    elif slide.mpp_l0 is None:
+        why = "its coordinates are µm, and the size of a pixel of the slide is unknown (column mpp, or mpp_override)"
+    else:
+        why = "its coordinates are all −1"
+    return replace(slide, note=f"the places of its patches are unknown: {why}; heatmaps need them")
+
+
+def _rescale_slide(slide: _ImportedSlide, spec: GridSpec) -> _ImportedSlide:
+    """Compute a slide's resolution from the common patch size, where its file has only a nominal magnification and the
+    patch's side in level-0 pixels, and neither table nor site file has a resolution.
+    """
+    facts = slide.facts
+    if not facts.nominal or slide.record.mpp_override or not facts.mpp or not facts.mpp_l0:
+        return slide
+    return replace(slide, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
+
+
+def _merge_metadata(
+    site: SiteFile, pipeline: Pipeline, slides: Sequence[_ImportedSlide], facts: ImportFacts
+) -> BagMeta:
+    """Return the metadata of the store, from all files and the options."""
+    _require_facts(slides, facts)
+    encoder = _resolve_encoder(slides, facts)
+    patch_size = _require_equal(slides, "patch size", lambda slide: slide.facts.size_px)
+    size = _resolve_value(patch_size, facts.patch_px, slides, "--patch-px")
+    mpp = _resolve_mpp(slides, facts.mpp)
+    overlap = _require_equal(slides, "overlap", lambda slide: slide.facts.overlap_px) or 0
+    subtypes = {tumor_type: tuple(names) for tumor_type, names in pipeline.subtypes.items()}
+    spec = GridSpec(int(size), mpp, int(size) - overlap)
+    return BagMeta(site.name, slide_lists.store_classes(site, subtypes), encoder, spec, "import", subtypes)
+
+
+def _require_facts(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> None:
+    """Refuse features without required facts; the error names all of them."""
+    fact_names = {name for slide in slides for name, value in vars(slide.facts).items() if value is not None}
+    needed = (
+        ("encoder", "--encoder", "encoder", facts.encoder or facts.new_name),
+        ("patch size", "--patch-px", "size_px", facts.patch_px),
+        ("resolution", "--mpp", "mpp", facts.mpp),
+    )
+    missing = {fact: option for fact, option, name, value in needed if value is None and name not in fact_names}
+    if missing:
+        complaint = f"{slides[0].path.name} and the others do not say their {', '.join(missing)}"
+        raise UsageError(f"{complaint}; add {', '.join(missing.values())}")
+
+
+def _resolve_encoder(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> str:
+    """Return the encoder's label: a preset's name where widths agree, and the name in the files."""
+    width = int(_require_equal(slides, "features of width", lambda slide: slide.n_features))
+    encoder = _require_equal(slides, "encoder", lambda slide: _resolve_preset(slide.facts.encoder, width))
+    if facts.new_name is None:
+        name = str(_resolve_value(encoder, _resolve_preset(facts.encoder, width), slides, "--encoder"))
+    else:
+        name = find_preset(facts.new_name) or facts.new_name
+        if name in PRESETS and PRESETS[name].n_features != width:
+            n_expected = PRESETS[name].n_features
+            raise UsageError(
+                f"--encoder-name {facts.new_name}: it has {n_expected} features, {slides[0].path.name} has {width}"
+            )
+    original_name = next((slide.facts.encoder for slide in slides if slide.facts.encoder), name)
+    origin = ["so called on import"] if facts.new_name else []
+    return name if original_name == name else encoder_label(name, [f"written as {original_name}", *origin])
+
+
+def _resolve_preset(name: str | None, width: int) -> str | None:
+    """Return the preset of a name, where its features have this width; else the name."""
+    preset = find_preset(name) if name else None
+    return preset if preset and PRESETS[preset].n_features == width else name
+
+
+def _resolve_mpp(slides: Sequence[_ImportedSlide], option_mpp: float | None) -> float:
+    """Return the resolution of the patches; a measured one goes before the nominal one of a magnification."""
+    file_mpp = _require_equal(slides, "resolution", lambda slide: slide.facts.mpp)
+    if option_mpp is None or not any(slide.facts.nominal for slide in slides):
+        return float(_resolve_value(file_mpp, option_mpp, slides, "--mpp"))
+    if not 1 / _MAX_MPP_RATIO <= option_mpp / file_mpp <= _MAX_MPP_RATIO:
+        raise UsageError(
+            f"--mpp {option_mpp:g}: {slides[0].path.name} says about {file_mpp:g} µm per pixel (its magnification)"
+        )
+    return option_mpp
+
+
+def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[_ImportedSlide], option: str) -> Any:
+    """Return the value of the files, or that of the option where they have none; UsageError where both differ."""
+    if file_value is not None and option_value is not None and not _is_same(file_value, option_value):
+        advice = f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
+        raise UsageError(
+            f"{option} {option_value}: {slides[0].path.name} says {file_value}; leave {option} out{advice}"
+        )
+    return option_value if file_value is None else file_value
+
+
+def _require_equal(slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]) -> Any:
+    """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
+    values = [(slide.record.slide, value) for slide in slides if (value := read_value(slide)) is not None]
+    for slide, value in values:
+        if not _is_same(value, values[0][1]):
+            raise UsageError(
+                f"slides differ: {values[0][0]} has {quantity} {values[0][1]}, {slide} {value}; import one kind"
+            )
+    return values[0][1] if values else None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, int | float):
+        return isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _reread_bags(
+    slides: Sequence[_ImportedSlide], layout: FeatureLayout, progress: Watcher, site: str, n_slides: int
+) -> Iterator[Bag]:
+    """Yield the bag of each file, read again; progress counts this as the second half of the work."""
+    for number, slide in enumerate(slides, 1):
+        try:
+            yield layout.read(slide.path).build_bag(slide.mpp_l0)
+        except WsiFlError as error:
+            raise WsiFlError(f"{error}; it changed while it was imported, import again") from None
+        progress.update(site, n_slides + number * n_slides / len(slides), 2 * n_slides, slide.record.slide)
+
+
+def export_features(
+    study: Study, *, site: str, form: str, out: Path | None = None, tensors: bool = False
+) -> dict[str, Any]:
+    """Write a site's mosaics on this machine for another tool; return the `--json` document.
+
+    Args:
+        tensors: whether CLAM's `.pt` files are written too.
+
+    Raises:
+        UsageError: for an unknown format, or `.pt` files of another tool than CLAM.
+        WsiFlError: when the site has no feature store, or the store lacks the resolution of slides.
+    """
+    writers = {name: layout.write for name, layout in LAYOUTS.items() if layout.write}
+    if form not in writers:
+        raise UsageError(f"--format {form!r}: use {', '.join(writers)}")
+    if tensors and form != "clam":
+        raise UsageError(f"--pt: {form} reads no .pt files; leave it out")
+    study.load_site(site)
+    folder = out or study.root / "exports" / form / site
+    write = partial(write_clam, tensors=True) if tensors else writers[form]
+    table = folder / f"{site}.csv"
+    with open_bags(study, site, "mosaics") as store:
+        files = write(store, folder)
+        write_labels(store, table)
+    return {
+        "site": site,
+        "format": form,
+        "bags": len(files),
+        "out": study.relative_path(folder),
+        "features": study.relative_path(files[0].parent),
+        "table": study.relative_path(table),
+        "pt": tensors,
+    }
+
+
+def render_feature_export(document: dict[str, Any]) -> Lines:
+    """Yield the places of the files, and a hint for CLAM."""
+    yield TextLine(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
+    if document["format"] == "clam" and not document["pt"]:
+        yield TextLine("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

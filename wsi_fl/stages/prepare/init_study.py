@@ -1,0 +1,272 @@
+"""`wsi-fl init`: create a study folder, empty or from an archive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import tomli_w
+
+from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites
+from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
+from wsi_fl.stages.runtime.console import Lines, TextLine
+from wsi_fl.study.folder import Study, find_shipped_folder
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.study.toml import dump_toml, validate_model
+from wsi_fl.system.files import duplicate_marks, write_text
+from wsi_fl.system.file_names import drop_companions
+from wsi_fl.types import SlideRecord, UsageError
+
+_LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
+"""Layout → default pipeline; elsewhere that of the paper."""
+_PAPER, _START = "camelyon17", "camelyon17_pretrained"
+_BUDGET, _DELTA = 3.0, 1e-5
+"""The budget in a new site file of a real hospital, which may change both values before its first run."""
+
+
+@dataclass(frozen=True)
+class ArchiveTables:
+    """Options of a TCGA archive: the meaning of a site, and tables from outside the archive.
+
+    Attributes:
+        group_by: "institution" or "tss".
+        clinical: the table of diagnoses.
+        codes: the table of source sites.
+        columns: how the clinical table's columns are called, as KEY=NAME.
+    """
+
+    group_by: str | None = None
+    clinical: Path | None = None
+    codes: Path | None = None
+    columns: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _ArchiveContents:
+    """The contents of an archive."""
+
+    layout: str
+    sites: list[ArchiveSite]
+    columns: Mapping[str, str]
+    subtypes: Mapping[str, Sequence[str]]
+    notes: list[str]
+
+
+class _InitDocument(TypedDict):
+    """The document of `wsi-fl init`; diagnoses by tumour type and notes where an archive gave some."""
+
+    study: str
+    layout: str | None
+    pipelines: list[str]
+    sites: list[dict[str, object]]
+    subtypes: NotRequired[Mapping[str, Sequence[str]]]
+    notes: NotRequired[list[str]]
+
+
+def init_study(
+    folder: Path,
+    *,
+    archive: Path | None = None,
+    names: Sequence[str] = (),
+    layout: str | None = None,
+    real: bool = False,
+    pipeline: str | None = None,
+    tables: ArchiveTables | None = None,
+) -> _InitDocument:
+    """Write `pipelines/` and, from an archive, `sites/*.toml`; existing files are kept.
+
+    Args:
+        archive: folder of slides; its layout is recognised unless `layout` names it.
+        names: of sites without an archive, for imported features or site files edited later.
+        real: whether the sites are real hospitals, whose patches no other site may read.
+        pipeline: the shipped pipeline of the study; by default the one for the archive's layout, or all.
+        tables: options of a TCGA archive.
+    """
+    if layout is not None and layout not in LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    if archive is None and (layout is not None or tables not in (None, ArchiveTables())):
+        raise UsageError("--layout and options of archives go with --from ARCHIVE")
+    if archive is None and not names and real:
+        raise UsageError("--real goes with --from ARCHIVE or --site NAME")
+    if archive is not None and names:
+        raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
+    existing = [name for name in ("sites", "pipelines") if drop_companions((folder / name).glob("*"))]
+    if "sites" in existing or (archive is None and existing):
+        raise UsageError(f"{folder}: is a study already ({existing[0]}/ exists); choose another folder")
+    pipelines = {
+        path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")
+    }
+    contents = None
+    if archive is not None:
+        layout = layout or detect_layout(archive)
+        pipeline = pipeline or _LAYOUT_PIPELINES.get(layout, _PAPER)
+    if pipeline is not None and pipeline not in pipelines:
+        raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
+    if archive is not None and layout is not None and pipeline is not None:
+        mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
+        contents = _survey_archive(archive, layout, tables or ArchiveTables(), needs_labels=mosaics)
+        sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
+        subtypes = "\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else ""
+        pipelines = {pipeline: pipelines[pipeline] + subtypes}
+    else:
+        sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
+        pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
+    _write_study(folder, pipelines, sites)
+    slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
+    document: _InitDocument = {
+        "study": str(folder),
+        "layout": layout,
+        "pipelines": [path.stem for path in drop_companions((folder / "pipelines").glob("*.toml"))],
+        "sites": [{"site": name, "slides": n} for name, n in slides.items()],
+    }
+    if contents is not None and (contents.subtypes or contents.notes):
+        document |= {"subtypes": contents.subtypes, "notes": contents.notes}
+    return document
+
+
+def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
+    unfinished = folder / "sites.unfinished"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for name, text in sorted(pipelines.items()):
+        target = folder / "pipelines" / f"{name}.toml"
+        if not target.exists():
+            write_text(target, text)
+    for name, text in sites.items():
+        write_text(unfinished / f"{name}.toml", text)
+    unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
+
+
+def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool) -> _ArchiveContents:
+    """Return the sites of an archive; with labels of whole slides only the sites with diagnoses, and these."""
+    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
+    notes = []
+    if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
+        notes.append(
+            f"not in the built-in table of source sites: {', '.join(unknown)}; each is a site of its own, named by its "
+            "code; the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
+        )
+    columns = _parse_columns(tables.columns)
+    sources = {site.name: _build_sources(site, columns) for site in archive_sites}
+    notes += _describe_copies(layout, sources.values())
+    if not needs_labels:
+        return _ArchiveContents(layout, archive_sites, columns, {}, notes)
+    labelled_sites: list[ArchiveSite] = []
+    records: list[SlideRecord] = []
+    for site in archive_sites:
+        usable, excluded = list_site(layout, sources[site.name])
+        usable = [record for record in usable if record.diagnosis]
+        records += usable
+        if usable:
+            labelled_sites.append(site)
+        else:
+            first_reason = f"; the first: {excluded[0].slide}: {excluded[0].reason}" if excluded else ""
+            notes.append(f"{site.name} is left out: none of its slides has a diagnosis{first_reason}")
+    if not labelled_sites:
+        raise UsageError(f"{archive}: {notes[-1]}")
+    # sorted, so that all sites agree on classes
+    pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
+    subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
+    return _ArchiveContents(layout, labelled_sites, columns, subtypes, notes)
+
+
+def _build_sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
+    """Return the sources of a site as its site file will have them."""
+    return Sources(
+        site=site.name,
+        label=site.name,
+        slides=site.slides,
+        annotations=Path(site.annotations) if site.annotations else None,
+        labels=Path(site.labels) if site.labels else None,
+        manifests=site.manifests,
+        columns=columns,
+    )
+
+
+def _describe_copies(layout: str, sources: Iterable[Sources]) -> list[str]:
+    """Return a line for each slide file present several times; sites with invalid tables are skipped."""
+    records: list[SlideRecord] = []
+    for site_sources in sources:
+        with suppress(UsageError):
+            records += list_site(layout, site_sources)[0]
+    marks = duplicate_marks(record.path for record in records)
+    return describe_copies(
+        Scan(record.site, record.slide, record.patient, record.split or "", frozenset({marks[record.path]}))
+        for record in records
+        if record.path in marks
+    )
+
+
+def _parse_columns(pairs: Sequence[str]) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, name = (part.strip() for part in pair.partition("="))
+        if not (key and equals and name):
+            raise UsageError(f"--column {pair!r}: write it as KEY=NAME, for example diagnosis=primary_diagnosis")
+        columns[key] = name
+    checked = validate_model(SiteFile, {"name": "site", "columns": columns}, "--column").columns
+    return {str(key): name for key, name in checked.items()}
+
+
+def _render_site_file(site: ArchiveSite, contents: _ArchiveContents, real: bool) -> str:
+    """Return the text of a site file, validated by its own model."""
+    values = {
+        "name": site.name,
+        "real": real,
+        "layout": contents.layout,
+        "slides": _unwrap_single(site.slides),
+        "annotations": site.annotations,
+        "labels": site.labels,
+        "columns": dict(contents.columns),
+    }
+    if contents.layout == "tcga":
+        values |= {"manifest": _unwrap_single(site.manifests) or None, "slide_types": ["DX"]}
+    return _render_settings(values, f"site {site.name!r} of the archive", _next_command(contents.subtypes))
+
+
+def _render_settings(values: dict[str, object], subject: str, command: str) -> str:
+    note = "simulated: other sites' evaluation may read its test patches"
+    if values["real"]:
+        values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
+        note = "a real hospital: max_epsilon and delta are its budget, for good"
+    site = validate_model(SiteFile, values, subject)
+    first = f"# wsi-fl {command} --site {site.name}    ({note})"
+    return dump_toml(site.model_copy(update={"allow": None}), first)
+
+
+def _unwrap_single(patterns: Sequence[str]) -> str | list[str]:
+    return patterns[0] if len(patterns) == 1 else list(patterns)
+
+
+def _next_command(subtypes: Mapping[str, Sequence[str]]) -> str:
+    """Return the command after `wsi-fl init`."""
+    return "mosaic" if subtypes else "tile"
+
+
+def render_init_lines(document: _InitDocument) -> Lines:
+    for row in document["sites"]:
+        yield TextLine(f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else ""))
+    for kind, diagnoses in document.get("subtypes", {}).items():
+        yield TextLine(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
+    for note in document.get("notes", []):
+        yield TextLine(f"  {note}", "yellow")
+    yield TextLine(f"  pipelines/: {', '.join(document['pipelines'])}")
+    if document["pipelines"] == [_PAPER]:
+        yield TextLine(
+            f"  {_PAPER} repeats the paper, from random weights; --pipeline {_START} starts from published weights "
+            "and guarantees ε: a hospital should begin with it"
+        )
+    if document["sites"] and document["layout"] is None:
+        yield TextLine(
+            f"study ready; next: cd {document['study']} && wsi-fl import --site {document['sites'][0]['site']} …"
+        )
+    elif document["sites"]:
+        command = _next_command(document.get("subtypes", {}))
+        yield TextLine(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
+    else:
+        yield TextLine(
+            f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all; "
+            "labelled images are divided by wsi-fl partition"
+        )

@@ -1,0 +1,90 @@
+"""`wsi-fl encoders`: list the published encoders with their properties and local weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.models.presets import HUB_FILES, PRESETS
+from wsi_fl.models.weights import find_cached_weights
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.study.folder import Study
+from wsi_fl.types import UsageError
+
+
+def list_encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str, Any]:
+    """List the presets; return the `--json` document.
+
+    Args:
+        study: its pipeline may name files of weights; None without a study.
+    """
+    weight_files = _find_weights(study, pipeline_name) if study else {}
+    memory = _available_memory()
+    rows = []
+    for name, preset in PRESETS.items():
+        cached = find_cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
+        weights = weight_files.get(name) or cached
+        rows.append(
+            {
+                "name": name,
+                "n_features": preset.n_features,
+                "px": preset.transform.px,
+                "mpp": list(preset.mpp),
+                "parameters": preset.n_parameters,
+                "licence": preset.licence,
+                "hub": preset.hub_id,
+                "pooling": preset.pooling,
+                "mean": list(preset.transform.mean),
+                "sd": list(preset.transform.sd),
+                "interpolation": preset.transform.interpolation,
+                "weights": str(weights) if weights else None,
+                "needed_bytes": preset.memory_bytes,
+                "fits": preset.memory_bytes <= memory,
+            }
+        )
+    return {"encoders": rows, "memory_bytes": memory}
+
+
+def _available_memory() -> int:
+    """Return the memory of this machine, or of its GPU if smaller, in bytes."""
+    import torch
+
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = select_device()
+    return host if device.type == "cpu" else min(host, int(torch.cuda.mem_get_info(device)[1]))
+
+
+def _find_weights(study: Study, pipeline_name: str | None) -> dict[str, Path]:
+    """Return encoder → existing file of weights named in the study's pipeline."""
+    try:
+        pipeline = study.load_pipeline(study.pipeline_name(pipeline_name))
+    except UsageError:
+        if pipeline_name:
+            raise
+        return {}
+    sections = (pipeline.mosaic, pipeline.encoder_settings)
+    weight_files = {section.encoder: study.resolve(section.weights) for section in sections if section.weights}
+    return {name: path for name, path in weight_files.items() if path.is_file()}
+
+
+def render_encoder_lines(document: dict[str, Any]) -> Lines:
+    """Yield a table with a row per preset."""
+    rows = [
+        [
+            row["name"],
+            row["n_features"],
+            row["px"],
+            ", ".join(f"{mpp:g}" for mpp in row["mpp"]) or "not stated",
+            f"{row['parameters'] / 1e6:.0f} M",
+            row["licence"],
+            ("here" if row["weights"] else "") + ("" if row["fits"] else " too large for this machine"),
+        ]
+        for row in document["encoders"]
+    ]
+    yield TextTable("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
+    yield TextLine(
+        "any other model of timm works by its name; use one with --set features.encoder=NAME, or mosaic.encoder"
+    )
+    yield TextLine("weights are fetched from the hub with your own token, or features.weights names a file")

@@ -1,0 +1,484 @@
+"""The slides of a site: their files, labels, outcomes in a job, and summaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
+
+import numpy as np
+
+from wsi_fl.slides.layouts import Sources, read_site
+from wsi_fl.slides.layouts.common import (
+    TableRow,
+    describe_account,
+    filter_site,
+    match_slide_name,
+    parse_label,
+    parse_mpp,
+    read_rows,
+    require_names,
+)
+from wsi_fl.stages.site.site_data import resolve_patterns
+from wsi_fl.stages.site.target_labels import Subtypes, list_classes
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
+from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stores.bag_store import BagMeta
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.files import remove_strays
+from wsi_fl.system.file_names import describe_mismatch
+from wsi_fl.types import SPLITS, UNLABELLED, BagTable, ExcludedSlide, SlideRecord, UsageError
+
+_T = TypeVar("_T")
+_MAX_NAMED_SLIDES = 20
+"""Slides of a site listed by name; the others are counted."""
+
+
+def resolve_sources(study: Study, site: SiteFile) -> Sources:
+    """Return the paths of a site file, resolved against the study."""
+    if site.slides is None:
+        raise UsageError(
+            f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
+        )
+
+    def resolve_path(text: str | None) -> Path | None:
+        return study.resolve(text) if text is not None else None
+
+    return Sources(
+        site=site.name,
+        label=f"sites/{site.name}.toml",
+        slides=resolve_patterns(study, site.slides),
+        annotations=resolve_path(site.annotations),
+        labels=resolve_path(site.labels),
+        split=resolve_path(site.split),
+        mpp_override=site.mpp_override,
+        manifests=resolve_patterns(study, site.manifest),
+        slide_types=tuple(site.slide_types or ("DX",)),
+        has_labels=not site.is_receiver,
+        columns={str(key): name for key, name in site.columns.items()},
+    )
+
+
+@dataclass(frozen=True)
+class SlideList:
+    """A site and its slides: usable records, and the excluded slides with reasons."""
+
+    study: Study
+    site: SiteFile
+    pipeline: Pipeline
+    records: tuple[SlideRecord, ...]
+    excluded: tuple[ExcludedSlide, ...]
+
+
+class Scope(TypedDict, total=False):
+    """The sites and settings of a command.
+
+    Attributes:
+        site: None for every site of the pipeline.
+        pipeline_name: None for the study's only one.
+        overrides: `KEY=VALUE` over the pipeline.
+    """
+
+    site: Required[str | None]
+    pipeline_name: str | None
+    overrides: Sequence[str]
+
+
+def select_sites(study: Study, **scope: Unpack[Scope]) -> tuple[Pipeline, list[SiteFile]]:
+    """Return the pipeline and the sites of a command."""
+    name, site = study.pipeline_name(scope.get("pipeline_name")), scope["site"]
+    pipeline = study.load_pipeline(name, scope.get("overrides", ()))
+    return pipeline, study.load_sites(pipeline) if site is None else [study.load_site(site)]
+
+
+def list_slides(study: Study, job: RankJob | None = None, **scope: Unpack[Scope]) -> list[SlideList]:
+    """Return the slides of the selected sites; all paths are checked before any archive is read.
+
+    The first rank of a job prints how many rows of each table belong to the site.
+    """
+    pipeline, sites = select_sites(study, **scope)
+    slide_lists = []
+    for site, sources in [(site_file, resolve_sources(study, site_file)) for site_file in sites]:
+        lines: list[str] = []
+        records, excluded = read_site(site.layout, replace(sources, tell=lines.append))
+        slide_lists.append(SlideList(study, site, pipeline, tuple(records), tuple(excluded)))
+        if job is not None:
+            for line in lines:
+                job.print_message(f"  {site.name}: {line}")
+    return slide_lists
+
+
+class SlideQuality(TypedDict):
+    """Of one slide: good patches, excluded patches by artifact, the method of tissue detection, and the tissue area
+    relative to detection by saturation."""
+
+    good: int
+    aside: dict[str, int]
+    tissue_by: str
+    tissue_gain: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one slide in a job, plain enough for JSON.
+
+    Attributes:
+        slide: its name.
+        patches: number of patches in its shard; 0 without a shard.
+        reason: why the slide, or some of its patches, were excluded.
+        note: a remark on its bag.
+        encoded: number of encoded patches; 0 where the shard existed.
+        spent: seconds by kind of work.
+        content: how its shard stores pixels.
+        quality: patches by artifact, and the method of tissue detection.
+    """
+
+    slide: str
+    patches: int = 0
+    reason: str | None = None
+    note: str = ""
+    encoded: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+    content: str = ""
+    quality: SlideQuality | None = None
+
+
+def share_slides(
+    job: RankJob,
+    items: Sequence[_T],
+    work: Callable[[list[_T]], Iterable[Outcome]],
+    progress: Callable[[float, _T], None],
+) -> list[Outcome]:
+    """Distribute a site's slides over the ranks; return all outcomes in order (see `Job.share`)."""
+    return [Outcome(**outcome) for outcome in job.share_items(items, lambda share: map(asdict, work(share)), progress)]
+
+
+def finish_site(
+    job: RankJob, outcomes: list[Outcome], write_store: Callable[[list[Outcome]], _T], folders: Iterable[Path]
+) -> _T | None:
+    """Write the store of a site on the first rank, then remove files of other slides from the folders."""
+
+    def write_and_clear() -> _T:
+        document = write_store(outcomes)
+        remove_strays(folders, {outcome.slide for outcome in outcomes if outcome.patches})
+        return document
+
+    return job.run_on_first(write_and_clear)
+
+
+def list_excluded(outcomes: Iterable[Outcome]) -> list[ExcludedSlide]:
+    """Return the excluded slides with their reasons."""
+    return [ExcludedSlide(outcome.slide, outcome.reason) for outcome in outcomes if outcome.reason]
+
+
+def store_classes(site: SiteFile, subtypes: Subtypes) -> tuple[str, ...]:
+    """Return the classes of a site's store: those of the study, or the one for slides without labels."""
+    return UNLABELLED if site.is_receiver else list_classes(subtypes)
+
+
+def select_labelled(
+    records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile
+) -> tuple[list[SlideRecord], list[ExcludedSlide]]:
+    """Return the slides with a class of the study, and the excluded others; a site without labels keeps all.
+
+    Raises:
+        UsageError: when slides have diagnoses and the study names no subtypes.
+    """
+    slide = next((record for record in records if record.diagnosis), None)
+    if slide and not subtypes and not site.is_receiver:
+        kind = slide.tumor_type or "tumor"
+        diagnoses = sorted({record.diagnosis for record in records if record.tumor_type == slide.tumor_type} - {""})
+        quoted_names = ", ".join(json.dumps(name, ensure_ascii=False) for name in diagnoses)
+        raise UsageError(
+            f"site {slide.site}: its slides have diagnoses ({slide.slide}: {slide.diagnosis}); name in the pipeline "
+            f"those that count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{quoted_names}] }}"
+        )
+    reasons = ["" if site.is_receiver or not subtypes else _explain_unfit(record, subtypes) for record in records]
+    pairs = list(zip(records, reasons, strict=True))
+    return [record for record, reason in pairs if not reason], [
+        ExcludedSlide(record.slide, reason) for record, reason in pairs if reason
+    ]
+
+
+def build_bag_table(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile) -> BagTable:
+    """Return the columns of a store of these slides, in order."""
+    classes, has_types = list_classes(subtypes), subtypes or site.is_receiver
+    names = [record.diagnosis if subtypes else "tumor" if record.positive else "healthy" for record in records]
+    return BagTable(
+        np.array([0 if site.is_receiver else classes.index(name) for name in names], np.int64),
+        np.array(
+            [_find_tumor_type(record, subtypes) if has_types else record.tumor_type for record in records], np.str_
+        ),
+        np.array([record.slide for record in records], np.str_),
+        np.array([record.patient for record in records], np.str_),
+        np.array([record.split or "train" for record in records], np.str_),
+    )
+
+
+def _explain_unfit(record: SlideRecord, subtypes: Subtypes) -> str:
+    """Return why a slide does not fit into the study; "" when it does."""
+    class_names = ", ".join(list_classes(subtypes))
+    if not record.diagnosis:
+        return f"it has no diagnosis; the study's are {class_names}"
+    if record.diagnosis not in list_classes(subtypes):
+        hints = {name.casefold(): f"; did you mean {name}?" for name in list_classes(subtypes)}
+        hint = hints.get(record.diagnosis.casefold(), "")
+        return f"its diagnosis {record.diagnosis} is none of the study's ({class_names}){hint}"
+    if record.tumor_type in subtypes and record.diagnosis not in subtypes[record.tumor_type]:
+        return f"its diagnosis {record.diagnosis} is none that {record.tumor_type} may have"
+    return ""
+
+
+def _find_tumor_type(record: SlideRecord, subtypes: Subtypes) -> str:
+    """Return the archive's tumour type if the study has it, else the only type with the diagnosis, or ""."""
+    if record.tumor_type in subtypes:
+        return record.tumor_type
+    possible = [name for name, diagnoses in subtypes.items() if record.diagnosis in diagnoses]
+    return possible[0] if len(possible) == 1 else ""
+
+
+_COLUMN_NAMES = {
+    "slide": ("slide", "slide_id", "FILENAME"),
+    "patient": ("patient", "case_id", "PATIENT"),
+    "label": ("label", "diagnosis"),
+}
+"""Possible names of each column; the first present counts."""
+
+
+@dataclass(frozen=True)
+class TableMatch:
+    """The rows of a table and the files of slides.
+
+    Attributes:
+        records: slides with a file and a label.
+        excluded: slides that lack one, excluded.
+        account: a line on the rows of the table, by site.
+        mismatch: why no row has a file, with names of both; "" where some have one.
+    """
+
+    records: list[SlideRecord]
+    excluded: list[ExcludedSlide]
+    account: str
+    mismatch: str
+
+
+def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]) -> TableMatch:
+    """Match the rows of a table with the files of slides, or of patients where the table names no slide.
+
+    Where the table has a column `site`, rows of other sites are ignored.
+
+    Args:
+        site: of a site without labels none are needed or read.
+        diagnoses: the study's, as values of the label; none where labels are healthy or tumour.
+
+    Raises:
+        UsageError: when a column is missing, a slide has two rows, or a row cannot be read; names the line.
+    """
+    records, excluded, row_places = [], [], dict[str, str]()
+    needed = ("slide", "patient") if site.is_receiver else ("slide", "patient", "label")
+    rows, account = _read_site_rows(table, site.name, needed)
+    labels = [row.get("label", "") for row in rows]
+    for row in _match_patient_files(rows, files):
+        require_names(row, "slide", "patient")
+        slide, where = match_slide_name(row["slide"], files), row.where
+        if slide in row_places:
+            raise UsageError(f"{where}: slide {slide} has a row already ({row_places[slide]}); keep one of them")
+        row_places[slide] = where
+        if not site.is_receiver and not (row["label"] in diagnoses or row.read_value("label")):
+            excluded.append(ExcludedSlide(slide, f"has no label ({where})"))
+            continue
+        record = _build_record(row, slide, site, labels, diagnoses=bool(diagnoses))
+        if slide in files:
+            records.append(record)
+        else:
+            excluded.append(ExcludedSlide(slide, f"has a label ({where}) and no features"))
+    excluded += [ExcludedSlide(name, f"has no label in {table.name}") for name in files if name not in row_places]
+    return TableMatch(
+        records, excluded, account, "" if set(row_places) & set(files) else describe_mismatch(row_places, files)
+    )
+
+
+def _match_patient_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
+    """Return the rows, or one per patient where files are named by patients.
+
+    Raises:
+        UsageError: when rows of such a patient have different labels.
+    """
+    if any(match_slide_name(row["slide"], files) in files for row in rows) or not any(
+        row["patient"] in files for row in rows
+    ):
+        return list(rows)
+    patient_rows: dict[str, TableRow] = {}
+    for row in rows:
+        first = patient_rows.setdefault(row["patient"], row)
+        if first.get("label") != row.get("label"):
+            raise UsageError(f"{row.where}: patient {row['patient']} has another label than in {first.where}")
+        row["slide"] = row["patient"]
+    return list(patient_rows.values())
+
+
+def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str]:
+    """Return the rows of the site, with our column names added, and a line on the rows of all sites."""
+    rows = read_rows(table, ())
+    if not rows:
+        raise UsageError(f"{table}: has no rows")
+    column_names = {key: next((name for name in _COLUMN_NAMES[key] if name in rows[0]), None) for key in needed}
+    if column_names["slide"] is None:  # features of whole patients are in files named by patient
+        column_names["slide"] = column_names["patient"]
+    if missing := next((key for key, name in column_names.items() if name is None), None):
+        stamp = "; join STAMP's two tables by PATIENT" if missing == "label" and "FILENAME" in rows[0] else ""
+        raise UsageError(
+            f"{table}: no column {' or '.join(_COLUMN_NAMES[missing])}; it has {', '.join(rows[0])}{stamp}"
+        )
+    site_rows = filter_site(rows, site)
+    for row in site_rows:
+        row.update({key: row[name] for key, name in column_names.items() if name})
+    if not site_rows:
+        raise UsageError(f"{table}: has no row of site {site}")
+    return site_rows, describe_account(table.name, rows, len(site_rows), site)
+
+
+def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool) -> SlideRecord:
+    split, where = row.read_value("split") or None, row.where
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
+    label = "" if site.is_receiver else row["label"]
+    negative = site.is_receiver or (not diagnoses and parse_label(label, where, labels)[0])
+    return SlideRecord(
+        Path(row["slide"]),
+        slide,
+        row["patient"],
+        site.name,
+        "negative" if negative else "weak",
+        not negative,
+        split=split,
+        mpp_override=parse_mpp(row["mpp"], where) if row.get("mpp") else site.mpp_override,
+        diagnosis=label if diagnoses else "",
+        tumor_type=row.read_value("tumor_type"),
+    )
+
+
+class BagsRow(TypedDict):
+    """A site's row in the document of `features`, `mosaic` and `import`."""
+
+    site: str
+    slides: int
+    made: NotRequired[int]
+    failed: NotRequired[list[dict[str, object]]]
+    notes: NotRequired[list[dict[str, str]]]
+    copies: NotRequired[list[str]]
+    bags: NotRequired[int]
+    patches: int
+    n_features: NotRequired[int]
+    patients: NotRequired[int]
+    classes: NotRequired[dict[str, int]]
+    train: int
+    test: int
+    encoder: str
+    store: str
+    transform: NotRequired[dict[str, object]]
+    seconds: NotRequired[float]
+
+
+class BagsDocument(TypedDict, total=False):
+    """The document of these commands; empty on all ranks but the first."""
+
+    sites: list[BagsRow]
+    copies: list[str]
+    speed: list[dict[str, object]]
+    next: list[str]
+
+
+def build_mosaic_row(
+    study: Study,
+    meta: BagMeta,
+    table: BagTable,
+    *,
+    n_patches: int,
+    failed: Sequence[ExcludedSlide],
+    notes: Mapping[str, str],
+    copies: list[str],
+    n_slides: int,
+) -> BagsRow:
+    """Return a site's row of the document of `mosaic` and `import`; empty notes are dropped."""
+    counts = np.bincount(table.label, minlength=len(meta.classes))
+    return {
+        "site": meta.site,
+        "slides": n_slides,
+        "failed": [asdict(slide) for slide in failed],
+        "notes": [{"slide": slide, "note": note} for slide, note in notes.items() if note],
+        "copies": copies,
+        "bags": len(table),
+        "patients": len(set(table.patient.tolist())),
+        "patches": n_patches,
+        "classes": dict(zip(meta.classes, counts.tolist(), strict=True)),
+        "train": int((table.split == "train").sum()),
+        "test": int((table.split == "test").sum()),
+        "encoder": meta.encoder,
+        "store": study.relative_path(study.mosaic_path(meta.site)),
+    }
+
+
+def next_commands(study: Study, **scope: Unpack[Scope]) -> list[str]:
+    """Return the training command for mosaics; none where no site has labels."""
+    pipeline, sites = select_sites(study, **scope)
+    is_override = any(override.startswith("train.data=") for override in scope.get("overrides", ()))
+    data_option = "" if pipeline.train.data == "mosaics" and not is_override else " --set train.data=mosaics"
+    pipeline_option = f" --pipeline {name}" if (name := scope.get("pipeline_name")) else ""
+    return [] if all(site.is_receiver for site in sites) else [f"wsi-fl train{data_option}{pipeline_option}"]
+
+
+def first_failure(failed: Sequence[ExcludedSlide]) -> str:
+    """Return the first failure of a site without results."""
+    return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
+
+
+def render_mosaic_lines(document: BagsDocument) -> Lines:
+    """Yield bags by class and split of every site, excluded slides, and the next command."""
+    rows: Sequence[Mapping[str, Any]] = document["sites"]
+    names = dict.fromkeys(name for row in rows for name in row["classes"])
+    classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
+    splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
+    yield build_sum_table("mosaics", rows, [*classes, None, *splits])
+    yield from render_excluded_lines(rows, "slide")
+    yield from render_copy_lines(document)
+    yield from render_speed_lines(document.get("speed", ()))
+    stores = ", ".join(row["store"] for row in rows)
+    slides, patients = (sum(row[key] for row in rows) for key in ("bags", "patients"))
+    ready = f"mosaics ready: {slides} slides of {patients} patients ({stores}; {rows[0]['encoder']})"
+    yield TextLine("; next: ".join([ready, *document["next"]]))
+
+
+def build_sum_table(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> TextTable:
+    """Return a table of lines of a name and a number for each site, with a column of sums."""
+    sum_lines = [line and [*line, sum(line[1:])] for line in lines]
+    return build_site_table(title, "", [*(row["site"] for row in rows), "sum"], sum_lines)
+
+
+def render_copy_lines(document: Mapping[str, Any]) -> Lines:
+    """Yield a line for each scan present several times, within a site and across sites."""
+    for row in document["sites"]:
+        yield from (TextLine(f"  {row['site']}: {line}", "bold yellow") for line in row.get("copies", ()))
+    yield from (TextLine(f"  {line}", "bold yellow") for line in document.get("copies", ()))
+
+
+def render_excluded_lines(rows: Sequence[Any], unit: str) -> Lines:
+    """Yield excluded slides, notes on others, and sites without training data."""
+    for row in rows:
+        excluded = [
+            f"{slide['slide']}{'' if ' patches excluded' in slide['reason'] else ' excluded'}: {slide['reason']}"
+            for slide in row["failed"]
+        ]
+        notes = [f"{slide['slide']}: {slide['note']}" for slide in row.get("notes", ())]
+        for lines, more in ((excluded, "excluded; --json names all"), (notes, "such notes; --json has all")):
+            remainder = [f"and {len(lines) - _MAX_NAMED_SLIDES} more {more}"] if len(lines) > _MAX_NAMED_SLIDES else []
+            yield from (
+                TextLine(f"  {row['site']}: {line}", "yellow") for line in [*lines[:_MAX_NAMED_SLIDES], *remainder]
+            )
+        if not row["train"]:
+            nothing = f"has no training {unit}, so nothing can be trained on it"
+            yield TextLine(f"  {row['site']}: {nothing}", "bold yellow")

@@ -1,0 +1,186 @@
+"""Parallel work on slides: one process, or the ranks of mpiexec or srun."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import TypedDict
+
+from wsi_fl.stages.runtime.console import SilentProgress, Watcher, describe_failure, print_message
+from wsi_fl.system.machine import count_ranks, list_cores, read_thread_setting
+from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class _RankCores(TypedDict):
+    """The machine of a rank, and its usable cores."""
+
+    host: str
+    cores: list[int]
+
+
+class _RankOutcome(TypedDict, total=False):
+    """The outcome of a rank's work: its result (JSON), or its error and whether that is wrong usage."""
+
+    result: Any
+    error: str
+    usage: bool
+
+
+class _SingleProcess:
+    """Communication of a single process, without torch and MPI."""
+
+    sites = running = (0,)
+
+    def gather(self, documents: Sequence[_T], _: type[_T]) -> list[_T]:
+        return list(documents)
+
+    def abort(self, code: int = 1) -> None:
+        pass
+
+
+class RankJob:
+    """This process among those of the job: its `rank`, the number of ranks (`size`) and its cores (`threads`)."""
+
+    def __init__(self) -> None:
+        ranks = count_ranks()
+        if ranks is None:
+            self._comm: Any = _SingleProcess()
+        else:
+            from wsi_fl.federation.comm import MpiComm
+
+            self._comm = MpiComm(inf, tuple(range(ranks)))
+        self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
+        rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores()}
+        cores_by_rank = [
+            (document["host"], document["cores"]) for document in self._comm.gather([rank_cores], _RankCores)
+        ]
+        self.threads = _count_cores((rank_cores["host"], rank_cores["cores"]), cores_by_rank)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def print_message(self, text: str, style: str = "") -> None:
+        """Print a message once for all ranks."""
+        if self.is_first:
+            print_message(text, style)
+
+    def select_watcher(self, watcher: Watcher | None) -> Watcher:
+        """Return the watcher on the first rank, and a silent one on others or without a watcher."""
+        return watcher if watcher and self.is_first else SilentProgress()
+
+    def local_share(self, items: Sequence[_T]) -> list[_T]:
+        """Return this rank's share of a list common to all ranks."""
+        return list(items[self.rank :: self.size])
+
+    def run_on_ranks(self, work: Callable[[], _T]) -> _T:
+        """Do the work on every rank and return the result of this rank.
+
+        A failure anywhere is printed once, by the first rank, and ends all (SystemExit); finished work stays.
+        """
+        results: list[_T] = []
+        self._gather_results(lambda: results.append(work()))
+        return results[0]
+
+    def run_on_first(self, work: Callable[[], _T]) -> _T | None:
+        """Do the work on the first rank while the others wait; return its result there, None elsewhere."""
+        return self.run_on_ranks(lambda: work() if self.is_first else None)
+
+    @contextmanager
+    def hold_on_first(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Hold a context on the first rank; all ranks wait until it is entered."""
+        with ExitStack() as stack:
+            self.run_on_first(lambda: stack.enter_context(context))
+            yield
+
+    def share_items(
+        self,
+        items: Sequence[_T],
+        work: Callable[[list[_T]], Iterable[_R]],
+        progress: Callable[[float, _T], None] | None = None,
+    ) -> list[_R]:
+        """Distribute the items over the ranks; return all results in the order of the items.
+
+        Args:
+            work: yields a result, plain enough for JSON, for each item of a share, in order.
+            progress: called after each item with the estimated number (float) of all finished items, and the item.
+        """
+        local_items = self.local_share(items)
+
+        def work_locally() -> list[_R]:
+            results: list[_R] = []
+            for item, result in zip(local_items, work(local_items), strict=True):
+                results.append(result)
+                if progress is not None:
+                    progress(len(results) * len(items) / len(local_items), item)
+            return results
+
+        parts = self._gather_results(work_locally)
+        return [parts[k % self.size][k // self.size] for k in range(len(items))]
+
+    def _gather_results(self, work: Callable[[], _T]) -> list[_T]:
+        """Do the work on every rank and return all results (JSON) in order of ranks."""
+        failure: BaseException | None = None
+        outcome: _RankOutcome = {}
+        try:
+            outcome["result"] = work()
+        except Exception as error:
+            failure = error
+            place = Path(getattr(error, "filename", None) or "the store")
+            outcome = {"error": describe_failure(error, place), "usage": isinstance(error, UsageError)}
+        except BaseException:  # Ctrl-C: the others would wait in vain
+            self._comm.abort(1)
+            raise
+        if failure is not None and self.size == 1:
+            raise failure
+        outcomes: list[_RankOutcome] = self._comm.gather([outcome], _RankOutcome)
+        for rank_outcome in outcomes:
+            if "error" in rank_outcome:
+                if not self.is_first:
+                    raise SystemExit(2 if rank_outcome["usage"] else 1)
+                raise (UsageError if rank_outcome["usage"] else WsiFlError)(rank_outcome["error"])
+        return [rank_outcome["result"] for rank_outcome in outcomes]
+
+
+def _count_cores(rank_cores: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
+    """Return the number of cores of a rank, shared cores divided, given (host, cores) of all ranks."""
+    host, cores = rank_cores
+    n_sharing = [sum(core in other_cores for name, other_cores in ranks if name == host) for core in cores]
+    return max(1, int(sum(1 / n for n in n_sharing) + 1e-9))
+
+
+def take_threads(share: int) -> None:
+    """Set PyTorch's threads to a share of the machine's cores, or fewer if so requested.
+
+    On a rank PyTorch's default is useless: one thread under Open MPI.
+    """
+    import torch
+
+    n_threads = torch.get_num_threads() if count_ranks() is None else share
+    torch.set_num_threads(min(read_thread_setting() or n_threads, share))
+
+
+def select_device() -> torch.device:
+    """Return cuda:(local rank) where there are GPUs, else the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # default of calls without a device, in all threads
+    torch.backends.cudnn.deterministic = True  # a resumed run equals an uninterrupted one
+    return device

@@ -1,0 +1,115 @@
+"""Checks that slides, features and weights are public, as results from them leave without a ledger entry.
+
+A source is refused on any sign that it is of a hospital's patients, unless declared public.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.slides.reading.formats import is_slide_folder
+from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
+from wsi_fl.stages.site.site_data import list_slides
+from wsi_fl.stages.site.run_context import find_method
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.types import UsageError, WsiFlError
+
+_PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
+
+
+def require_public(study: Study, source: Path) -> None:
+    """Refuse a slide, picture or feature store of a hospital's patients.
+
+    Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of the
+    study (under any name), is a store of a real site, or names patients and is of no simulated site of the study. A
+    site without a readable file counts as real.
+
+    Raises:
+        UsageError: in one line that names the reason.
+    """
+    if (site := _find_site_by_place(source)) is not None:
+        raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
+    if source.suffix == ".h5":
+        _require_public_store(study, source)
+    elif (site := _find_site_by_slides(study, source)) is not None:
+        raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
+
+
+def require_published(weights: Path, key: str) -> None:
+    """Refuse weights from a real site's folders, as no ε covers models that start there.
+
+    Such are the folder of a store, and a run's models except those exchanged with differential privacy.
+
+    Raises:
+        UsageError: naming the key of the pipeline.
+    """
+    if (site := _find_site_by_place(weights)) is not None:
+        raise UsageError(
+            f"{key}: {weights} is of the patients of real site {site}, and no ε covers what starts from it; name "
+            "published weights, or set privacy.enabled = false"
+        )
+
+
+def _is_simulated(study: Study, site: str) -> bool:
+    try:
+        return not study.load_site(site).real
+    except WsiFlError:
+        return False
+
+
+def _find_site_by_place(source: Path) -> str | None:
+    """Return the real site of any study in whose store's folder, or among whose private models, a file is."""
+    for path in {source.absolute(), source.resolve()}:
+        for folder in path.parents:
+            root, site = folder.parent.parent, folder.name
+            if folder.parent.name == "sites" and root.parent.name == "runs":
+                if _is_dp_release(RunFolder(root), path.stem):
+                    return None
+                root = root.parent.parent
+            elif folder.parent.name != "stores":
+                continue
+            if (root / "sites").is_dir():
+                return None if _is_simulated(Study(root), site) else site
+    return None
+
+
+def _is_dp_release(run: RunFolder, role: str) -> bool:
+    try:
+        pipeline = load_run_pipeline(run.path / "config.toml")
+        travels = find_method(str(run.manifest["method"]), pipeline).mixing_role
+    except (WsiFlError, OSError, KeyError, TypeError):
+        return False
+    return pipeline.privacy.enabled and travels == role
+
+
+def _require_public_store(study: Study, source: Path) -> None:
+    with BagStore(source) as store:
+        site, table = store.meta.site, store.patch_table
+        if site in study.site_names():
+            if not _is_simulated(study, site):
+                raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
+            return
+        if ((table.patient != "") & (table.patient != table.slide)).any():
+            raise UsageError(f"{source}: a feature store that names patients; {_PUBLIC_HINT}")
+
+
+def _find_site_by_slides(study: Study, source: Path) -> str | None:
+    """Return the real site of the study that has a file or folder among its slides, by any name or link."""
+    if not source.exists():
+        return None
+    for name in study.site_names():
+        if _is_simulated(study, name):
+            continue
+        paths = list_slides(study, study.load_site(name))
+        slides = (path for path in paths if path.is_file() or is_slide_folder(path))
+        if any(_is_same_slide(slide, source) for slide in slides):
+            return name
+    return None
+
+
+def _is_same_slide(slide: Path, source: Path) -> bool:
+    """Return whether two paths are the same file, or a folder and a file in it; a DICOM file stands for its folder."""
+    a, b = resolve_slide_path(slide), resolve_slide_path(source)
+    return slide.samefile(source) or a.is_relative_to(b) or b.is_relative_to(a)

@@ -1,0 +1,228 @@
+"""The run context: participating sites, settings, opened stores and statistics of a stage, made once."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+from wsi_fl.federation.methods import METHODS, SHARED_HEAD, Method
+from wsi_fl.learning.examples import Examples, concatenate_examples
+from wsi_fl.learning.tasks import Task
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.runs.site_folder import SITE_FILE
+from wsi_fl.stages.site.site_data import ExampleKind, SiteData, find_example_kind, open_data
+from wsi_fl.stages.site.released_statistics import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
+from wsi_fl.stages.site.target_labels import build_task
+from wsi_fl.stages.runtime.console import print_message
+from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.study.toml import read_setting
+from wsi_fl.system.machine import count_ranks
+from wsi_fl.types import UsageError
+
+
+def find_method(name: str, pipeline: Pipeline) -> Method:
+    """Return a method of METHODS, or its variant for a pipeline; UsageError for an unknown method."""
+    if name not in METHODS:
+        raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
+    row = METHODS[name]
+    values = {key: read_setting(pipeline, key) for key, _ in row.variants}
+    return next((variant for (key, value), variant in row.variants.items() if values[key] == value), row)
+
+
+def adapt_settings(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
+    """Return a pipeline's settings as adapted by a method."""
+    return _oneshot_settings(name, study, pipeline) if find_method(name, pipeline).is_oneshot else pipeline
+
+
+def _oneshot_settings(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
+    """Return the settings of a one-shot method: a single round, and heads that are solved, not trained."""
+    linear = find_example_kind(pipeline).linear_head
+    if linear is None:
+        raise UsageError(
+            f"{name} needs features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
+            "train.data = 'features' (or 'mosaics')"
+        )
+    train_keys = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
+    projection = pipeline.model.projection
+    n = projection if isinstance(projection, int) else open_projection(study, projection).n_components
+    kind = pipeline.target.target_kind
+    model = {"private": linear, "proxy": f"{SHARED_HEAD}:{n}" + (f":{kind}" if kind != "classes" else "")}
+    return pipeline.replace_keys(train=train_keys, model=model, privacy={"clip": 1.0, "mode": "strict"})
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The sites of a pipeline, their files read and their stores opened once; a context manager that closes them.
+
+    Attributes:
+        study: as it was when the run began, where there is a run.
+        name: of the method.
+        run: its folder; not written in a dry run.
+        sites: the files of all, in order.
+        common_sites: the sites whose released statistics all sites have; None for all files here.
+    """
+
+    study: Study
+    pipeline: Pipeline
+    name: str
+    run: RunFolder
+    sites: tuple[SiteFile, ...]
+    common_sites: frozenset[str] | None = None
+    _opened: dict[str, SiteData] = field(default_factory=dict)
+    _stores: ExitStack = field(default_factory=ExitStack)
+
+    @staticmethod
+    def create(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
+        """Read the files of the participating sites; stores are opened on demand."""
+        folder = run or RunFolder(study.runs_path / "dry-run")
+        is_oneshot, all_sites = find_method(method, pipeline).is_oneshot, study.load_sites(pipeline)
+        left_out = pipeline.train.left_out
+        sites = tuple(site for site in all_sites if site.name != left_out and (is_oneshot or not site.is_receiver))
+        pipeline = adapt_settings(method, study, pipeline)
+        if is_oneshot:
+            sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
+        if len(sites) < len(all_sites):
+            pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
+        return RunContext(study, pipeline, method, folder, sites)
+
+    @staticmethod
+    def restore(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> RunContext:
+        """Return the context of a run, with its settings unless others are given; `study` as of its start."""
+        settings = pipeline or load_run_pipeline(run.path / "config.toml")
+        return RunContext.create(study, settings, str(run.manifest["method"]), run)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all sites, in order."""
+        return [site.name for site in self.sites]
+
+    @cached_property
+    def method(self) -> Method:
+        """The method."""
+        return find_method(self.name, self.pipeline)
+
+    @cached_property
+    def kind(self) -> ExampleKind:
+        """The kind of examples of all sites."""
+        return find_example_kind(self.pipeline)
+
+    @property
+    def example_plural(self) -> str:
+        """The plural of an example: patches, slides or patients."""
+        return self.kind.plural
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether sites participate by class statistics that they released before."""
+        return self.method.is_oneshot and self.pipeline.train.from_released
+
+    @cached_property
+    def statistics(self) -> dict[str, ReleasedStatistics]:
+        """The released class statistics by site, of files here; empty where none are used."""
+        starting = self.method.needs_initial_weights and self.pipeline.train.init_from == STATISTICS_RUN
+        files = load_statistics(self.study, self.sites) if starting or self.uses_files else {}
+        return {
+            name: site_statistics
+            for name, site_statistics in files.items()
+            if self.common_sites is None or name in self.common_sites
+        }
+
+    @property
+    def local_names(self) -> list[str]:
+        """The sites whose models are made here: all, or those with a store where others participate by files."""
+        return [name for name in self.names if not self.uses_files or self.has_store(name)]
+
+    @property
+    def members(self) -> list[SiteFile]:
+        """The files of the sites with labels."""
+        return [site for site in self.sites if not site.is_receiver]
+
+    @property
+    def receivers(self) -> list[str]:
+        """The sites without labels, which only receive the federated model."""
+        return [site.name for site in self.sites if site.is_receiver]
+
+    @property
+    def may_merge(self) -> bool:
+        """Whether the test examples of all sites may be read here."""
+        members = self.members
+        return bool(members) and all(site.allows("patches") and site.name in self.local_names for site in members)
+
+    @property
+    def sites_lost(self) -> set[str]:
+        """The sites that dropped out of the run and have not returned."""
+        return {loss["site"] for loss in self.run.list_dropouts()}
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The indices of the sites that have not dropped out."""
+        lost = self.sites_lost
+        return tuple(k for k, name in enumerate(self.names) if name not in lost)
+
+    @property
+    def running_locally(self) -> tuple[int, ...]:
+        """The indices of the running sites whose models are made on this machine."""
+        return tuple(k for k in self.running if self.names[k] in self.local_names)
+
+    @property
+    def task(self) -> Task:
+        """The prediction task."""
+        return build_task(self.pipeline.target)
+
+    def reports_scores(self, name: str) -> bool:
+        """Return whether a site releases counts of models on its test set, which exist for classes only."""
+        site = self.find_site(name)
+        return self.task.kind == "classes" and site.allows("scores") and not site.is_receiver
+
+    def find_site(self, name: str) -> SiteFile:
+        """Return the file of a site."""
+        return next(site for site in self.sites if site.name == name)
+
+    def has_store(self, site: str) -> bool:
+        """Return whether a site's store is on this machine."""
+        return self.kind.store_path(self.study, site).exists()
+
+    def open_data(self, site: str) -> SiteData:
+        """Return the store of a site, opened at the first call."""
+        if site not in self._opened:
+            self._opened[site] = self._stores.enter_context(open_data(self.study, site, self.pipeline))
+        return self._opened[site]
+
+    def join_tests(self) -> Examples:
+        """Return the pooled test examples of all sites."""
+        return concatenate_examples([self.open_data(site.name).test_examples for site in self.members])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stores.close()
+
+
+def restore_study(study: Study, run: RunFolder, *, is_resumed: bool = False) -> Study:
+    """Return the study with the settings snapshots of a run's start, and report site files that differ now.
+
+    Of `allow` and `max_epsilon` the stricter holds, so that a hospital can withdraw permissions. A resumed run is
+    refused where a site has a smaller δ now.
+    """
+    restored = study.pin_run(run.path)
+    for site_file in sorted(run.path.glob(f"sites/*/{SITE_FILE}")):
+        name = site_file.parent.name
+        initial_site, changed = restored.load_site_snapshot(name), restored.find_changed_settings(name)
+        if changed and count_ranks() is None:
+            words = "; ".join(changed)
+            print_message(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
+        initial_delta, current_delta = (
+            initial_site.delta if initial_site else None,
+            study.load_site(name).delta if changed else None,
+        )
+        if is_resumed and initial_delta is not None and current_delta is not None and current_delta < initial_delta:
+            raise UsageError(
+                f"sites/{name}.toml: delta = {current_delta:g} is below the {initial_delta:g} of this run; "
+                "start a new run"
+            )
+    return restored

@@ -1,0 +1,204 @@
+"""`statistics`: class statistics of a site, computed, noised and released once, without a network.
+
+`statistics/<site>.safetensors` may leave the site, and people may copy it. The order: a ledger line, a copy of the
+release beside the store, a second line that it is final, then the file. After a crash before the copy nothing has left,
+and the next release replaces the lost one; after the copy the same numbers are written again. So no crash makes a site
+release two noisy versions. Nor do two studies on one ledger: a release that another study's replaced does not leave.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+
+from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.learning.local_training import DPSettings, Learner, compute_statistics
+from wsi_fl.learning.privacy_units import PrivacyUnits
+from wsi_fl.models import schema_digest
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.guarantee import collect_rounds
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import Release, digest_values
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, require_plan
+from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
+from wsi_fl.stages.site import privacy_account
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.released_statistics import (
+    STATISTICS_RUN,
+    ReleasedStatistics,
+    StatisticsHeader,
+    build_header,
+    read_statistics,
+    refuse_mismatch,
+    write_statistics,
+)
+from wsi_fl.stages.training.build_sites import build_model, load_training
+from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.stages.runtime.rank_job import RankJob, select_device
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.files import site_lock
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpack[Scope]) -> dict[str, Any]:
+    """Release the class statistics of a site, or of all sites of the pipeline; return the `--json` document.
+
+    A site with a release keeps it; only `repeat` spends as much once more. Under mpiexec or srun the ranks divide the
+    sites, and all but the first return {}.
+    """
+    job = RankJob()
+
+    def prepare_sites() -> tuple[Pipeline, list[SiteFile]]:
+        pipeline, selected = select_sites(study, **selection)
+        if not (sites := [site for site in selected if not site.is_receiver]):
+            raise UsageError(f"sites/{selected[0].name}.toml: role = 'receiver', which releases no statistics")
+        for site in job.local_share(sites):
+            with _build_context(study, pipeline, site) as context:
+                context.open_data(site.name)
+        return pipeline, sites
+
+    pipeline, sites = job.run_on_ranks(prepare_sites)
+    rows = job.share_items(
+        sites, lambda job_sites: (_release_site(_build_context(study, pipeline, site), repeat) for site in job_sites)
+    )
+    return {"sites": rows} if job.is_first else {}
+
+
+def _build_context(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
+    """Return the context of a single site for `oneshot`, with fresh noise."""
+    site_pipeline = pipeline.replace_keys(
+        train={"from_released": False, "folds": None, "fold": None}, privacy={"insecure_seed": None, "noise": "own"}
+    )
+    return RunContext.create(study, site_pipeline.model_copy(update={"sites": [site.name]}), STATISTICS_RUN)
+
+
+def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
+    """Release a site's class statistics, unless a valid release exists; return its part of the document."""
+    study, (site,) = context.study, context.sites
+    home, file = study.local_release_path(site.name), study.release_path(site.name)
+    privacy_account.require_budget(site)
+    with site_lock(home.parent, site.name), context:
+        data = context.open_data(site.name)
+        guarantee = "none" if data.is_synthetic() else privacy_account.find_guarantee(context.method, context.pipeline)
+        ledger = privacy_account.open_ledger(
+            study, site, STATISTICS_RUN, privacy_account.build_terms(site, context.pipeline, guarantee)
+        )
+        known_copy = None if repeat else _find_copy(study, ledger, home, file)
+        if known_copy is None:
+            new_release, statistics = _compute_release(context, ledger)
+            write_statistics(home, statistics)
+            ledger.record_transmission(new_release.round, new_release.digest)
+        else:
+            label, statistics = known_copy
+            round_ = privacy_account.require_release(ledger, STATISTICS_RUN, digest_values(statistics.vector), label)
+            refuse_mismatch(statistics.header, build_header(data), f"site {site.name} has released")
+            if not round_.final:
+                ledger.release_again(round_.number, statistics.vector, schema="sums")
+        write_statistics(file, statistics)
+        write_statistics(home, statistics)
+    cost = {"epsilon": ledger.epsilon(), "spent": known_copy is None, "file": study.relative_path(file)}
+    return statistics.header.model_dump() | cost
+
+
+def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, ReleasedStatistics] | None:
+    """Return (label, statistics) of the first valid copy in the ledger, or None where nothing has left yet.
+
+    A valid copy that is not in the ledger is returned where there is no other, to be refused.
+
+    Raises:
+        WsiFlError: when all copies are damaged, or the ledger has a release without a copy here: another one would be
+            charged a second time.
+    """
+    copies, errors = [], []
+    for file in (path for path in files if path.exists()):
+        label = study.relative_path(file)
+        try:
+            copies.append((label, read_statistics(file, label)))
+        except WsiFlError as error:
+            errors.append(error)
+    charged = {
+        sent for ledger_round in ledger.list_rounds() if ledger_round.final for sent in ledger_round.releases.values()
+    }
+    released = {sent for ledger_round in ledger.list_rounds() for sent in ledger_round.releases.values()}
+    by_ledger = [copy for copy in copies if digest_values(copy[1].vector) in released]
+    if errors and not copies:
+        raise errors[0]
+    if charged and not copies:
+        raise WsiFlError(
+            f"site {ledger.site}: its ledger has a release of statistics, and no copy is here; put "
+            f"{study.relative_path(files[-1])} back (from a backup, or from a site that has it), or spend as "
+            "much once more "
+            f"with `wsi-fl statistics --site {ledger.site} --again`"
+        )
+    return next(iter([*by_ledger, *copies]), None)
+
+
+def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedStatistics]:
+    """Return a new release, recorded in the ledger, where it replaces one that never left."""
+    (site,) = context.sites
+    data = context.open_data(site.name)
+    data.require_current()
+    if data.remark:
+        print_message(f"  {data.remark}", "yellow")
+    train, _, units = load_training(context, site.name)
+    if not len(train):
+        raise WsiFlError(f"site {site.name}: its store has no training {context.example_plural}")
+    local_run = (ledger.site, STATISTICS_RUN)  # a release that never left is replaced
+    counted_rounds = [
+        ledger_round
+        for ledger_round in collect_rounds(ledger.entries)
+        if ledger_round.final or (ledger_round.site, ledger_round.run) != local_run
+    ]
+    past = [ledger_round.mechanism for ledger_round in counted_rounds if ledger_round.mechanism]
+    plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_oneshot=True)
+    head = _sum_examples(context, train, units, plan, ledger.terms.delta)
+    vector = head.sums.detach().cpu().numpy()
+    new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")
+    header = StatisticsHeader(
+        site=site.name,
+        n=units.n,
+        sigma=plan.sigma if plan else 0.0,
+        epsilon=ledger.epsilon(),
+        delta=ledger.terms.delta,
+        guarantee=ledger.guarantee(),
+        digest=new_release.digest,
+        **build_header(data),
+    )
+    return new_release, ReleasedStatistics(header, vector)
+
+
+def _sum_examples(
+    context: RunContext, train: Examples, units: PrivacyUnits, plan: PrivacyPlan | None, delta: float
+) -> SharedHead:
+    """Return the head with the sums of all units, with the noise of the plan."""
+    keys, device, model = context.pipeline.train, select_device(), build_model(context, 0, "shared")
+    assert isinstance(model, SharedHead)
+    noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
+    learner = Learner(model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise, task=train.task)
+    if plan is not None and learner.trainer is not None:
+        require_plan(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
+    stream = CipherStream.from_entropy()
+    rows = [units.draw_rows(np.arange(units.n), stream)]
+    image_batches = load_batches(train, iter(rows), augment=None, device=device)
+    for batch in units.attach_units(image_batches, rows, device):
+        compute_statistics(learner, batch, stream)
+    return model
+
+
+def release_lines(document: dict[str, Any]) -> Lines:
+    """Yield a line per site."""
+    for row in document["sites"]:
+        cost = "released" if row["spent"] else "released before, nothing spent"
+        guarantee = "no differential privacy"
+        if row["epsilon"] is not None:
+            guarantee = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
+        yield TextLine(f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {guarantee} ({row['file']})")
+    yield TextLine(
+        "the files may be copied to the other sites' statistics/; next: "
+        "wsi-fl train --method oneshot --set train.from_released=true"
+    )

@@ -1,0 +1,219 @@
+"""Dry run: preflight, ε, memory and time of a run, before anything is spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TypedDict
+
+import numpy as np
+import torch
+
+from wsi_fl.federation import preflight
+from wsi_fl.federation.site_state import Site
+from wsi_fl.learning.examples import load_batches
+from wsi_fl.learning.local_training import take_supervised_step
+from wsi_fl.learning.validation import LOCAL
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.gradients import trainable_parameters
+from wsi_fl.privacy.guarantee import reportable_max_tpr
+from wsi_fl.privacy.ledger_file import Guarantee
+from wsi_fl.report.formatting import describe_worst_detection
+from wsi_fl.stages.site.privacy_account import (
+    Group,
+    compute_group,
+    describe_group,
+    describe_spending,
+    is_above_budget,
+    list_mechanisms,
+)
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
+from wsi_fl.stages.training.build_sites import build_preflight, build_schedule, build_site
+from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.study.folder import Study
+from wsi_fl.system.machine import peak_bytes
+from wsi_fl.types import Images
+
+_TIMED_STEPS = 3
+_MIN_UNITS_EPSILON = 600.0
+"""Units of a site, times ε, from which on rounds of linear heads gained more than one-shot (studies/ROUNDS.md)."""
+_RARE_SHARE, _MANY_UNITS = 0.5, 1000
+"""A class is rare below this part of an equal share; from this number of units on local heads are good already."""
+
+
+class _SiteCost(TypedDict):
+    """Cost of a run for a site; a real one's rows are counted before the held-out draw, and n_validation is None."""
+
+    site: str
+    n_train: int
+    n_units: int
+    canaries: int
+    n_validation: int | None
+    epsilon: float | None
+    max_tpr_at_fpr_1pct: float | None
+    group: Group | None
+    max_epsilon: float | None
+    delta: float
+    guarantee: Guarantee
+    unit: str
+    batch_size: int
+    sigma: float | None
+    seconds: float
+    parameters: int
+    trained_parameters: int
+    expected: str | None
+    gpu_bytes: int | None
+    affordable_rounds: int
+
+
+class _RunCost(TypedDict):
+    """Cost of a run, in total and for each site with labels."""
+
+    method: str
+    pipeline: str
+    rounds: int
+    examples: str
+    inference_sites: list[str]
+    seconds: float
+    memory_bytes: int
+    sites: list[_SiteCost]
+
+
+def dry_run(
+    study: Study, *, method: str, pipeline_name: str | None = None, overrides: Sequence[str] = (), backend: str = "mpi"
+) -> _RunCost:
+    """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps."""
+    name = study.pipeline_name(pipeline_name)
+    with RunContext.create(study, study.load_pipeline(name, overrides), method) as context:
+        check_run(context, backend)
+        report_doubts(context)
+        assembled = [build_site(context, index) for index in context.running_locally]
+        documents = [build_preflight(site, context) for site in assembled]
+        preflight.compare_sites(documents)
+        limits, rounds = ({site.name: site.max_epsilon for site in context.sites}, context.pipeline.train.rounds)
+        if warning := check_budgets(documents, limits, rounds):
+            print_message(f"  {warning}", "yellow")
+        paying = [site for site in assembled if site.name not in context.receivers]
+        affordable = {document["site"]: document["affordable"] for document in documents}
+        rows = [_measure_cost(site, context, affordable[site.name]) for site in paying]
+    seconds = [row["seconds"] for row in rows]
+    return {
+        "method": method,
+        "pipeline": name,
+        "rounds": rounds,
+        "examples": context.example_plural,
+        "inference_sites": [site.name for site in assembled if site.name in context.receivers],
+        # on CPUs the sites share the cores; on GPUs each has its own
+        "seconds": sum(seconds) if all(site.device.type == "cpu" for site in paying) else max(seconds),
+        "memory_bytes": peak_bytes(),
+        "sites": rows,
+    }
+
+
+def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost:
+    """Return a site's cost: ε of the plan, and time of all rounds from a few steps on temporary models."""
+    pipeline = context.pipeline
+    batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
+    units = np.unique(site.units.of_row)[:batch_size]
+    stream = CipherStream.from_entropy()
+    rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
+    schedule = build_schedule(context)
+    image_batches = load_batches(
+        site.training_examples(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
+    )
+    start = 0.0
+    for number, batch in enumerate(site.units.attach_units(image_batches, rows, site.device)):
+        if number == 1:  # the first step warms up
+            start = time.perf_counter()
+        context.method.step(site.learners, batch, schedule.weights, stream)
+        if local_learner := site.learners.get(LOCAL):
+            take_supervised_step(local_learner, batch, stream)
+    per_step = (time.perf_counter() - start) / _TIMED_STEPS
+    steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
+    terms, models = site.ledger.terms, [learner.model for learner in site.learners.values()]
+    cost = list_mechanisms(site, pipeline.train.rounds) if pipeline.privacy.has_noise else []
+    return {
+        "site": site.name,
+        "n_train": len(context.open_data(site.name).list_eligible().patient if terms.lifetime else site.train),
+        "n_units": site.units.n,
+        "canaries": site.n_canaries,
+        "n_validation": None if terms.lifetime else len(site.validation) if site.validation else 0,
+        "epsilon": epsilon(cost, terms.delta) if cost else None,
+        "max_tpr_at_fpr_1pct": reportable_max_tpr(terms.guarantee, cost),
+        "group": compute_group(site, cost),
+        "max_epsilon": terms.max_epsilon,
+        "delta": terms.delta,
+        "guarantee": terms.guarantee,
+        "unit": terms.unit,
+        "batch_size": batch_size,
+        "sigma": site.plan.sigma if site.plan else None,
+        "seconds": per_step * steps * pipeline.train.rounds,
+        "parameters": sum(p.numel() for model in models for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for model in models for p in trainable_parameters(model)),
+        "expected": _estimate_gain(site, context, cost),
+        "gpu_bytes": torch.cuda.max_memory_allocated(site.device) if site.device.type == "cuda" else None,
+        "affordable_rounds": affordable,
+    }
+
+
+def _estimate_gain(site: Site, context: RunContext, cost: list[Mechanism]) -> str | None:
+    """Return the expected gain of heads on features, for two classes with differential privacy, as in the study."""
+    data = context.open_data(site.name)
+    if not cost or isinstance(data.shape, Images) or site.train.task.kind != "classes" or len(data.classes) != 2:
+        return None
+    counts = np.bincount(site.train.label, minlength=len(data.classes))
+    rarest = float(counts.min() * len(counts) / counts.sum())
+    return describe_gain(site.units.n, epsilon(cost, site.ledger.terms.delta), rarest)
+
+
+def describe_gain(n: int, target_epsilon: float, rarest: float) -> str:
+    """Return the gain of such a site in the study of linear heads on frozen features (studies/ROUNDS.md).
+
+    Args:
+        n: training rows, or patients, of the site.
+        rarest: the share of its rarest class, times the number of classes: 1 where all are as frequent.
+
+    Example:
+        >>> describe_gain(250, 3.0, rarest=0.2)
+        '0.01 to 0.07 above local, by rounds (fedavg, proxyfl) rather than oneshot'
+    """
+    is_small = n < _MANY_UNITS
+    if rarest == 0:
+        gain = "0.2 or more above local where others have its missing class"
+    elif rarest < _RARE_SHARE:
+        gain = f"{'0.01 to 0.07' if is_small else '0 to 0.03'} above local"
+    else:
+        gain = f"0 to {'0.03' if is_small else '0.02'} above local"
+    options = ["rounds (fedavg, proxyfl)", "oneshot"]
+    better, other = options if n * target_epsilon >= _MIN_UNITS_EPSILON else reversed(options)
+    return f"{gain}, by {better} rather than {other}"
+
+
+def plan_lines(document: _RunCost) -> Lines:
+    for row in document["sites"]:
+        validation_note = f" and {row['n_validation']} validation" if row["n_validation"] else ""
+        n_patients = row["n_units"] - row["canaries"]
+        patients_note = f" of {n_patients} training patients" if n_patients != row["n_train"] else ""
+        canaries_note = f" and {row['canaries']} canaries" if row["canaries"] else ""
+        trained_note = f" ({row['trained_parameters']} trained)"
+        yield TextLine(
+            f"  {row['site']}: {row['n_train']} training{validation_note} {document['examples']}{patients_note}"
+            f"{canaries_note}, {describe_spending(row)}, {row['parameters'] / 1e6:.2f} M parameters"
+            f"{trained_note if row['trained_parameters'] < row['parameters'] else ''}"
+        )
+        if row["expected"] is not None:
+            yield TextLine(f"    of heads on features, gain in our study: {row['expected']} (studies/ROUNDS.md)")
+        if row["group"] is not None:
+            is_above = is_above_budget(row["group"], row["max_epsilon"])
+            text = f", which is above its max_epsilon = {row['max_epsilon']:g}" if is_above else ""
+            yield TextLine(f"    {describe_group(row['group'])}{text}", "yellow" if is_above else "")
+    if detection_line := describe_worst_detection(document["sites"]):
+        yield TextLine(f"  {detection_line}")
+    seconds, gigabytes = document["seconds"], document["memory_bytes"] / 1e9
+    text = f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
+    yield TextLine(
+        f"all sites fit together; {document['rounds']} rounds of {document['method']} take about {text} and "
+        f"{gigabytes:.1f} GB of memory, start and evaluation left out"
+    )
