@@ -26,17 +26,17 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 # Without compiled files every process of a test would compile the package anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
-WINGS := tests/wings wsi_fl/hospitals wsi_fl/synthesis wsi_fl/viewer
+EXTENSIONS := tests/extensions wsi_fl/hospitals wsi_fl/synthesis wsi_fl/viewer
 
 # The third of the workers has a core while another waits for processes.
 test: env        ## the test suite of the core: offline, two cores, real MPI ranks included
-	$(PYTEST) -n 3 --no-loadscope-reorder --durations=30 --ignore=tests/nightly $(WINGS:%=--ignore=%)
+	$(PYTEST) -n 3 --no-loadscope-reorder --durations=30 --ignore=tests/nightly $(EXTENSIONS:%=--ignore=%)
 
-test-wings: env  ## the test suite of the wings: the lines between hospitals, generators, the viewer
-	$(PYTEST) --no-loadscope-reorder --durations=30 $(WINGS)
+test-extensions: env  ## the test suite of the extensions: hospitals, generators, viewer
+	$(PYTEST) --no-loadscope-reorder --durations=30 $(EXTENSIONS)
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
-	$(PYTEST) -m slow --durations=20 --deselect 'tests/wings/test_drain.py::test_turns_of_a_liar_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/wings/test_folder_line.py tests/wings/test_federation_demo.py tests/wings/test_drain.py
+	$(PYTEST) -m slow --durations=20 --deselect 'tests/extensions/test_hostile_aggregation_peers.py::test_turns_of_a_liar_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/extensions/test_folder_transport.py tests/extensions/test_federation_demo.py tests/extensions/test_hostile_aggregation_peers.py
 
 test-nightly: .venv/.flare  ## all slow tests: between hospitals, torture, fuzz, kills, walks over budgets, every case of what `test` asks of one
 	$(PYTEST) --no-loadscope-reorder -m slow --durations=30
@@ -71,7 +71,7 @@ wheelhouse:      ## all wheels for a hospital without internet, and an installat
 clean:           ## remove the environment, the demos and the wheels
 	rm -rf .venv demo federation-demo docs/_build wheelhouse
 
-.PHONY: help env demo federation-demo test test-wings test-hospitals test-nightly check docs bench wheelhouse clean
+.PHONY: help env demo federation-demo test test-extensions test-hospitals test-nightly check docs bench wheelhouse clean
 
 release: .venv/.ready  ## wheel, sdist, list of all software, its known vulnerabilities and checksums, in dist
 	rm -rf dist

@@ -21,8 +21,8 @@ import torch
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import Sampling, draw_images
-from wsi_fl.synthesis.stages.generator_check import compute_quality
 from wsi_fl.synthesis.stages.ddpm import KIND, load_denoiser
+from wsi_fl.synthesis.stages.generator_check import compute_quality
 from wsi_fl.synthesis.stages.generator_types import HELD_OUT, load_images
 from wsi_fl.synthesis.training_state import balance_labels
 

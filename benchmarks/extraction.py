@@ -36,7 +36,9 @@ SITE, PATIENTS, MPP = "C1", 5, 1.0
 
 def study_of(folder: Path, size_px: int, slide_px: int) -> Study:
     """Return a study of ten painted slides, tiled."""
-    archive = simulated_slides.simulate_archive(folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px)
+    archive = simulated_slides.simulate_archive(
+        folder / "archive", n_sites=1, patients_per_site=PATIENTS, size_px=slide_px
+    )
     init_study(folder / "study", archive=archive)
     study = Study(folder / "study")
     keys = {"size_px": size_px, "stride_px": size_px, "mpp": MPP, "min_tissue": 0.1, "balance": "false"}

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
 from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.slides.patching.grid import grid_positions
-from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.slides.reading.patch_reader import read_patches
+from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP, ROUNDS = 0.5, 3

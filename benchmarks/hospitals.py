@@ -42,8 +42,8 @@ from wsi_fl.hospitals.transports.folder_transport import FolderTransport
 from wsi_fl.hospitals.transports.secure_comm import SecureComm
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage
 from wsi_fl.hospitals.trust.provisioning import provision_federation
+from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.system.files import read_lines

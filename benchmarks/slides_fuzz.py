@@ -31,9 +31,9 @@ from PIL import Image
 
 from wsi_fl.demo import simulated_slides
 from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 SECONDS, BYTES = 60.0, 2 << 30

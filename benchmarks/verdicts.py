@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 
 from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.ensemble import Ensemble, build_ensemble, single_federated_ensemble
+from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
 from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_mean
-from wsi_fl.models.projection import normalize_rows
 from wsi_fl.models.mil import build_linear_head
+from wsi_fl.models.projection import normalize_rows
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.privacy_plan import BudgetProposal, list_proposals, propose_plan
 

@@ -29,11 +29,11 @@ from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.study.folder import Study
+from wsi_fl.viewer.build_gallery import build_gallery
 from wsi_fl.viewer.gallery import Gallery, Layer, Overlay
 from wsi_fl.viewer.server import ADDRESS, ViewServer
 from wsi_fl.viewer.site_layers import patch_layer
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid
-from wsi_fl.viewer.build_gallery import build_gallery
 
 PATCH_PX = 448
 N_TILES = 40

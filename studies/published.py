@@ -35,12 +35,12 @@ from torch.nn import functional
 
 from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
+from wsi_fl.learning.ensemble import build_ensemble
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local_training import Learner
-from wsi_fl.learning.ensemble import build_ensemble
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
-from wsi_fl.models.projection import Projection, normalize_rows, read_projection
 from wsi_fl.models.mil import build_linear_head
+from wsi_fl.models.projection import Projection, normalize_rows, read_projection
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer

@@ -27,8 +27,8 @@ import pytest
 from wsi_fl.federation.documents import decode_document, encode_document
 from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.stores.fields import StoreMeta, write_seal
-from wsi_fl.stores.patch_store import PIXEL_DATASETS
 from wsi_fl.stores.patch_shards import ShardMeta, write_columns, write_shard
+from wsi_fl.stores.patch_store import PIXEL_DATASETS
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
@@ -47,7 +47,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell's background jobs ignore it, and the commands that tests interrupt would inherit that."""
 
 
-SECONDS = {"slow": 3600, "story": 60, "": 3}
+SECONDS = {"slow": 3600, "end_to_end": 60, "": 3}
 """Of a quiet processor, children's with it, that a test may take by its marker, or without one."""
 
 
@@ -58,13 +58,13 @@ def _processor_seconds() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What lies in `stories/` is a story, in `wings/` a wing, and in `nightly/` slow; the longest begin first."""
-    markers = {"nightly": "slow", "stories": "story", "wings": "wing"}
+    """Mark tests by their folder; the longest begin first."""
+    markers = {"nightly": "slow", "end_to_end": "end_to_end", "extensions": "extension"}
     for item in items:
         if marker := markers.get(item.path.parent.name):
             item.add_marker(marker)
-    rooms = [*markers, "contracts"]
-    items.sort(key=lambda item: (*rooms, item.path.parent.name).index(item.path.parent.name))
+    folders = [*markers, "integration"]
+    items.sort(key=lambda item: (*folders, item.path.parent.name).index(item.path.parent.name))
 
 
 def pytest_collection_finish():
@@ -460,8 +460,8 @@ def as_ranks(monkeypatch):
 def train_generator(study, *, site, overrides=(), **given):
     """`synthesize train` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
-    from wsi_fl.synthesis.stages.generator_types import load_kind
     from wsi_fl.synthesis.stages.generator_training import train_generator
+    from wsi_fl.synthesis.stages.generator_types import load_kind
 
     pipeline = study.load_pipeline(study.pipeline_name(None), overrides)
     return train_generator(study, pipeline, load_kind(pipeline.find_section(Synthesis).generator), site, **given)
@@ -480,7 +480,7 @@ def check(study, *, site, overrides=()):
 @pytest.fixture(scope="session")
 def federation():
     """A root, which makes identities of sites."""
-    from wires import Federation
+    from federation_fixtures import Federation
 
     return Federation()
 
@@ -488,6 +488,6 @@ def federation():
 @pytest.fixture(scope="session")
 def identities(federation):
     """Those of three sites."""
-    from wires import NAMES
+    from federation_fixtures import NAMES
 
     return {name: federation.identity(name) for name in NAMES}

@@ -25,8 +25,8 @@ from wsi_fl.federation import message, topology
 from wsi_fl.federation.documents import decode_document, encode_document
 from wsi_fl.federation.exchange import _find_distance_problem as too_far
 from wsi_fl.federation.exchange import _find_problem as problem_of_model
-from wsi_fl.federation.preflight import PreflightDocument, compare_sites
 from wsi_fl.federation.membership import MembershipReply, ResumeState, build_membership, find_first_round
+from wsi_fl.federation.preflight import PreflightDocument, compare_sites
 from wsi_fl.federation.site_state import BufferShape
 from wsi_fl.federation.topology import parse_graph
 from wsi_fl.privacy.ledger_file import Release

@@ -18,12 +18,12 @@ from types import MappingProxyType
 
 import pytest
 from conftest import make_study
-from opened import Opened
+from open_tracing import Opened
 
 from wsi_fl import plugins
 from wsi_fl.hospitals.demo import find_free_port
-from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, code_digest, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import provision_federation

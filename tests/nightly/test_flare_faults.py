@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from federation_fixtures import needs_flare
 from hospitals import Bed, digests
-from wires import needs_flare
 
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.privacy.ledger_file import LedgerFile

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import test_mpcpa
 from conftest import write_features
+from federation_fixtures import needs_flare
 from hospitals import INSECURE, Bed, digests
 from test_oneshot import HEADS, rows_of
 from test_replay import plant
-from wires import needs_flare
 
 from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import train

@@ -4,9 +4,9 @@ import json
 import time
 
 import pytest
+from federation_fixtures import needs_flare
 from hospitals import Bed
 from proxies import KNOWN, needs_proxy, proxying
-from wires import needs_flare
 
 from wsi_fl.hospitals.demo import find_free_port
 

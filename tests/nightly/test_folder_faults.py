@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 from conftest import metrics, refused
+from federation_fixtures import Federation
 from hospitals import Earlier
-from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
-from wires import Federation
+from test_folder_transport import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
 
 from wsi_fl.hospitals.plans.preapproval import FORMAT, revoke_preapproval, write_preapproval
 from wsi_fl.hospitals.plans.signed_plan import record_approval

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from conftest import make_study
 from test_folder_faults import left_by, watched
-from test_folder_line import BASE, Group, charged, note, start
+from test_folder_transport import BASE, Group, charged, note, start
 
 from wsi_fl.stages.training.train import train
 

@@ -28,9 +28,9 @@ from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, list_names
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.runtime.console import Watcher
     from wsi_fl.stages.training.summary import Summary
     from wsi_fl.stages.training.train import SeriesSummary
-    from wsi_fl.stages.runtime.console import Watcher
 
 
 def release_statistics(

@@ -20,8 +20,8 @@ from wsi_fl.stages.prepare.build_bags import make_features
 from wsi_fl.stages.prepare.build_projection import build_projection, render_projection_lines
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
-from wsi_fl.stages.training.train import summary_lines, train
 from wsi_fl.stages.runtime.console import Lines, ProgressBars, print_lines, print_message
+from wsi_fl.stages.training.train import summary_lines, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import UsageError

@@ -24,9 +24,9 @@ from wsi_fl.learning.metrics import fill_patient_names
 from wsi_fl.learning.privacy_units import patient_units, row_units
 from wsi_fl.models.projection import N_RANDOM, Projection
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.types import UsageError, single_line

@@ -18,11 +18,17 @@ from numpy.typing import NDArray
 
 from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
+from wsi_fl.federation.membership import (
+    Membership,
+    collect_membership,
+    enter_round,
+    find_first_rounds,
+    update_membership,
+)
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.membership import Membership, collect_membership, enter_round, find_first_rounds, update_membership
-from wsi_fl.federation.site_evaluation import choose_prediction_model, evaluate_site
 from wsi_fl.federation.secure_aggregation import aggregate_statistics
+from wsi_fl.federation.site_evaluation import choose_prediction_model, evaluate_site
 from wsi_fl.federation.site_state import (
     Schedule,
     Site,

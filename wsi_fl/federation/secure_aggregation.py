@@ -28,6 +28,7 @@ from wsi_fl.federation.push_sum import PushSum
 from wsi_fl.federation.site_state import Schedule, Site, write_checkpoint
 from wsi_fl.models import schema_digest
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.class_statistics import explain_invalid_statistics
 from wsi_fl.privacy.discrete_noise import (
     NOISE_MARGIN,
     STEPS_PER_UNIT,
@@ -39,9 +40,8 @@ from wsi_fl.privacy.discrete_noise import (
 )
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, count_attempts
 from wsi_fl.privacy.ledger_file import Release, run_id
-from wsi_fl.privacy.secagg import KeyPair, SecureSum, mask_values, require_enough_sites, sum_messages, vote_threshold
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
-from wsi_fl.privacy.class_statistics import explain_invalid_statistics
+from wsi_fl.privacy.secagg import KeyPair, SecureSum, mask_values, require_enough_sites, sum_messages, vote_threshold
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
 _T = TypeVar("_T")

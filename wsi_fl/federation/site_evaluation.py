@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.federation.site_state import Schedule, Site
-from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
-from wsi_fl.learning.metrics import Probabilities, aggregate_slides, find_operating_point
 from wsi_fl.learning.ensemble import (
     MIN_PATIENTS,
     Ensemble,
@@ -21,6 +18,9 @@ from wsi_fl.learning.ensemble import (
     single_local_ensemble,
     weight_by_sample_size,
 )
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
+from wsi_fl.learning.metrics import Probabilities, aggregate_slides, find_operating_point
 from wsi_fl.learning.tasks import fold_strata, score_predictions
 from wsi_fl.learning.validation import (
     COMMON,

@@ -217,8 +217,8 @@ def start(
 ) -> None:
     """Start a hospital's client, or the server; over a folder, take part until the run is done."""
     from wsi_fl.hospitals.work.start import start_kit, take_part_by_folder
-    from wsi_fl.stages.training.train import summary_lines
     from wsi_fl.stages.runtime.console import print_message
+    from wsi_fl.stages.training.train import summary_lines
 
     opened_kit = _open_kit(kit)
     opened_study = _find_hospital_study(opened_kit, study)
@@ -455,8 +455,8 @@ def frame(
     as_json: Json = False,
 ) -> None:
     """Sign a standing approval: plans within it run here for weeks without a further signature, others are refused."""
-    from wsi_fl.hospitals.plans.preapproval_check import add_codes, make_preapproval, preapproval_lines
     from wsi_fl.hospitals.plans.preapproval import require_preapproval, write_preapproval
+    from wsi_fl.hospitals.plans.preapproval_check import add_codes, make_preapproval, preapproval_lines
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
     from wsi_fl.stages.runtime.console import print_lines
 

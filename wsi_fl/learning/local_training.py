@@ -18,10 +18,10 @@ from wsi_fl.learning.tasks import CLASSES, MutualLoss, Task
 from wsi_fl.models.checkpoint import Adam, copy_slots, load_slots, strip_prefix
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.class_statistics import NoisyStatistics
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.row_independence import train_without_dropout
-from wsi_fl.privacy.class_statistics import NoisyStatistics
 from wsi_fl.system.direct_io import BatchSizeFinder, rows_at_once
 
 Learners = Mapping[str, "Learner"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names
 from wsi_fl.learning.ensemble import Ensemble
+from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names
 from wsi_fl.learning.tasks import CLASSES, Task, selection_score
 from wsi_fl.types import UsageError
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from wsi_fl.models.cnn import IMAGE_BUILDERS
-from wsi_fl.models.projection import N_RANDOM
 from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
+from wsi_fl.models.projection import N_RANDOM
 from wsi_fl.models.shared_head import HeadKind, SharedHead
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wsi_fl.models.projection import N_RANDOM, Projection, random_projection
 from wsi_fl.models.mil import MeanOfBag
+from wsi_fl.models.projection import N_RANDOM, Projection, random_projection
 from wsi_fl.types import UsageError
 
 HeadKind = Literal["classes", "number", "survival"]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from wsi_fl.models.checkpoint import match_strides
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.engine_selection import ROW_BY_ROW, are_rows_equal, check_per_example_gradients, select_engine
 from wsi_fl.privacy.gradients import (
     ENGINES,
     GradientSums,
@@ -38,10 +39,9 @@ from wsi_fl.privacy.gradients import (
     sum_in_parts,
     trainable_parameters,
 )
+from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.privacy.row_independence import UNTRAINABLE, ModelSnapshot, model_origin, train_without_dropout
 from wsi_fl.privacy.rowwise_loss import LossOf, RowwiseLoss, is_mean_of_rows, loss_of_rows
-from wsi_fl.privacy.engine_selection import ROW_BY_ROW, are_rows_equal, check_per_example_gradients, select_engine
-from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.system.direct_io import BatchSizeFinder, rows_at_once
 from wsi_fl.types import UsageError, WsiFlError, single_line
 

@@ -16,12 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_from_repetitions
-from wsi_fl.report import figures
-from wsi_fl.report import formatting
-from wsi_fl.report import benefit_figure
+from wsi_fl.report import benefit_figure, figures, formatting
 from wsi_fl.report.figures import Chart
-from wsi_fl.report.templates import fill_template
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
+from wsi_fl.report.templates import fill_template
 
 LOCAL_BASELINE = "a local model without DP"
 TEST_SET_WORDS = {
@@ -83,7 +81,9 @@ def list_comparison_findings(
     known_gain = next((gain for gain in (gains or {}).values() if gain["pooled_gain"]), None)
     pooled = next((row["label"] for row in rows if formatting.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", baseline_sentence)] + [
-        benefit_figure.build_benefit_finding(gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE)
+        benefit_figure.build_benefit_finding(
+            gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE
+        )
         if (gain := (gains or {}).get(row["label"]))
         else _local_comparison(row, test, known_gain if row["label"] == pooled else None, mean_text)
         for row in rows

@@ -17,10 +17,9 @@ from wsi_fl.learning.cross_site_counts import (
     score_cross_site,
     sum_confusions,
 )
-from wsi_fl.report import figures
-from wsi_fl.report import formatting
-from wsi_fl.report.templates import fill_template
+from wsi_fl.report import figures, formatting
 from wsi_fl.report.formatting import SCORES, Json, format_number, is_number
+from wsi_fl.report.templates import fill_template
 
 _Metric = Literal["accuracy", "macro_accuracy", "auroc"]
 _METRICS: tuple[_Metric, ...] = ("accuracy", "macro_accuracy", "auroc")
@@ -115,7 +114,9 @@ def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
         "sites": sites,
         "slots": figures.assign_color_slots([row["site"] for row in sites]),
         "rounds": max((row["rounds"] for row in sites), default=0),
-        "epsilon": formatting.format_span([row["epsilon"] for row in sites_with_epsilon]) if sites_with_epsilon else None,
+        "epsilon": formatting.format_span([row["epsilon"] for row in sites_with_epsilon])
+        if sites_with_epsilon
+        else None,
         "without": [row["site"] for row in sites if row not in sites_with_epsilon],
         "between": None,
     }

@@ -9,17 +9,19 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.survival import compute_risk, kaplan_meier, logrank_test
-from wsi_fl.report import figures
-from wsi_fl.report import audit_section
-from wsi_fl.report import cross_site_section
-from wsi_fl.report import clinical_section
-from wsi_fl.report import inline_pictures
-from wsi_fl.report import run_sections
-from wsi_fl.report import formatting
+from wsi_fl.report import (
+    audit_section,
+    clinical_section,
+    cross_site_section,
+    figures,
+    formatting,
+    inline_pictures,
+    run_sections,
+)
 from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
-from wsi_fl.report.templates import fill_template
-from wsi_fl.report.run_sections import Page
 from wsi_fl.report.formatting import Finding, Json, format_number
+from wsi_fl.report.run_sections import Page
+from wsi_fl.report.templates import fill_template
 
 _Floats = NDArray[np.float64]
 _PATCHES_SHOWN = 6

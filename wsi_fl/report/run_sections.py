@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.cross_site_counts import CrossSiteScores
-from wsi_fl.report import figures
-from wsi_fl.report import formatting
-from wsi_fl.report import benefit_figure
+from wsi_fl.report import benefit_figure, figures, formatting
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
 
@@ -216,7 +214,9 @@ def _group_sentence(site: str, group: Mapping[str, Any]) -> str:
     subject = f"{site}: the {formatting.format_count(group['rows'])} rows of its largest patient together have"
     if not is_number(group.get("epsilon")):
         return f"{subject} no useful ε (it is beyond 1,000)."
-    return f"{subject} ε = {format_number(group['epsilon'], 1)} at δ = {formatting.format_scientific(group.get('delta'))}."
+    return (
+        f"{subject} ε = {format_number(group['epsilon'], 1)} at δ = {formatting.format_scientific(group.get('delta'))}."
+    )
 
 
 def list_runs(page: Page) -> list[dict[str, Any]]:

@@ -31,12 +31,12 @@ from torch import nn
 
 from wsi_fl.federation.in_memory import SiteResult, federate
 from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
+from wsi_fl.learning.ensemble import build_ensemble
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import Probabilities, choose_classes
-from wsi_fl.learning.ensemble import build_ensemble
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
-from wsi_fl.models.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
 from wsi_fl.models.mil import build_linear_head
+from wsi_fl.models.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.privacy_plan import Unit, propose_plan
@@ -46,8 +46,8 @@ from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.foreign_formats import LAYOUTS
-from wsi_fl.system.files import read_object, refuse_unavailable, require_regular_file, write_json, write_text
 from wsi_fl.system.file_names import compose_text, describe_mismatch, is_missing
+from wsi_fl.system.files import read_object, refuse_unavailable, require_regular_file, write_json, write_text
 from wsi_fl.types import ExcludedSlide, UsageError, WsiFlError, single_line
 
 DELTA = 1e-5

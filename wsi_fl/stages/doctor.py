@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.runtime.console import Lines, TextLine
+from wsi_fl.stages.training import launch
 from wsi_fl.system.machine import launcher_reason, n_cores
 from wsi_fl.types import WsiFlError, single_line
 

@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 from wsi_fl.stores.bag_store import UNKNOWN_PLACE, Bag, BagStore
 from wsi_fl.stores.fields import first_line, memory_message, refuse_too_large
 from wsi_fl.stores.hdf5 import create_hdf5, find_entry, has_entry, open_hdf5, read_dataset, read_group
-from wsi_fl.system.files import atomic_path, refuse_unavailable, require_regular_file, write_text
 from wsi_fl.system.file_names import is_companion, slide_of
+from wsi_fl.system.files import atomic_path, refuse_unavailable, require_regular_file, write_text
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
 _MAGNIFICATION_UM = 10.0

@@ -17,8 +17,8 @@ from PIL import Image
 
 from wsi_fl.stores.fields import DAMAGE, memory_message, refuse_too_large
 from wsi_fl.stores.hdf5 import is_overpacked, open_hdf5, read_dataset
-from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}

@@ -17,8 +17,8 @@ from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site_file import SNAPSHOT_KEYS, SiteFile, merge_site_snapshot
 from wsi_fl.study.toml import toml_or_repr, toml_value, validate_model
-from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import UsageError, find_control_character, natural_key
 
 

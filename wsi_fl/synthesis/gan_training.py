@@ -23,8 +23,8 @@ from torch.nn import functional
 from wsi_fl.synthesis.ada import Controller, augment_images
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, clamp_images, compute_squared_distances, half_precision
-from wsi_fl.synthesis.training_state import TrainingState, move_average, normalize_pixels, quantize_images
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
+from wsi_fl.synthesis.training_state import TrainingState, move_average, normalize_pixels, quantize_images
 
 _W_MEAN_DECAY = 0.998
 _PATH_DECAY = 0.01

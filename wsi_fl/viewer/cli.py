@@ -32,8 +32,8 @@ def view(
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
-    from wsi_fl.viewer.server import ViewServer, address_lines, describe_server, serve_gallery
     from wsi_fl.viewer.build_gallery import build_gallery
+    from wsi_fl.viewer.server import ViewServer, address_lines, describe_server, serve_gallery
 
     gallery = build_gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
     with ViewServer(gallery, port) as server:

@@ -15,9 +15,9 @@ import shapely
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.annotations import read_annotations
+from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.grid import patch_side_l0
 from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
-from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.slide_survey import build_slide_geometry
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide

@@ -19,6 +19,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from skimage.measure import find_contours
 
+from wsi_fl.demo.simulated_slides.tiff_writer import write_pyramid as write_pyramid
 from wsi_fl.demo.simulated_slides.tissue_drawing import (
     COARSE_PX,
     MPP,
@@ -29,7 +30,6 @@ from wsi_fl.demo.simulated_slides.tissue_drawing import (
     texture_bank,
 )
 from wsi_fl.demo.simulated_slides.tissue_drawing import tumor_mask as tumor_mask
-from wsi_fl.demo.simulated_slides.tiff_writer import write_pyramid as write_pyramid
 from wsi_fl.system.files import write_text
 from wsi_fl.system.machine import n_cores
 from wsi_fl.types import UsageError

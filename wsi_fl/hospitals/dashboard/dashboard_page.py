@@ -18,7 +18,6 @@ from wsi_fl import __version__
 from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.dashboard.next_steps import FederationMember, FederationState, next_steps
 from wsi_fl.hospitals.dossier.dossier_page import build_dossier
-from wsi_fl.hospitals.transports.folder_transport import list_messages
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     check_code_version,
@@ -26,19 +25,20 @@ from wsi_fl.hospitals.plans.signed_plan import (
     collect_approvals,
     plan_path,
 )
+from wsi_fl.hospitals.transports.folder_transport import list_messages
 from wsi_fl.hospitals.trust.certificates import NotTrusted, parse_revocation_list, verify_certificate
 from wsi_fl.hospitals.trust.kit import Kit, check_connection
-from wsi_fl.hospitals.trust.sealed_messages import HANDSHAKE, SealedMessage
 from wsi_fl.hospitals.trust.root_ca import RootCA
+from wsi_fl.hospitals.trust.sealed_messages import HANDSHAKE, SealedMessage
 from wsi_fl.hospitals.work.submit import load_job_log, load_status
 from wsi_fl.learning.cross_site_counts import CrossSiteCounts, score_cross_site
 from wsi_fl.report.cross_site_section import build_cross_site_section
 from wsi_fl.report.figures import N_COLORS
-from wsi_fl.report.templates import fill_template
 from wsi_fl.report.formatting import format_number
+from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.evaluation.cross_site import render_cross_site_lines
-from wsi_fl.stages.training.resume import list_plan_runs
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.stages.training.resume import list_plan_runs
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, single_line

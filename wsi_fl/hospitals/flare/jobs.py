@@ -23,8 +23,8 @@ from wsi_fl.hospitals.flare.flare_files import (
     write_job_files,
 )
 from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, require_server
-from wsi_fl.hospitals.work.job_replies import validate_replies
 from wsi_fl.hospitals.work.client import LAST
+from wsi_fl.hospitals.work.job_replies import validate_replies
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, single_line
 

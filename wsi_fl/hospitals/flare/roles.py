@@ -32,12 +32,12 @@ from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
 from wsi_fl.hospitals.flare.flare_files import KIT_VARIABLE, REPLIES_FILE, STUDY_VARIABLE, JobRequest
-from wsi_fl.hospitals.transports.secure_comm import Receipt
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+from wsi_fl.hospitals.transports.secure_comm import Receipt
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.sealed_messages import Buffer
-from wsi_fl.hospitals.work.job_replies import failure_reply, parse_reply
 from wsi_fl.hospitals.work.client import greet_sites, public_summary, take_part
+from wsi_fl.hospitals.work.job_replies import failure_reply, parse_reply
 from wsi_fl.runs.site_folder import append_note
 from wsi_fl.stages.training.launch import hint_way_on
 from wsi_fl.study.folder import Study

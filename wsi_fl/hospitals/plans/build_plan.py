@@ -40,10 +40,10 @@ from wsi_fl.hospitals.plans.signed_plan import (
 )
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
 from wsi_fl.report.formatting import format_duration
+from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.stages.site.privacy_account import costs_epsilon, find_guarantee, loss_weights
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site_file import SiteFile

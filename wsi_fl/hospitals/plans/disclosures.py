@@ -18,8 +18,8 @@ from wsi_fl.learning.validation import COMMON
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
 from wsi_fl.report.formatting import format_size
 from wsi_fl.stages.site.privacy_account import costs_epsilon, find_guarantee
-from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.released_statistics import open_projection
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.target_labels import describe_target, name_outputs
 from wsi_fl.study.toml import read_setting
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors

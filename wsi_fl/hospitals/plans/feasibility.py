@@ -25,9 +25,9 @@ from wsi_fl.hospitals.trust.certificates import Identity, verify_document
 from wsi_fl.privacy.accounting import Mechanism, find_sigma
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.stages.site.privacy_account import open_ledger, require_budget, require_release
 from wsi_fl.stages.site.target_labels import read_patient_column
-from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import toml_value

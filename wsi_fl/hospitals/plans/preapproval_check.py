@@ -14,14 +14,7 @@ from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
-from wsi_fl.hospitals.plans.review import (
-    PlanReview,
-    describe_cost,
-    describe_excess,
-    is_alike,
-    review_plan,
-    sign_plan,
-)
+from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document, parse_site_files, settings_text
 from wsi_fl.hospitals.plans.disclosures import DataDescription, PlannedDisclosure, describe_store, list_disclosures
 from wsi_fl.hospitals.plans.preapproval import (
     FORMAT,
@@ -32,14 +25,20 @@ from wsi_fl.hospitals.plans.preapproval import (
     preapproval_path,
     record_admission,
 )
-from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document, parse_site_files, settings_text
-from wsi_fl.hospitals.plans.signed_plan import FederationPlan, code_digest, format_value, load_approved_plan, settings_by_key
+from wsi_fl.hospitals.plans.review import PlanReview, describe_cost, describe_excess, is_alike, review_plan, sign_plan
+from wsi_fl.hospitals.plans.signed_plan import (
+    FederationPlan,
+    code_digest,
+    format_value,
+    load_approved_plan,
+    settings_by_key,
+)
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import append_note
-from wsi_fl.stages.site.run_context import RunContext, adapt_settings
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.stages.site.run_context import RunContext, adapt_settings
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError, single_line

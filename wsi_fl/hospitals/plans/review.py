@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.hospitals.plans.disclosures import DataDescription, describe_store, find_odd_key
-from wsi_fl.hospitals.plans.preapproval import StandingApproval, preapproval_entries
 from wsi_fl.hospitals.plans.build_plan import (
     PlanDocument,
     PlannedSite,
@@ -21,6 +19,8 @@ from wsi_fl.hospitals.plans.build_plan import (
     render_plan_text,
     site_disclosures,
 )
+from wsi_fl.hospitals.plans.disclosures import DataDescription, describe_store, find_odd_key
+from wsi_fl.hospitals.plans.preapproval import StandingApproval, preapproval_entries
 from wsi_fl.hospitals.plans.signed_plan import (
     SITE_TERMS,
     FederationPlan,
@@ -42,6 +42,7 @@ from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms, reportabl
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.report.formatting import describe_detection, format_count, format_size
 from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.stages.site.privacy_account import (
     Group,
     compute_patient_epsilon,
@@ -53,11 +54,10 @@ from wsi_fl.stages.site.privacy_account import (
     open_account,
     require_budget,
 )
-from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.released_statistics import STATISTICS_RUN
-from wsi_fl.stages.training.sync_statistics import load_local_statistics
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.stages.training.sync_statistics import load_local_statistics
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import toml_value

@@ -18,9 +18,9 @@ from typing import TypedDict
 from wsi_fl.hospitals.trust.kit import FILE_STEMS, Kit
 from wsi_fl.privacy.guarantee import entries_epsilon, lifetime_entries
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.privacy_account import list_heads
-from wsi_fl.stages.site.holdout_secret import secret_path
 from wsi_fl.stages.runtime.console import Lines, TextLine
+from wsi_fl.stages.site.holdout_secret import secret_path
+from wsi_fl.stages.site.privacy_account import list_heads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import atomic_path, file_lock, read_lines, require_regular_file, write_bytes
 from wsi_fl.types import UsageError, WsiFlError

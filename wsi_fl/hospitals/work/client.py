@@ -13,9 +13,8 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import SiteName
-from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, Transport
-from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.preapproval import find_end_reason, list_codes
+from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     approval_time,
@@ -25,16 +24,17 @@ from wsi_fl.hospitals.plans.signed_plan import (
     code_digest,
     load_approved_plan,
 )
+from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, Transport
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list as listed
 from wsi_fl.hospitals.work.job_replies import ReachabilityReply
 from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.sync_statistics import load_local_statistics
 from wsi_fl.stages.training.checks import check_run
 from wsi_fl.stages.training.resume import RunRequest, find_begun_run, note_participants, open_run, require_same
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.runtime.console import print_message
+from wsi_fl.stages.training.sync_statistics import load_local_statistics
 from wsi_fl.study.folder import Study
 from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 

@@ -28,19 +28,19 @@ from wsi_fl.hospitals.flare.flare_files import (
     require_flare,
     write_flare_files,
 )
-from wsi_fl.hospitals.transports.folder_transport import FolderTransport
-from wsi_fl.hospitals.transports.secure_comm import SitePresence, SiteReturned, SitesDroppedOut
-from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
-from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.preapproval import load_preapproval, preapproval_path
+from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, load_approved_plan
+from wsi_fl.hospitals.transports.folder_transport import FolderTransport
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.transports.secure_comm import SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, server_address
 from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
 from wsi_fl.hospitals.work.client import LAST, take_part
+from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.training.resume import find_summary
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import file_lock
 from wsi_fl.types import Interrupted, ReportableError, UsageError, WsiFlError, single_line

@@ -18,8 +18,8 @@ from typing import Any, TypedDict
 
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.flare.flare_files import HEARTBEAT_S, JobRequest
-from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, check_revoked
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list
 from wsi_fl.hospitals.trust.kit import CheckStep, Kit, check_connection
 from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
@@ -27,9 +27,9 @@ from wsi_fl.hospitals.work.client import LAST
 from wsi_fl.learning.cross_site_counts import CrossSiteCounts
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.report.formatting import describe_absences
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.privacy_account import describe_spending
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.system.files import append_line, read_lines, read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, single_line
 

@@ -21,8 +21,15 @@ from wsi_fl.slides.layouts.spreadsheets import (
     require_typed_name,
 )
 from wsi_fl.slides.reading.formats import is_slide_folder
+from wsi_fl.system.file_names import (
+    compose_text,
+    describe_mismatch,
+    drop_companions,
+    file_name_of,
+    glob_paths,
+    is_missing,
+)
 from wsi_fl.system.files import require_regular_file
-from wsi_fl.system.file_names import compose_text, describe_mismatch, drop_companions, file_name_of, glob_paths, is_missing
 from wsi_fl.types import MPP_BOUNDS, SPLITS, ExcludedSlide, SlideRecord, UsageError, find_control_character, natural_key
 
 _K = TypeVar("_K")

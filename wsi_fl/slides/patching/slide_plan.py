@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, OutlineRole, read_annotations, share_inside
-from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.artifacts import ArtifactSegmenter, QualityParams, describe_reasons, find_artifacts
+from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.slide_survey import PICTURE_PX, SlideFacts, SlideSurvey, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.mask_regions import area_mean, close_mask, dilate_mask, drop_small_objects
+from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.types import WsiFlError
 
 Method = Literal["auto", "saturation", "density", "texture"]

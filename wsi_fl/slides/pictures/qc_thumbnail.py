@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from wsi_fl.slides.patching.artifacts import describe_reasons
 from wsi_fl.slides.patching.mosaic import MosaicPlan
 from wsi_fl.slides.patching.slide_plan import SlidePlan
-from wsi_fl.slides.patching.artifacts import describe_reasons
 from wsi_fl.slides.pictures.drawing import (
     INK,
     PAPER,

@@ -19,6 +19,7 @@ import openslide
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.slides.reading.damage import LevelRegion, find_holes, has_lost_pixels
 from wsi_fl.slides.reading.formats import (
     is_czi,
     is_misread_by_openslide,
@@ -32,10 +33,9 @@ from wsi_fl.slides.reading.formats.dicom_headers import find_member, require_one
 from wsi_fl.slides.reading.formats.level_selection import SelectedLevels, find_padded_levels, select_levels
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import PixelSource, SourceError, blend_rgb
-from wsi_fl.slides.reading.damage import LevelRegion, find_holes, has_lost_pixels
+from wsi_fl.slides.reading.native_levels import TrustedLevels
 from wsi_fl.slides.reading.native_tiles import Box, NativeLevel
 from wsi_fl.slides.reading.picture_parts import Area, fill_from_surroundings, paint_areas, resample_box
-from wsi_fl.slides.reading.native_levels import TrustedLevels
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, single_line
 
 Reader = Literal["auto", "native", "openslide"]

@@ -19,9 +19,9 @@ from wsi_fl.report.clinical_section import build_clinical_cells, list_clinical_f
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.compare_runs import resolve_runs
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.target_labels import read_column
-from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.types import UsageError, WsiFlError

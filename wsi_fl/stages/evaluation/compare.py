@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.learning.metrics import mean_and_sd, mean_of_available
 from wsi_fl.learning.verdict import PairedTest, compare_pairs, holm_adjust
-from wsi_fl.report import comparison_page
-from wsi_fl.report import formatting
 from wsi_fl.report import benefit_figure as worth_figure
+from wsi_fl.report import comparison_page, formatting
 from wsi_fl.report.comparison_page import ChartRow, settings_words
+from wsi_fl.stages.evaluation.benefit import BALANCED, Gain, compare_by_site, compare_over_all
 from wsi_fl.stages.evaluation.compare_runs import (
     FinishedRun,
     add_baseline,
@@ -24,10 +24,9 @@ from wsi_fl.stages.evaluation.compare_runs import (
     is_baseline,
     resolve_runs,
 )
-from wsi_fl.stages.evaluation.benefit import BALANCED, Gain, compare_by_site, compare_over_all
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores
-from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_csv, write_text
 from wsi_fl.types import WsiFlError
@@ -447,7 +446,9 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
         numbers = (formatting.format_spread(row[metric], 2) for metric in document["scores"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
-        rows.append([row["label"], repeats, *numbers, epsilon_text, formatting.format_size(row["communication"]["bytes"])])
+        rows.append(
+            [row["label"], repeats, *numbers, epsilon_text, formatting.format_size(row["communication"]["bytes"])]
+        )
     repeats_text = f"mean ± sd over {comparison_page.repetition_words(document['rows'])}"
     title = f"models {comparison_page.TEST_SET_WORDS[document['on']]}, {repeats_text}"
     yield TextTable(title, ["method", "seeds", *names, "ε", "sent"], rows)

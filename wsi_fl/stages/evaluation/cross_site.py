@@ -6,8 +6,8 @@ from typing import cast
 
 from wsi_fl.learning.cross_site_counts import CrossSiteCounts, CrossSiteScores, score_cross_site
 from wsi_fl.report.formatting import format_auroc, format_number
-from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.runtime.console import MAX_SITE_COLUMNS, Lines, TextTable
+from wsi_fl.stages.site.run_context import RunContext
 
 
 def load_cross_site_scores(context: RunContext) -> CrossSiteScores | None:

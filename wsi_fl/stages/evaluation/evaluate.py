@@ -35,12 +35,17 @@ from wsi_fl.report.formatting import (
 )
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores, render_cross_site_lines
+from wsi_fl.stages.evaluation.load_models import (
+    TrainedModels,
+    available_models,
+    load_prediction_models,
+    load_run_settings,
+)
 from wsi_fl.stages.evaluation.write_predictions import compute_seal, write_predictions
-from wsi_fl.stages.evaluation.load_models import TrainedModels, available_models, load_prediction_models, load_run_settings
-from wsi_fl.stages.site.site_data import SiteData
-from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.run_context import RunContext, restore_study
+from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import read_setting

@@ -23,17 +23,17 @@ from wsi_fl.models.export_formats import (
     write_torchscript,
 )
 from wsi_fl.report import benefit_figure
-from wsi_fl.report.templates import fill_template
 from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
+from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.compare_runs import FinishedRun
-from wsi_fl.stages.evaluation.write_report import find_baselines
 from wsi_fl.stages.evaluation.load_models import available_models, is_trained_with_dp, load_prediction_models
+from wsi_fl.stages.evaluation.write_report import find_baselines
+from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.target_labels import describe_target
 from wsi_fl.stages.training.build_sites import find_architecture
-from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import file_sha256, write_json, write_text
@@ -422,7 +422,9 @@ def _render_card(card: Mapping[str, Any]) -> str:
         ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
         score = format_number(gain["federated"]["mean"], 2)
         score_text = f"In the run federation{ensemble_note} reached {score} in {gain['measure']}"
-        benefit_text = benefit_figure.build_benefit_finding(gain, score_text, "local models without differential privacy").text
+        benefit_text = benefit_figure.build_benefit_finding(
+            gain, score_text, "local models without differential privacy"
+        ).text
     context = {
         "card": card,
         "warning": _warning_text(card),

@@ -20,29 +20,29 @@ from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task
 from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.models.mil import BagModel
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.slides.patching.slide_plan import SlidePlan, plan_slide
 from wsi_fl.slides.patching.artifacts import ArtifactSegmenter
+from wsi_fl.slides.patching.slide_plan import SlidePlan, plan_slide
 from wsi_fl.slides.pictures.heatmap import PatchPredictions, patch_boxes
 from wsi_fl.slides.reading.formats import slide_name
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.patch_reader import read_patches
-from wsi_fl.stages.evaluation.write_predictions import COLUMNS
 from wsi_fl.stages.evaluation.load_models import TrainedModels, load_prediction_models, load_run_settings
+from wsi_fl.stages.evaluation.write_predictions import COLUMNS
 from wsi_fl.stages.prepare.build_bags import MosaicBuilder
 from wsi_fl.stages.prepare.tile_plans import build_plan_params, load_plan_segmenter
-from wsi_fl.stages.site.site_data import ExampleKind, find_example_kind, list_slides, open_bags
-from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.site.run_context import restore_study
-from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.run_context import restore_study
+from wsi_fl.stages.site.site_data import ExampleKind, find_example_kind, list_slides, open_bags
+from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.machine import threads_per_rank
 from wsi_fl.system.file_names import compose_text
+from wsi_fl.system.machine import threads_per_rank
 from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22

@@ -20,19 +20,17 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import EncodedItem, Encoder, EncoderError, StageSeconds, encode_batches, encode_items
 from wsi_fl.models.presets import resolution_warning
-from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
-from wsi_fl.slides.patching.splits import SEED, assign_splits
+from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.slide_survey import digest_mask
+from wsi_fl.slides.patching.splits import SEED, assign_splits
 from wsi_fl.slides.pictures.qc_thumbnail import draw_mosaic, shrink_patch
+from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow, Outcome, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import build_tissue_params
-from wsi_fl.stages.site.site_data import open_store
-from wsi_fl.stages.site.encoders import describe_transform, load_encoder
 from wsi_fl.stages.runtime.console import (
     Lines,
     TextLine,
@@ -44,6 +42,8 @@ from wsi_fl.stages.runtime.console import (
     unread_note,
 )
 from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.site.encoders import describe_transform, load_encoder
+from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stores import bag_store as stored
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagShard
 from wsi_fl.stores.patch_store import PatchStore

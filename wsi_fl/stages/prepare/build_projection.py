@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.models.projection import (
     N_PUBLIC,
     ProjectionOrigin,
@@ -19,22 +20,21 @@ from wsi_fl.models.projection import (
     fit_projection,
     write_projection,
 )
-from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.slides.patching.slide_plan import plan_slide
 from wsi_fl.slides.reading.formats import is_slide_folder
-from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.patch_reader import read_patches
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.public_sources import require_public
-from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import file_sha256
 from wsi_fl.system.machine import n_cores
-from wsi_fl.system.file_names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _MAX_PATCHES = 500

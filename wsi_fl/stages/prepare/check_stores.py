@@ -13,14 +13,14 @@ from typing import TypedDict, Unpack
 from wsi_fl.plugins import load_entries
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.prepare.slide_lists import Scope, render_copy_lines, select_sites
-from wsi_fl.stages.site.site_data import list_scans, open_bags, open_store
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.site.site_data import list_scans, open_bags, open_store
 from wsi_fl.stores.bag_store import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import FileUnavailable, explain_unavailable
 from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.files import FileUnavailable, explain_unavailable
 from wsi_fl.types import WsiFlError
 
 _MAX_NAMED_PATCHES = 5

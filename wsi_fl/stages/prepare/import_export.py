@@ -19,8 +19,8 @@ from wsi_fl.models.presets import PRESETS, find_preset
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
-from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
 from wsi_fl.stores.foreign_formats import LAYOUTS, FeatureLayout, FileFacts, write_clam, write_labels
 from wsi_fl.study.folder import Study

@@ -16,8 +16,8 @@ from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
-from wsi_fl.system.files import duplicate_marks, write_text
 from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.files import duplicate_marks, write_text
 from wsi_fl.types import SlideRecord, UsageError
 
 _LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}

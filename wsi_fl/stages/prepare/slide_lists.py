@@ -21,16 +21,16 @@ from wsi_fl.slides.layouts.common import (
     read_rows,
     require_names,
 )
-from wsi_fl.stages.site.site_data import resolve_patterns
-from wsi_fl.stages.site.target_labels import Subtypes, list_classes
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.site.site_data import resolve_patterns
+from wsi_fl.stages.site.target_labels import Subtypes, list_classes
 from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.files import remove_strays
 from wsi_fl.system.file_names import describe_mismatch
+from wsi_fl.system.files import remove_strays
 from wsi_fl.types import SPLITS, UNLABELLED, BagTable, ExcludedSlide, SlideRecord, UsageError
 
 _T = TypeVar("_T")

@@ -23,13 +23,13 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.slide_plan import SlidePlan
-from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.slides.pictures.qc_thumbnail import draw_overview
-from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.patch_reader import read_patches
+from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import slide_lists as sources
 from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_quality, plan_slides, sample_patches

@@ -18,11 +18,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.slide_plan import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
-from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.artifacts import ArtifactSegmenter, QualityParams
-from wsi_fl.slides.patching.splits import SEED, sample_rows
+from wsi_fl.slides.patching.outline_placement import Origin
+from wsi_fl.slides.patching.slide_plan import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
 from wsi_fl.slides.patching.slide_survey import digest_mask
+from wsi_fl.slides.patching.splits import SEED, sample_rows
 from wsi_fl.slides.patching.tissue import Method, TissueParams
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader

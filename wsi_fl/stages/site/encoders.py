@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
-from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stages.runtime.rank_job import select_device, take_threads
+from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import WsiFlError

@@ -12,10 +12,10 @@ from wsi_fl.learning.examples import Examples, concatenate_examples
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SITE_FILE
-from wsi_fl.stages.site.site_data import ExampleKind, SiteData, find_example_kind, open_data
-from wsi_fl.stages.site.released_statistics import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
-from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stages.runtime.console import print_message
+from wsi_fl.stages.site.released_statistics import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
+from wsi_fl.stages.site.site_data import ExampleKind, SiteData, find_example_kind, open_data
+from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile

@@ -41,8 +41,8 @@ from wsi_fl.stores.patch_store import PatchStore, SlideSource, SlideUnreadable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.machine import n_cores
 from wsi_fl.system.file_names import compose_text, glob_paths
+from wsi_fl.system.machine import n_cores
 from wsi_fl.types import BagTable, GridSpec, PatchTable, Shape, UsageError, WsiFlError
 
 _MAX_OPEN_SLIDES = 16

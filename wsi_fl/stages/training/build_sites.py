@@ -28,27 +28,33 @@ from wsi_fl.learning.examples import (
     sample_patches,
     select_examples,
 )
-from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, replace_nonfinite, take_supervised_step
+from wsi_fl.learning.local_training import (
+    DPSettings,
+    Learner,
+    predict_examples,
+    replace_nonfinite,
+    take_supervised_step,
+)
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
 from wsi_fl.learning.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
+from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
 from wsi_fl.learning.validation import COMMON, ENSEMBLE, LOCAL, draw_held_out, require_patient_names
 from wsi_fl.models import HUB, StartWeights, create_model, parameters_digest, schema_digest, start_digest
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.class_statistics import explain_invalid_statistics
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
-from wsi_fl.privacy.class_statistics import explain_invalid_statistics
 from wsi_fl.slides.patching.scan_copies import describe_copies
-from wsi_fl.stages.site.privacy_account import build_units, count_affordable, loss_weights, open_account
-from wsi_fl.stages.site.site_data import SiteData, list_scans
-from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.released_statistics import build_header, has_patient_means, load_projection, refuse_mismatch
-from wsi_fl.stages.training.checks import build_graph, collect_versions
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.privacy_account import build_units, count_affordable, loss_weights, open_account
+from wsi_fl.stages.site.released_statistics import build_header, has_patient_means, load_projection, refuse_mismatch
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.site_data import SiteData, list_scans
+from wsi_fl.stages.training.checks import build_graph, collect_versions
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, TrainSettings
 from wsi_fl.study.site_file import SiteFile

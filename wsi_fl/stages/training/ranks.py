@@ -22,22 +22,6 @@ from wsi_fl.federation.site_state import Site
 from wsi_fl.report.formatting import SCORES
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import append_note, hold_site_lock
-from wsi_fl.stages.site.privacy_account import compute_group
-from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.sync_statistics import sync_statistics
-from wsi_fl.stages.training.checks import check_budgets
-from wsi_fl.stages.training.resume import RunRequest, select_run
-from wsi_fl.stages.training.launch import hint_resume
-from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
-from wsi_fl.stages.training.build_sites import (
-    build_preflight,
-    build_schedule,
-    build_site,
-    describe_disclosures,
-    require_signed_model,
-    store_decisions,
-)
 from wsi_fl.stages.runtime.console import (
     JsonEvents,
     PrivateEvents,
@@ -47,6 +31,22 @@ from wsi_fl.stages.runtime.console import (
     describe_failure,
     emit_event,
 )
+from wsi_fl.stages.site.privacy_account import compute_group
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.build_sites import (
+    build_preflight,
+    build_schedule,
+    build_site,
+    describe_disclosures,
+    require_signed_model,
+    store_decisions,
+)
+from wsi_fl.stages.training.checks import check_budgets
+from wsi_fl.stages.training.launch import hint_resume
+from wsi_fl.stages.training.resume import RunRequest, select_run
+from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
+from wsi_fl.stages.training.sync_statistics import sync_statistics
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml

@@ -24,8 +24,9 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, require_plan
 from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
+from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.stages.runtime.rank_job import RankJob, select_device
 from wsi_fl.stages.site import privacy_account
-from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
@@ -35,9 +36,8 @@ from wsi_fl.stages.site.released_statistics import (
     refuse_mismatch,
     write_statistics,
 )
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.build_sites import build_model, load_training
-from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
-from wsi_fl.stages.runtime.rank_job import RankJob, select_device
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile

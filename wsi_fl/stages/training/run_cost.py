@@ -20,6 +20,7 @@ from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.guarantee import reportable_max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.report.formatting import describe_worst_detection
+from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.stages.site.privacy_account import (
     Group,
     compute_group,
@@ -29,9 +30,8 @@ from wsi_fl.stages.site.privacy_account import (
     list_mechanisms,
 )
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
 from wsi_fl.stages.training.build_sites import build_preflight, build_schedule, build_site
-from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import Images

@@ -20,7 +20,6 @@ from wsi_fl.federation.documents import Digest, ProtocolError, SiteName
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
 from wsi_fl.stages.site.privacy_account import build_terms, find_guarantee, open_ledger, require_release
-from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
@@ -30,6 +29,7 @@ from wsi_fl.stages.site.released_statistics import (
     refuse_another_site,
     refuse_mismatch,
 )
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import require_statistics
 from wsi_fl.system.files import atomic_path
 from wsi_fl.types import ReportableError, UsageError, WsiFlError

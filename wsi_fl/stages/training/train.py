@@ -13,13 +13,13 @@ from wsi_fl.federation.comm import LocalComm, load_mpi
 from wsi_fl.learning.validation import rare_classes
 from wsi_fl.report.formatting import describe_absences, describe_worst_detection, format_statistics
 from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.runtime.console import Lines, NestedProgress, SilentProgress, TextLine, Watcher, print_message
 from wsi_fl.stages.site.privacy_account import costs_epsilon, describe_spending
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_run, report_doubts
 from wsi_fl.stages.training.resume import RunRequest, describe_run, note_participants, open_run
 from wsi_fl.stages.training.summary import Summary, load_summary
-from wsi_fl.stages.runtime.console import Lines, NestedProgress, SilentProgress, TextLine, Watcher, print_message
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.machine import count_ranks

@@ -14,9 +14,9 @@ from wsi_fl.report.formatting import format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.compare_runs import find_finished_run
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.train import begin_run
-from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa

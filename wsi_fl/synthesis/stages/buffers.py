@@ -6,8 +6,8 @@ import numpy as np
 
 from wsi_fl.federation.site_state import Buffer, BufferShape
 from wsi_fl.learning.examples import Examples, resize_images
-from wsi_fl.stages.site.site_data import PatchData, is_source_store
 from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.site_data import PatchData, is_source_store
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
 from wsi_fl.system.machine import free_bytes

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -193,8 +193,12 @@ class _DdpmType(GeneratorType):
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.find_section(Ddpm)
         key, generated = _load_generated(case)
-        generated_nearest = copying_evidence.find_nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-        held_out_nearest = copying_evidence.find_nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        generated_nearest = copying_evidence.find_nearest(
+            generated.numpy(), training.images.numpy(), memory_bytes=memory
+        )
+        held_out_nearest = copying_evidence.find_nearest(
+            held_out.images.numpy(), training.images.numpy(), memory_bytes=memory
+        )
         memorization = copying_evidence.judge_copies(
             generated_nearest, held_out_nearest, len(copying_evidence.find_duplicates(training.images.numpy()))
         )

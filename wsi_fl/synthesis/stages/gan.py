@@ -37,8 +37,8 @@ from wsi_fl.synthesis.stages.generator_types import (
     load_site_lpips,
     select_shared_phase,
 )
-from wsi_fl.synthesis.training_state import balance_labels, normalize_pixels
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+from wsi_fl.synthesis.training_state import balance_labels, normalize_pixels
 
 _MARGIN_IMAGES = 256
 _PAGE_IMAGES = 9

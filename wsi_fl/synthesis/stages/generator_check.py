@@ -20,12 +20,12 @@ from torch import Tensor
 from wsi_fl.models.encoder import encode_batches
 from wsi_fl.report import figures
 from wsi_fl.report.figures import Chart, build_png_style, load_palette
-from wsi_fl.report.templates import fill_template
-from wsi_fl.report.inline_pictures import encode_patch, enlarge_patch, render_grid
 from wsi_fl.report.formatting import format_number
-from wsi_fl.stages.site.site_data import is_source_store, open_store
-from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.report.inline_pictures import encode_patch, enlarge_patch, render_grid
+from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.site_data import is_source_store, open_store
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.copying_evidence import (

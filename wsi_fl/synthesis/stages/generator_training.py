@@ -9,8 +9,8 @@ from shutil import rmtree
 
 from wsi_fl import __version__
 from wsi_fl.report.inline_pictures import render_grid
-from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.site.site_data import load_patches
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.site_data import load_patches
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

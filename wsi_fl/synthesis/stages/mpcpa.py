@@ -27,20 +27,20 @@ from wsi_fl.learning.examples import Examples, concatenate_examples, select_exam
 from wsi_fl.learning.privacy_units import row_units
 from wsi_fl.models import schema_digest
 from wsi_fl.privacy.ledger_file import Release, digest_values
-from wsi_fl.stages.site.site_data import PatchData, load_patches
-from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.site_data import PatchData, load_patches
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import DdpmShape, UNet, build_denoiser, flatten_parameters
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
-from wsi_fl.synthesis.stages.generator_check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
 from wsi_fl.synthesis.stages.ddpm import ensure_images, is_current_check, load_denoiser
-from wsi_fl.synthesis.stages.generator_types import check_state
+from wsi_fl.synthesis.stages.generator_check import check_generator
 from wsi_fl.synthesis.stages.generator_training import train_generator
+from wsi_fl.synthesis.stages.generator_types import check_state
 from wsi_fl.system.files import atomic_path
 from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
 

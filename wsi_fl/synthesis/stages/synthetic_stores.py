@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.stores.patch_shards import ShardMeta, write_columns, write_shard
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model

@@ -28,8 +28,8 @@ from wsi_fl.slides.reading.formats.tiff_pages import (
     require_colors,
     require_slide,
 )
-from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.file_names import compose_text, slide_of
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import WsiFlError, single_line
 
 if TYPE_CHECKING:

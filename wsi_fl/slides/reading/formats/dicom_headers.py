@@ -15,8 +15,8 @@ from pathlib import Path
 
 from wsi_fl.slides.reading.formats.dicom_frames import find_contradiction
 from wsi_fl.slides.reading.formats.level_selection import padding_ratios, select_levels
-from wsi_fl.system.files import require_regular_file
 from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import WsiFlError
 
 _PREAMBLE_BYTES = 128

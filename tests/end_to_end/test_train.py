@@ -1,0 +1,283 @@
+"""`train` and `evaluate` as a user runs them: real MPI ranks, JSON contracts, crashes, one-line errors."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import edited, larger, larger_pair, metrics, model, refused, same, write_store
+from conftest import larger_study as make_study
+from file_changes import edit, make_real, site_file
+
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.privacy.accounting import epsilon, plan_mechanism
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.site.privacy_account import find_guarantee
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.system.machine import count_ranks
+from wsi_fl.types import WsiFlError
+
+study = larger
+pair = larger_pair
+
+SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
+WSI_FL = [sys.executable, "-m", "wsi_fl", "train", *(part for one in SEEDED for part in ("--set", one))]
+SITES = ["S0", "S1"]
+WHOLE = epsilon([plan_mechanism(36, 8, 5, 1.4, 0.7)], 1e-5)
+
+
+def local(study, method="proxyfl", *overrides):
+    return train(study, method=method, overrides=overrides, backend="local")
+
+
+def alone(study):
+    return local(study, "regular", "train.rounds=1")["run"]
+
+
+def assert_same(study, run, other):
+    """The models of two runs are equal, bit for bit."""
+    for site in SITES:
+        for role in ("private", "proxy"):
+            assert same(*(model(study.root / one, site, role) for one in (run, other))), (site, role)
+
+
+@pytest.mark.slow
+def test_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
+    study, summary = whole
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none", *WSI_FL, "--json"]
+    how = {"cwd": study.root, "env": launch.rank_environment(2), "capture_output": True, "timeout": 120}
+    done = subprocess.run(command, check=True, **how)
+    joined = json.loads(done.stdout)  # one document: the other rank has nothing to say
+    for one in (joined, summary):
+        assert_contract(one, study.root / one["run"])
+    assert_same(study, joined["run"], summary["run"])
+    assert joined["communication"]["bytes"] == summary["communication"]["bytes"]
+    for site in SITES:
+        stores = [study.root / one["run"] / "sites" / site / "store.json" for one in (joined, summary)]
+        assert stores[0].read_text() == stores[1].read_text()
+
+
+def assert_contract(summary, path):
+    assert summary["method"] == "proxyfl" and summary["lost"] == [] and summary["seconds"] > 0
+    assert [row["site"] for row in summary["sites"]] == SITES
+    for row in summary["sites"]:
+        assert row["epsilon"] == pytest.approx(WHOLE) and row["delta"] == 1e-5
+        assert row["guarantee"] == "none"  # its noise was seeded
+        assert (row["unit"], row["rounds"], row["rejected"]) == ("row", 5, 0)
+    assert set(summary["communication"]) == {"messages", "bytes", "seconds"}
+    assert summary["communication"]["messages"] == 5 * len(SITES)
+    for site in SITES:
+        assert [line["round"] for line in metrics(path, site)] == [1, 2, 3, 4, 5]
+        assert json.loads((path / "sites" / site / "ledger.json").read_text())["steps"] == 25
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A study and an uninterrupted run of it in one process."""
+    study = make_study(tmp_path_factory.mktemp("train") / "study", n_sites=2)
+    summary = local(study, "proxyfl", *SEEDED)
+    return study, summary
+
+
+def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(whole, wsi_fl):
+    study, summary = whole
+    known = set(study.runs_path.glob("*-proxyfl-*"))
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(WSI_FL, cwd=study.root, start_new_session=True, **quiet) as job:
+        path = _killed_within(study, known, job)
+    assert not (path / "summary.json").exists()
+    done = wsi_fl("train", "--resume", path.name, "--backend", "local", "--json", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    assert_contract(json.loads(done.stdout), path)
+    assert_same(study, path, summary["run"])
+    files = [f for f in path.rglob("*") if f.is_file()]
+    assert {f.suffix for f in files} <= {".toml", ".json", ".jsonl", ".safetensors", ".txt", ".log", ""}
+    assert not [f for f in files if f.read_bytes()[:1] == b"\x80"], "a pickle begins so"
+
+
+def _killed_within(study, known, job):
+    """SIGKILLs the launcher, mpiexec and the ranks once a round is checkpointed; returns the run."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        fresh = set(study.runs_path.glob("*-proxyfl-*")) - known
+        if fresh and list(next(iter(fresh)).glob("sites/*/state/round_*.safetensors")):
+            break
+        time.sleep(0.005)
+    (path,) = set(study.runs_path.glob("*-proxyfl-*")) - known
+    killed = _processes_of(job.pid)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    job.wait(10)
+    while any(map(_lives, killed)):  # and holds its locks
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return path
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _processes_of(pid):
+    """The process and everything below it."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
+    ]
+    return [pid, *(p for child in children for p in _processes_of(child))]
+
+
+def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
+    study, summary = whole
+    done = wsi_fl("evaluate", "1", "--json", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["run"] == summary["run"] == "runs/00001-proxyfl-small"
+    rows = document["sites"]
+    for name in ("accuracy", "macro_accuracy", "auroc"):
+        values = [row[name] for row in rows]
+        assert document["merged"][name]["mean"] == pytest.approx(np.mean(values))
+        assert document["merged"][name]["sd"] == pytest.approx(np.std(values))
+    run = study.root / summary["run"]
+    for row in rows:
+        line = metrics(run, row["site"])[-1]
+        assert (row["n"], row["own"]["n"], row["slides"]["n"]) == (24, 12, 2)
+        assert row["accuracy"] == pytest.approx(line["merged"]["accuracy"])
+        assert row["own"]["auroc"] == pytest.approx(line["own"]["auroc"])
+        assert np.sum(row["confusion"]) == 24 and set(row["parts"]) == set(SITES)
+        low, high = row["intervals"]["accuracy"]
+        assert low <= row["accuracy"] <= high
+        predictions = run / "sites" / row["site"] / "predictions.csv"
+        assert len(predictions.read_text().splitlines()) == 1 + 5 * 24
+
+
+def test_same_names_at_two_sites_are_two_patients(pair):
+    for k in range(2):
+        with edited(pair.store_path(f"S{k}")) as file:
+            file["patient"][:] = [name[2:] for name in file["patient"][:]]
+    row = evaluate(pair, alone(pair))["sites"][0]
+    assert row["intervals"]["accuracy"] is not None  # one test patient each, clustered by patient
+    assert row["own"]["intervals"]["accuracy"] is None
+
+
+def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(pair):
+    run = alone(pair)
+    make_real(pair)
+    document = evaluate(pair, run)
+    assert document["merged"] is None
+    for row in document["sites"]:
+        assert row["n"] == row["own"]["n"] == 12 and set(row["parts"]) == {row["site"]}
+    for name in SITES:
+        assert evaluate(pair, run)["merged"] is None
+        edit(site_file(pair, name), more='allow = ["patches"]\n')
+    assert evaluate(pair, run)["merged"]["accuracy"]["mean"] is not None
+    shutil.rmtree(pair.root / "stores" / "S1")
+    edit(site_file(pair, "S1"), "patches", "model")
+    assert [row["site"] for row in evaluate(pair, run)["sites"]] == ["S0"]  # at hospital S0 there is no S1
+
+
+def test_a_store_made_anew_is_noticed(pair):
+    run = alone(pair)
+    shutil.rmtree(pair.store_path("S1").parent)
+    write_store(pair, "S1", n_per_slide=14)
+    refused(lambda: evaluate(pair, run), "site S1: its store was made anew since this run began")
+
+
+def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
+    def planned(*overrides):
+        return dry_run(pair, method="proxyfl", overrides=overrides)
+
+    before = sorted(pair.root.rglob("*"))
+    document = planned()
+    assert sorted(pair.root.rglob("*")) == before
+    assert document["rounds"] == 3 and document["seconds"] > 0 and document["memory_bytes"] > 10**7
+    for row in document["sites"]:
+        assert row["epsilon"] == pytest.approx(epsilon([plan_mechanism(36, 8, 3, 1.4, 0.7)], 1e-5))
+        assert row["guarantee"] == "guaranteed"
+        assert row["expected"] is None  # the study is of heads on features
+    assert {row["guarantee"] for row in planned("privacy.mode=paper")["sites"]} == {"nominal"}
+    for override in ("privacy.enabled=false", "privacy.sigma=0"):
+        rows = planned(override)["sites"]
+        assert {(row["epsilon"], row["guarantee"]) for row in rows} == {(None, "none")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "beta", "guarantee"),
+    [
+        ("strict", "proxyfl", 0.3, "guaranteed"),
+        ("paper", "proxyfl", 0.3, "nominal"),
+        ("paper", "proxyfl", 0.0, "guaranteed"),
+        ("paper", "regular", 0.3, "guaranteed"),
+    ],
+)
+def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
+    pipeline = study.load_pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
+    assert find_guarantee(METHODS[method], pipeline) == guarantee
+
+
+def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
+    shutil.rmtree(pair.store_path("S1").parent)
+    write_store(pair, "S1", mpp=0.5)
+    done = wsi_fl("train", "--json", cwd=pair.root)
+    assert done.returncode == 2 and done.stdout == ""
+    assert not list(pair.runs_path.glob("0*"))
+    (line,) = [text for text in done.stderr.splitlines() if text.startswith("wsi-fl: error:")]
+    assert line == "wsi-fl: error: sites disagree: S1 has 0.5 as the resolution (µm/px), S0 1.0"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch, resumed):
+    run = alone(pair) if resumed else None
+    if run:
+        (pair.root / run / "summary.json").unlink()
+    before = sorted(pair.root.rglob("*"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    begun = (lambda: resume_run(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
+    refused(begun, "2 sites need 2 ranks, but 3 were started")
+    assert sorted(pair.root.rglob("*")) == before
+
+
+def test_two_jobs_on_one_run_are_refused(pair):
+    path = pair.root / alone(pair)
+    (path / "summary.json").unlink()
+    words = "another job still works on this run; wait for it, or end it"
+    with (path / "sites" / "S1" / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        refused(lambda: resume_run(pair, path.name, backend="local"), words, error=WsiFlError)
+
+
+def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("mpiexec was not found; install ", "wsi-fl[mpi]", "--backend local")
+    refused(lambda: train(study, method="proxyfl"), *words, error=WsiFlError)
+    assert not study.runs_path.exists()
+    beside = tmp_path / "mpiexec"
+    beside.touch()
+    assert launch.find_mpiexec() == str(beside)
+
+
+def test_ranks_that_somebody_else_started_are_noticed(monkeypatch):
+    """One task of Slurm is an interactive shell under srun."""
+    variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+    for name, value, ranks in (
+        *((None, "", None), ("OMPI_COMM_WORLD_SIZE", "4", 4), ("OMPI_COMM_WORLD_SIZE", "1", 1)),
+        *(("SLURM_STEP_NUM_TASKS", "4", 4), ("SLURM_STEP_NUM_TASKS", "1", None), ("PMI_SIZE", "3", 3)),
+    ):
+        for one in variables:
+            monkeypatch.delenv(one, raising=False)
+        if name:
+            monkeypatch.setenv(name, value)
+        assert count_ranks() == ranks, name

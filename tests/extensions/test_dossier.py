@@ -1,0 +1,497 @@
+"""The dossier of a hospital: one page and its JSON, with every fact and no name of a slide or patient; and evidence."""
+
+import json
+import re
+import shutil
+from contextlib import contextmanager
+from functools import partial
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REAL, larger_study, refused
+from federation_fixtures import Federation
+from hospitals import one_installation  # noqa: F401
+from test_federation_plan import hospital, made
+from test_report import Document
+from typer.testing import CliRunner
+
+from wsi_fl.cli.main import app
+from wsi_fl.hospitals.dossier import dossier_page as page
+from wsi_fl.hospitals.dossier import evidence as writing
+from wsi_fl.hospitals.dossier.dossier_page import _largest_patient_rows, _render_page, make_dossier, write_departure
+from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+from wsi_fl.hospitals.plans.build_plan import parse_plan_document
+from wsi_fl.hospitals.plans.review import review_plan, sign_plan
+from wsi_fl.hospitals.plans.signed_plan import approval_path, load_approved_plan, plan_path
+from wsi_fl.hospitals.trust.certificates import key_fingerprint
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.privacy.accounting import group_epsilon
+from wsi_fl.privacy.guarantee import PrivacyTerms
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.privacy_plan import plan_of_round
+from wsi_fl.report.cross_site_section import render_coordinator
+from wsi_fl.stages.site.privacy_account import open_ledger
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import append_line, write_json, write_sealed
+from wsi_fl.types import WsiFlError
+
+RUN = "00001-proxyfl-small"
+SUMMARY = {"run": f"runs/{RUN}", "method": "proxyfl", "seconds": 1.0, "lost": [], "losses": []}
+SUMMARY |= {"communication": {"messages": 1, "bytes": 1, "seconds": 1.0}}
+ROUND = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+
+
+def spend(study, plan, rounds=2):
+    """Put releases under a plan on the ledger of S0, and an audit beside them."""
+    terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
+    given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "references": {"agreement": plan.digest}}
+    ledger = PrivacyLedger(study.ledger_path("S0"), terms=terms, **given)
+    for number in range(1, rounds + 1):
+        ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=ROUND, content="model")
+    counts = np.arange(8, dtype=np.uint8)  # of test patients, whom no ε covers
+    ledger.release(rounds + 1, counts, schema="x", mechanism=None, content="scores")
+    folder = study.runs_path / RUN
+    write_sealed(folder / "manifest.json", {"id": "a" * 32, "config_sha256": ""})
+    cost = {"seconds": 0.5, "epsilon": 1.0, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
+    for number in range(1, rounds + 1):
+        line = {"round": number, "bytes": 1000 + number, **cost}
+        append_line(folder / "sites" / "S0" / "metrics.jsonl", line)
+    own = {"auroc": 0.51, "interval": [0.45, 0.57]}
+    model = {"model": "proxy", "membership": {"own": own}, "canaries": {"epsilon_lower": 0.2}}
+    sites = [{"site": site, "models": [model]} for site in ("S0", "S1")]
+    write_json(folder / "audit" / "audit.json", {"run": f"runs/{RUN}", "sites": sites})
+    return ledger
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory, federation):
+    """(study of S0, its kit, the plan that it signed, its ledger), with releases and an audit."""
+    folder = tmp_path_factory.mktemp("dossier")
+    plan = made(larger_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
+    kit, study = federation.kit(folder / "kit", "S0", federation="trial"), hospital(folder, "S0")
+    sign_plan(study, review_plan(study, plan, "S0"), Kit.open(kit).load_identity())
+    return study, kit, plan, spend(study, plan)
+
+
+@pytest.fixture(scope="module")
+def dossier(signed, tmp_path_factory):
+    study, kit, *_ = signed
+    out = tmp_path_factory.mktemp("out") / "dossier.html"
+    return make_dossier(study, site=None, kit=kit, out=out), out
+
+
+def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossier):
+    _, _, plan, ledger = signed
+    found, out = dossier
+    assert json.loads(out.with_suffix(".json").read_text()) == found
+    assert (found["site"], found["signed"], set(found["missing"])) == ("S0", ["S0"], {"S1", "S2"})
+    assert found["plan_sha256"] == plan.digest and found["plan"] == parse_plan_document(plan)
+    assert found["spent"] == pytest.approx(ledger.epsilon(lifetime=True))
+    (account,) = found["accounts"]
+    assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
+    assert account["epsilon"] == pytest.approx(ledger.epsilon())
+    assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.list_releases()]
+    assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
+    (audited,) = found["audits"]
+    assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
+    assert any("root CA's key" in one for one in found["not_protected"])
+    assert all(part["gaps"] for part in found["assessment"]) and len(found["assessment"]) == 5
+
+
+def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, dossier):
+    html = dossier[1].read_text()
+    document = Document(html)
+    for _, attributes in document.tags:
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            assert attributes.get(name, "#").startswith("#"), attributes
+    assert not {"script", "link", "iframe", "object", "base", "img"} & {tag for tag, _ in document.tags}
+    assert not re.search(r"url\(\s*['\"]?(?!#)|@import|https?://", html)
+    for file in (dossier[1], dossier[1].with_suffix(".json")):
+        assert not re.search(r"S\d_(slide|patient)|none/\*\.tif|\.h5", file.read_text())
+        assert str(signed[0].root) not in file.read_text()
+
+
+def make(study, kit, tmp_path, **given):
+    """The facts of a dossier, and its page as people read it."""
+    out = tmp_path / "d.html"
+    found = make_dossier(study, **{"site": None, "kit": kit, "out": out, **given})
+    return found, words_of(out.read_text())
+
+
+@contextmanager
+def without(path):
+    """Within it a file is away."""
+    away = path.rename(path.with_name("away"))
+    yield
+    away.rename(path)
+
+
+def test_what_was_not_done_is_said_and_names_cannot_break_the_page(signed, dossier, tmp_path):
+    bare = {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
+    html = _render_page(dossier[0] | bare | {"not_protected": ["<script>alert(1)</script>"]})
+    assert "Nothing has left this site" in html and "No run of this study was audited" in html
+    assert "known with --kit" in html and "<script>" not in html
+    (tmp_path / "empty" / "sites").mkdir(parents=True)
+    for study, site, words in (
+        (signed[0], None, "of which hospital"),
+        (signed[0], "S9", "S9 is not in this"),
+        (Study(tmp_path / "empty"), "S0", "no plan lies here"),
+    ):
+        refused(partial(make, study, None, tmp_path, site=site), words)
+
+
+def test_the_command_prints_the_json(signed, tmp_path, wsi_fl):
+    study, kit, *_ = signed
+    out = tmp_path / "page.html"
+    done = wsi_fl("federation", "dossier", "--kit", kit, "--out", out, "--json", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(out.with_suffix(".json").read_text())
+
+
+def words_of(html):
+    """What people read on a page, in one line."""
+    text = re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)
+    return " ".join(unescape(text).split())
+
+
+def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dossier):
+    found, page = dossier[0], words_of(dossier[1].read_text())
+    worth = group_epsilon([ROUND] * 2, 1e-5, 12)
+    assert worth == pytest.approx(60.9, abs=0.1)
+    assert found["group"] == found["accounts"][0]["group"] == {"rows": 12, "epsilon": worth, "delta": 1e-5}
+    assert "so far, per row 3.23" in page and "60.9 12 rows together" in page
+    assert "all 12 rows of the patient with the most rows ε = 60.9" in page
+    assert "With this plan on top, as it was signed 3.78 for the patient with the most rows 76.7" in page
+    (said,) = [one for one in found["not_protected"] if "many records" in one]
+    assert "all 12 rows of the patient with the most rows together have ε = 76.7" in said
+    assert said in found["assessment"][2]["facts"]
+
+
+def test_what_is_not_known_of_patients_is_not_said_nor_are_bounds_of_an_audit_that_was_not_made(
+    signed, dossier, tmp_path
+):
+    study, kit, *_ = signed
+    with without(study.root / "federation" / "cost-S0.json"):
+        found, page = make(study, kit, tmp_path)
+    assert (found["group"], found["cost"]) == (None, None)
+    assert any("how much less is not known here" in one for one in found["not_protected"])
+    assert "not known: it was signed without the store" in page
+    assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
+    with without(study.runs_path / RUN / "audit" / "audit.json"):
+        facts = " ".join(make(study, kit, tmp_path)[0]["assessment"][3]["facts"])
+    assert "bounds" not in facts and "No model of the site was audited" in facts
+
+
+def with_a_plan(tmp_path, said):
+    """A study in which a plan lies that nobody has signed."""
+    study = larger_study(tmp_path / "study", n_sites=3, site_extra=said)
+    plan = made(study, tmp_path)
+    plan_path(study).parent.mkdir()
+    plan_path(study).write_text(plan.text)
+    return study, plan
+
+
+def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
+    study, _ = with_a_plan(tmp_path, f'{REAL}\nallow = ["scores"]')
+    found, _ = make(study, None, tmp_path, site="S0")
+    (said,) = [one for one in found["assessment"][0]["facts"] if "computed of records" in one]
+    for row in found["plan"]["leaves"]:
+        assert (row["what"] in said) == (not row["what"].startswith(("documents", "tallies"))), row["what"]
+    drawing = words_of((tmp_path / "d.html").read_text().split("<svg")[1].split("</svg>")[0])
+    assert "a site's last release once more, to be scored" in drawing
+    assert "counts of test examples by score and class" in drawing and "private model" in drawing
+
+
+def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
+    study, plan = with_a_plan(tmp_path, REAL)
+    terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
+    ledger = open_ledger(study, study.load_site("S0"), f"{RUN} {'a' * 32}", terms)
+    for number in (1, 2, 3):
+        ledger.record(number, ROUND)
+    assert make(study, None, tmp_path, site="S0")[0]["warning"] == ""
+    lines = study.ledger_path("S0").read_text().splitlines(keepends=True)
+    study.ledger_path("S0").write_text("".join(lines[:1]))
+    refused(lambda: review_plan(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
+    found, page = make(study, None, tmp_path, site="S0")
+    assert found["warning"].startswith("ledgers/S0.jsonl") and str(study.root) not in found["warning"]
+    assert f"This ledger is invalid: {found['warning']}" in page
+
+
+@pytest.mark.parametrize(
+    ("unit", "said", "not_said"),
+    [("row", "one row", "all rows of one patient"), ("patient", "all rows of one patient", "one row")],
+)
+def test_the_coordinators_page_says_whom_epsilon_is_about(unit, said, not_said):
+    row = {"site": "S0", "epsilon": 1.0, "rounds": 1, "guarantee": "guaranteed", "unit": unit}
+    page = words_of(render_coordinator(SUMMARY | {"sites": [row]}, None))
+    assert f"ε is about {said}" in page and f"ε is about {not_said}" not in page
+    assert "ε is about the patients" not in page
+
+
+def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
+    (study, _, plan, ledger), kit = signed, Kit.open(signed[1])
+    study = Study(shutil.copytree(study.root, tmp_path / "study"))
+    approval = approval_path(study, "S0")
+    first = write_departure(study, kit, out=tmp_path / "leaving.json")
+    assert approval.exists() and any(str(approval) in said for said in first["says"])
+    again = partial(write_departure, study, kit, out=tmp_path / "leaving.json", delete_approval=True)
+    with kit.lock_kit():
+        refused(again, "end it first", error=WsiFlError)
+    assert approval.exists()
+    found = again()
+    assert json.loads((tmp_path / "leaving.json").read_text()) == json.loads(json.dumps(found))
+    assert not approval.exists()
+    refused(lambda: load_approved_plan(study, kit.load_identity()), "has approved no plan")
+    (run,) = found["runs"]
+    assert run["plan"] == plan.digest and run["epsilon"] == pytest.approx(ledger.epsilon())
+    assert run["releases"] == []  # noted, and never sent
+    assert found["says"][0] == f"{RUN}: nothing has left"
+    for words in ("no plan is signed here", "keep", "revoke S0"):
+        assert any(words in said for said in found["says"])
+
+
+def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
+    study, kit, _, ledger = signed
+    study = Study(shutil.copytree(study.root, tmp_path / "study"))
+    copy = PrivacyLedger(study.ledger_path("S0"), site="S0", run=ledger.run, terms=ledger.terms)
+    copy.record_transmission(3, ledger.list_releases()[-1].split()[1])
+    (study.runs_path / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')
+    manifest = {"id": "a" * 32, "config_sha256": "", "method": "proxyfl"}
+    write_sealed(study.runs_path / RUN / "manifest.json", manifest)
+    found = write_departure(study, Kit.open(kit), out=tmp_path / "leaving.json")
+    (run,) = found["runs"]
+    assert (run["method"], run["to"], len(run["releases"])) == ("proxyfl", ["S1", "S2"], 1)
+    held = f"1 releases of S0 (scores; rounds 3 to 3; ε = {ledger.epsilon():.2f} per row)"
+    assert found["says"][0].startswith(f"{RUN}: S1, S2 may hold {held}")
+
+
+@pytest.fixture(scope="module")
+def evidence(signed, tmp_path_factory):
+    """(document, folder) of a hospital with releases and an audit; no tool is asked."""
+    study, kit, *_ = signed
+    out = tmp_path_factory.mktemp("evidence") / "evidence"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "find_spec", lambda _: None)
+        return make_evidence(study, Kit.open(kit), out), out
+
+
+@pytest.fixture
+def copy(evidence, tmp_path):
+    return shutil.copytree(evidence[1], tmp_path / "copy")
+
+
+def root_of(signed):
+    return Kit.open(signed[1]).load_identity().root
+
+
+def answers(document, title):
+    (sheet,) = [one for one in document["sheets"] if one["title"].startswith(title)]
+    return {row["asks"]: row for row in sheet["row"]}
+
+
+def test_epsilon_of_the_page_is_the_ledgers(signed, evidence):
+    document, out = evidence
+    epsilon = f"{signed[3].epsilon():.4g}"
+    assert answers(document, "Entry")["ε"]["says"] == f"{epsilon} spent on everything so far; budget 50"
+    page = words_of((out / "index.html").read_text())
+    assert f"has ε = {epsilon} of 50 at δ = 1e-05, per row (guaranteed)" in page
+    assert json.loads((out / "evidence.json").read_text()) == document
+
+
+def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evidence, tmp_path, monkeypatch):
+    asked = answers(evidence[0], "Is a model")
+    (membership,) = [row for key, row in asked.items() if "membership" in key]
+    assert "AUROC of 0.51 " in membership["says"] and membership["shown"]
+    for words in ("canaries", "inversion"):  # the audit has no upper end, and there is no such attack
+        assert not next(row for key, row in asked.items() if words in key)["shown"]
+    assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
+    study, kit, *_ = signed
+    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+    with without(study.runs_path / RUN / "audit" / "audit.json"):
+        document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
+    asked = answers(document, "Is a model")
+    assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
+
+
+def keys_and_values(document):
+    """Every (key, value) of a document, however deep."""
+    for key, value in document.items() if isinstance(document, dict) else enumerate(document):
+        yield key, value
+        if isinstance(value, dict | list):
+            yield from keys_and_values(value)
+
+
+def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_stayed(
+    signed, evidence, tmp_path, monkeypatch
+):
+    study, kit, *_ = signed
+    file = study.runs_path / RUN / "audit" / "audit.json"
+    document, before = json.loads(file.read_text()), file.read_text()
+    stayed = {"model": "private", "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}}, "canaries": None}
+    for row in document["sites"]:
+        row["models"].append(stayed)
+    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+    file.write_text(json.dumps(document))
+    make_evidence(study, Kit.open(kit), tmp_path / "out")
+    own, _ = make(study, kit, tmp_path)
+    file.write_text(before)
+    assert own["group"]["rows"] == 12 and [one["auroc"] for one in own["audits"]] == [0.51, 0.987]
+    found = json.loads((tmp_path / "out" / "dossier.json").read_text())
+    told = [value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")]
+    assert told and set(map(str, told)) == {"None"}
+    assert [(one["model"], one["auroc"]) for one in found["audits"]] == [("proxy", 0.51)]
+    for path in (tmp_path / "out").iterdir():
+        text = words_of(path.read_text())
+        assert "0.987" not in text and "12 rows" not in text and "76.7" not in text, path
+
+
+def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, monkeypatch):
+    study, kit, *_ = signed
+    home = tmp_path / "home"
+    document = {"components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]}
+    document["properties"] = [{"name": "python", "value": str(home / "python")}, {"name": "python", "value": "3"}]
+
+    def tool(module, package, arguments, file):
+        if package == "pip-audit":
+            return make_tool("json.tool", package, [str(home / "no" / "requirements.txt")], file)
+        file.write_text(json.dumps(document))
+        return file.name
+
+    make_tool = writing._run_tool
+    monkeypatch.setattr(writing, "_run_tool", tool)
+    monkeypatch.setattr(page, "_load_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
+    document_of_kit = json.loads((Path(kit) / "federation.json").read_text())
+    shutil.copytree(kit, tmp_path / "kit")
+    (tmp_path / "kit" / "federation.json").write_text(json.dumps(document_of_kit | {"folder": str(home / "share")}))
+    made = make_evidence(study, Kit.open(tmp_path / "kit"), tmp_path / "out")
+    assert "pip-audit failed" in made["vulnerabilities"]
+    for path in (tmp_path / "out").rglob("*"):
+        for word in (str(home), str(study.root), str(tmp_path), "/share", "/usr/"):
+            assert word not in path.read_text(), (path.name, word)
+    software = json.loads((tmp_path / "out" / "sbom.json").read_text())
+    assert software["components"][0]["externalReferences"] == [{"url": "https://a"}]
+    assert software["properties"] == [{"name": "python", "value": "3"}]
+
+
+def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(evidence):
+    rows = [row for sheet in evidence[0]["sheets"] for row in sheet["row"]]
+    assert len(rows) == sum(len(one["row"]) for one in writing._SHEETS) > 45
+    assert all("{" not in row["says"] and "= None" not in row["says"] for row in rows)
+    assert all(row["says"] for row in rows), "what is not shown says why"
+    assert "pip install pip-audit" in evidence[0]["vulnerabilities"]
+    assert "python -m cyclonedx_py environment --of JSON -o sbom.json" in evidence[0]["sbom"]
+
+
+def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(signed, tmp_path):
+    found, _ = make(*signed[:2], tmp_path)
+    assert "every attack" in writing._sheet_facts(found)["worth"]
+    accounts = [account | {"guarantee": "nominal"} for account in found["accounts"]]
+    told = writing._sheet_facts(found | {"accounts": accounts})
+    assert (told["guarantee"], "every attack" in told["worth"]) == ("nominal", False)
+
+
+def test_a_tool_that_fails_is_told_in_its_own_words(tmp_path):
+    said = writing._run_tool("json.tool", "a-tool", [], tmp_path / "file.json")
+    assert said.startswith("not made; a-tool failed: ") and "file.json" in said
+
+
+def test_a_folder_as_it_was_signed_is_verified(signed, evidence):
+    found = verify_evidence(evidence[1], root_of(signed))
+    assert (found["site"], found["organization"]) == ("S0", "org")
+    assert set(found["files"]) == {"index.html", "evidence.json", "dossier.html", "dossier.json"}
+    other = Federation().root
+    refused(lambda: verify_evidence(evidence[1], other), "does not belong to this federation")
+
+
+def edited(folder):
+    file = folder / "index.html"
+    file.write_text(file.read_text().replace("50", "51", 1))
+
+
+def of_another_site(folder):
+    said = json.loads((folder / "evidence.sig.json").read_text())
+    (folder / "evidence.sig.json").write_text(json.dumps(said | {"site": "S1"}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (edited, "index.html is not as S0 signed it"),
+        (lambda folder: (folder / "more.txt").write_text("x"), "more.txt is not as"),
+        (lambda folder: write_json(folder / "a" / "evidence.sig.json", {}), "a/evidence.sig.json is not as"),
+        (lambda folder: (folder / "dossier.html").unlink(), "dossier.html is not as"),
+        (of_another_site, "was not signed by it"),
+        (lambda folder: (folder / "evidence.sig.json").write_text("{}"), "it is incomplete"),
+    ],
+)
+def test_a_folder_that_was_touched_is_refused(signed, copy, harm, word):
+    harm(copy)
+    refused(lambda: verify_evidence(copy, root_of(signed)), word)
+
+
+def test_without_a_kit_the_folder_s_own_root_vouches_and_no_word_may_be_changed(copy):
+    assert verify_evidence(copy, None)["site"] == "S0"
+    file = copy / "evidence.sig.json"
+    said = json.loads(file.read_text())
+    ours, other = said["root"], Federation().root
+    for root, why in ((other, "does not belong"), (f"{ours}\n", "not signed by"), (7, "does not")):
+        file.write_text(json.dumps(said | {"root": root}))
+        refused(lambda: verify_evidence(copy, None), why)
+    file.write_text(json.dumps({key: said[key] for key in said if key != "root"}))
+    refused(lambda: verify_evidence(copy, None), "give --kit")
+    file.write_text(json.dumps(said))
+    edited(copy)
+    refused(lambda: verify_evidence(copy, None), "index.html is not as S0 signed it")
+
+
+def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch):
+    study, kit, *_ = signed
+    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+    out, said = tmp_path / "evidence", "is as S0 (org) signed it"
+
+    def command(*given):
+        return CliRunner().invoke(app, ["federation", "evidence", *map(str, given)])
+
+    done = command("--kit", kit, "--study", study.root, "--out", out)
+    assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
+    done = command("--kit", kit, "--verify", out)
+    assert done.exit_code == 0 and said in done.stdout
+    assert "anybody can make such a root CA" not in done.output
+    done, identity = command("--verify", out), Kit.open(kit).load_identity()
+    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
+    assert key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
+    assert "give --kit DIR" in str(command().exception)
+    refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")
+
+
+def account_of(study, run, document):
+    path = study.runs_path / run / "sites" / "S0" / "ledger.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+
+
+def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
+    study, money = Study(tmp_path), {"epsilon": 1, "delta": 1e-5, "guarantee": "guaranteed", "unit": "row"}
+    assert _largest_patient_rows(study, "S0", None) is None
+    account_of(study, "00001-proxyfl-small", money | {"group": {"rows": 7}})
+    account_of(study, "00002-proxyfl-small", money | {"group": None})
+    (study.runs_path / "notes.txt").touch()
+    assert (_largest_patient_rows(study, "S0", None), _largest_patient_rows(study, "S0", {"group": {"rows": 9}})) == (
+        7,
+        9,
+    )
+    assert _largest_patient_rows(study, "S1", {"group": None}) is None
+
+
+@pytest.mark.parametrize("document", ["[]", '{"epsilon": 1', "{}", '{"epsilon": 1, "delta": 1}', "\0\0"])
+def test_a_damaged_account_of_a_run_is_named_and_not_left_out(tmp_path, document):
+    study = Study(tmp_path)
+    account_of(study, "00003-fml-small", document)
+    refused(
+        lambda: _largest_patient_rows(study, "S0", None),
+        "00003-fml-small/sites/S0/ledger.json",
+        "--resume",
+        error=WsiFlError,
+    )

@@ -1,0 +1,187 @@
+"""What the coordinator is told of jobs: the truth, also when hospitals or the server went away, and within limits."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import refused
+from federation_fixtures import needs_flare
+
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.provisioning import provision_federation
+from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.stages.runtime.console import print_lines
+from wsi_fl.types import UsageError, WsiFlError
+
+pytestmark = needs_flare
+
+SITES = ["C1", "C2"]
+SETTINGS = SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(min_sites=None))
+PLAN = SimpleNamespace(sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS)
+FAILED = ("7", "FINISHED:EXECUTION_EXCEPTION")
+WORK = {"what": "work", "plan": PLAN.digest, "resume": None, "without": []}
+
+
+class Server:
+    """A session with a server on which time passes as the coordinator waits.
+
+    Attributes:
+        status: of the job, by the second.
+        away: which clients do not answer, by the second; the server lists them all the same.
+        at_work: whose jobs have a process, by the second.
+    """
+
+    def __init__(self, *, status, away=lambda now: (), at_work=lambda now: ("7",), said=None, listed=()):
+        self.now, self.ended, self.fetched = 0.0, [], []
+        self._status, self._away, self._at_work, self._said = status, away, at_work, said
+        self._listed = listed
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        assert self.now < 10_000, "it waits for ever"
+
+    def submit_job(self, _):
+        return "7"
+
+    def get_job_status(self, _):
+        return self._status(self.now)
+
+    def abort_job(self, job):
+        self.ended.append(job)
+
+    def get_system_info(self):
+        return SimpleNamespace(job_info=[SimpleNamespace(job_id=one) for one in self._at_work(self.now)])
+
+    def get_connected_client_list(self):
+        return [SimpleNamespace(name=site) for site in SITES]
+
+    def get_client_job_status(self, names):
+        from nvflare.fuel.flare_api.api_spec import NoConnection
+
+        away = self._away(self.now)
+        if away == "slow":
+            raise NoConnection("cannot connect to server")
+        jobs = [name for name in names if name not in away] * 2  # a row for each job of a client
+        rows = [{"client_name": name, "status": "started"} for name in jobs]
+        return rows + [{"client_name": name, "status": "no_reply"} for name in away]
+
+    def list_jobs(self, **_):
+        known = {"job_name": "wsi-fl work", "submit_time": 1767322800.5}
+        return [{"job_id": job, "status": status, **known} for job, status in self._listed]
+
+    def download_job_result(self, job, place):
+        self.fetched.append(job)
+        (Path(place) / "said.json").write_text(json.dumps(self._said))
+        return place
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs") / "kits"
+    provision_federation(folder, federation="one", server="localhost:1")
+    return folder / "coordinator"
+
+
+@pytest.fixture
+def kit(founded, tmp_path):
+    return Kit.open(Path(shutil.copytree(founded, tmp_path / "kit")))
+
+
+@pytest.fixture
+def asking(monkeypatch, kit):
+    """Ask this server, on whose clock everything happens."""
+    from wsi_fl.hospitals.flare import jobs
+
+    def ask(server):
+        monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(server))
+        monkeypatch.setattr(jobs, "time", server)
+        return server
+
+    return ask
+
+
+def submit(kit, job=WORK):
+    return submitting._run_job(kit, PLAN, SITES, job, submitting.SilentProgress())
+
+
+def test_a_hospital_that_was_stopped_is_not_there_although_the_server_lists_it(asking, kit):
+    server = asking(Server(status=lambda _: "SUBMITTED", away=lambda _: ("C2",)))
+    refused(lambda: submit(kit), "C2 not connected", "(connected: C1)", error=UsageError)
+    assert server.now == 0 and submitting.load_status(kit)["connected"] == ["C1"]
+    asking(Server(status=lambda _: "", away=lambda now: "slow" if now < 2 else ("C1",)))
+    assert submitting.load_status(kit)["connected"] == ["C2"]
+
+
+AWAY = {"away": lambda now: ("C2",) if now > 5 else ()}
+LOST = {"away": lambda now: ("C2",) if now > 100 else ()}
+BEHIND = {"at_work": lambda now: ("6",) if now < 1000 else ()}
+STOPPED = {"at_work": lambda now: ("7",) if now < 100 else ()}
+
+
+@pytest.mark.parametrize(
+    ("status", "server", "words", "seconds"),
+    [
+        ("SUBMITTED", AWAY, ("C2 not connected any more", "submit again"), (0, 60)),
+        ("SUBMITTED", {"at_work": lambda _: ()}, ["has not begun within 120 s"], (120, 150)),
+        ("SUBMITTED", BEHIND, ["has not begun within 120 s"], (1100, 1150)),  # once the other one is done
+        ("RUNNING", LOST, ("site C2 was lost", "--resume last"), (430, 470)),
+        ("RUNNING", STOPPED, ("the server was stopped while job 7 ran", "--resume last"), (0, 150)),
+    ],
+    ids=["leaves before it begins", "never begins", "waits for another", "away for long", "server stopped"],
+)
+def test_a_job_that_cannot_go_on_is_ended_in_time_and_said(asking, kit, status, server, words, seconds):
+    asked = asking(Server(status=lambda _: status, **server))
+    refused(lambda: submit(kit), *words, error=WsiFlError)
+    assert seconds[0] <= asked.now < seconds[1] and asked.ended == ["7"]
+
+
+def test_a_hospital_that_comes_back_in_time_is_not_lost(asking, kit):
+    said = {site: {"site": site, "peers": [], "seconds": 0.5} for site in SITES}
+    away = lambda now: ("C2",) if 100 < now < 350 else ()  # noqa: E731
+    status = lambda now: "RUNNING" if now < 500 else "FINISHED:COMPLETED"  # noqa: E731
+    asking(Server(status=status, away=away, said=said))
+    assert submit(kit, {"what": "check", "plan": PLAN.digest}) == said
+
+
+def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, capsys):
+    why = "site C2 failed; its own log says why"
+    said = {"C1": {"error": "the job was ended by others"}, "C2": {"error": why}}
+    listed = [("9", "RUNNING"), ("8", "RUNNING"), FAILED, ("6", "FINISHED:ABORTED")]
+    server = asking(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
+    document = submitting.load_status(kit)
+    states = {job["id"]: job["status"] for job in document["jobs"]}
+    assert states == dict(listed) | {"8": "DEAD"}
+    reasons = {job["id"]: job["reason"] for job in document["jobs"]}
+    assert (reasons["9"], reasons["7"], server.fetched) == (None, why, ["7", "6"])
+    assert reasons["8"].startswith("the server was stopped while it ran")
+    print_lines(submitting.status_lines(document))
+    shown = capsys.readouterr().err
+    assert "8: the server was stopped while it ran" in shown and "2026-01-02 03:00" in shown
+
+
+def test_status_knows_of_what_was_submitted_here(asking, kit):
+    failed = {"C1": {}, "C2": {"error": "the clock of C2 is 26.0 h ahead; nothing was trained"}}
+    asking(Server(status=lambda _: "FINISHED:EXECUTION_EXCEPTION", said=failed))
+    refused(lambda: submit(kit), "the clock of C2", error=WsiFlError)
+    server = asking(Server(status=lambda _: "", listed=[FAILED]))
+    (job,) = submitting.load_status(kit)["jobs"]
+    assert (job["what"], job["plan"], job["method"], job["sites"]) == ("work", PLAN.digest, "proxyfl", SITES)
+    assert job["reason"] == failed["C2"]["error"] and not server.fetched
+
+
+@pytest.mark.parametrize("said", [None, [], "x", {"C1": {"error": "\x1b[2J"}}, {"\x1b": {"error": "fine"}}])
+def test_a_server_that_says_something_else_of_a_failure_is_not_repeated(asking, kit, said):
+    server = asking(Server(status=lambda _: "", said=said, listed=[FAILED]))
+    (job,) = submitting.load_status(kit)["jobs"]
+    assert server.fetched == ["7"]
+    assert "no hospital said why" in job["reason"] or job["reason"] == "fine"
+
+
+def test_a_dead_server_is_not_said_to_refuse(kit):
+    refused(lambda: submitting.load_status(kit), "no way through to localhost port 1", error=WsiFlError)

@@ -1,0 +1,87 @@
+"""Hospitals that go on by themselves over a folder: one is killed, comes late, never comes, or was only slow."""
+
+import pytest
+from conftest import metrics
+from test_folder_transport import BASE, SITES, Group, charged, models, require_the_same, start
+from test_oneshot import HEADS
+
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.min_sites=2"]
+
+
+@pytest.fixture
+def group_of(tmp_path, federation):
+    return lambda *settings: Group(tmp_path / "group", "proxyfl", [*PATIENT, *settings], federation)
+
+
+def rounds_charged(group, site):
+    return [round_ for round_, _ in charged(group.study(site), site)]
+
+
+def test_who_is_killed_for_good_is_left_out_and_nobody_is_asked(group_of, tmp_path):
+    group = group_of()
+    group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "gone": True}
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        summary = group.result(site)
+        assert summary["lost"] == ["S2"]
+        reason = summary["losses"][0]["reason"]
+        assert "for 8 s" in reason or reason == "gone, as other sites say"
+        assert rounds_charged(group, site) == [1, 2, 3]
+
+
+def test_who_never_comes_is_not_waited_for_longer_than_the_plan_says(group_of, tmp_path):
+    group = group_of()
+    gone = group.jobs.pop()
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        assert group.result(site)["lost"] == ["S2"] and rounds_charged(group, site) == [1, 2, 3]
+    # it comes when all is over: the others help it, at no cost of theirs
+    for job in group.jobs:
+        job["until"] = f"{group.root}/S2/result.json"
+    group.jobs.append(gone)
+    start(tmp_path, [group])
+    assert group.result("S2")["lost"] == []
+    assert [rounds_charged(group, site) for site in SITES[:2]] == [[1, 2, 3]] * 2
+    assert rounds_charged(group, "S2") == [3]
+
+
+def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
+    group = group_of("train.rounds=12")
+    for job in group.jobs:
+        job |= {"slow_s": 3, "until": f"{group.root}/S2/result.json"}
+    del group.jobs[2]["until"]
+    group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "back_s": 28}
+    start(tmp_path, [group])
+    for site in SITES:
+        assert group.result(site)["lost"] == []
+    for site in SITES[:2]:
+        attended = [line["round"] for line in metrics(group.run(site), site)]
+        assert rounds_charged(group, site) == list(range(1, 13)) == attended
+    missed = sorted(set(range(1, 13)) - set(rounds_charged(group, "S2")))
+    assert missed and missed[0] == 3 and missed == list(range(3, missed[-1] + 1)) and missed[-1] < 12
+
+
+@pytest.mark.parametrize(("least", "late"), [(2, {"slow_s": 12}), (3, {"begins_s": 25})])
+def test_who_is_slow_and_alive_is_waited_for_and_all_are_below_the_plans_number(group_of, tmp_path, least, late):
+    group = group_of(f"train.min_sites={least}")
+    group.jobs[2] |= late
+    start(tmp_path, [group])
+    for site in SITES:
+        assert group.result(site)["lost"] == [] and rounds_charged(group, site) == [1, 2, 3]
+        assert least == 3 or not (group.run(site) / "roster.jsonl").exists()
+
+
+def test_a_letter_that_comes_late_makes_the_head_of_all(tmp_path, federation):
+    """Two hospitals have their head already; it is made again of three letters, at no further charge."""
+    group = Group(tmp_path / "group", "oneshot", [*HEADS, *PATIENT[1:]], federation)
+    late = group.jobs.pop()
+    start(tmp_path, [group])
+    before = [models(group.run(site), site) for site in SITES[:2]]
+    assert [group.result(site)["lost"] for site in SITES[:2]] == [["S2"]] * 2
+    for job in group.jobs:
+        job["until"] = f"{group.root}/S2/result.json"
+    group.jobs.append(late)
+    start(tmp_path, [group])
+    assert before != [models(group.run(site), site) for site in SITES[:2]]
+    require_the_same(group)

@@ -1,0 +1,238 @@
+"""Evidence: distances of sets against closed forms, nearest images against brute force, and who is caught copying."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.linalg import sqrtm
+
+from wsi_fl.synthesis import copying_evidence
+from wsi_fl.synthesis.copying_evidence import (
+    COPY_THRESHOLD,
+    find_nearest,
+    find_nearest_other,
+    judge_copies,
+    list_doubts,
+)
+
+
+def normal(n, d, seed=0, shift=0.0, scale=1.0):
+    return (np.random.default_rng(seed).normal(size=(n, d)) * scale + shift).astype(np.float32)
+
+
+def test_fid_is_the_formula_with_matrix_roots():
+    a, b = normal(80, 6), normal(60, 6, 1, 0.5, 2.0)
+    x, y = a.astype(float), b.astype(float)
+    root = sqrtm(np.cov(x.T) @ np.cov(y.T)).real
+    difference = x.mean(0) - y.mean(0)
+    expected = difference @ difference + np.trace(np.cov(x.T) + np.cov(y.T) - 2 * root)
+    assert copying_evidence.frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
+    assert copying_evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3, 50])
+def test_fid_of_a_set_and_itself_is_nothing_and_never_less(n):
+    for seed in range(20):
+        a = normal(n, 16, seed, 3.0)
+        assert 0 <= copying_evidence.frechet_distance(a, a.copy()) < 1e-9
+        assert 0 <= copying_evidence.frechet_distance(a, a[::-1]) < 1e-9
+
+
+@pytest.mark.parametrize("distance", [copying_evidence.frechet_distance, copying_evidence.kernel_distance])
+def test_one_image_has_no_spread_and_no_distance(distance):
+    some, one, none = normal(20, 4), normal(1, 4, 1), normal(0, 4)
+    assert distance(one, some) is distance(some, one) is distance(one, one) is distance(some, none) is None
+    assert np.isfinite(distance(normal(2, 4), some))
+
+
+def test_kid_is_unbiased():
+    """Zero on average between two samples of one distribution, however small; loops of the definition agree."""
+    values = [copying_evidence.kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
+    assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(300)
+    assert copying_evidence.kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
+    a, b = normal(5, 3), normal(4, 3, 1)
+
+    def k(u, v):
+        return (float(u @ v) / 3 + 1) ** 3
+
+    within = [np.mean([k(u, v) for u, v in permutations(x, 2)]) for x in (a, b)]
+    between = np.mean([k(u, v) for u in a for v in b])
+    assert copying_evidence.kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
+
+
+def distances(n, seed, low=0.1):
+    return np.random.default_rng(seed).gamma(20, low / 20, n)
+
+
+def test_a_generator_of_the_distribution_passes():
+    found = [
+        copying_evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01)
+        for k in range(40)
+    ]
+    failed = [one for one in found if one.list_reasons("nearest sample")]
+    assert len(failed) <= 1 and list_doubts({"nearest sample": found[0]}, 200) == []
+    assert 0.4 < found[0].nearer < 0.6
+
+
+@pytest.mark.parametrize(
+    ("memorised", "word"), [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "reproduced almost exactly")]
+)
+def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
+    training = distances(300, 0)
+    training[: round(memorised * 300)] *= 0.05
+    found = copying_evidence._compare_distances(
+        training, distances(200, 1), copy_below=COPY_THRESHOLD * float(np.median(distances(200, 2)))
+    )
+    reasons = list_doubts({"projection": found}, 200)
+    assert any(word in reason for reason in reasons), reasons
+    nearer = copying_evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    assert nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
+
+
+def test_without_held_out_images_or_a_comparison_nothing_passes():
+    assert "only 3 held-out" in list_doubts({}, 3)[0] and list_doubts({}, 200)
+    training = films(40, 1)
+    for n in (0, 5):
+        found = judge_copies(find_nearest(films(20, 3), training), find_nearest(films(n, 2), training), 0)
+        assert "held-out images" in found.reasons[0] and found.copy_below is None
+
+
+def test_spread_and_paired_shift():
+    before = distances(60, 0)
+    assert copying_evidence.summarize_distances(before).q05 == pytest.approx(np.quantile(before, 0.05))
+    up, down, same = (
+        copying_evidence.compare_paired(before + 0.01, before),
+        copying_evidence.compare_paired(before - 0.01, before),
+        copying_evidence.compare_paired(before, before),
+    )
+    assert (up.raised, down.raised) == (1.0, 0.0)
+    assert up.p < 1e-6 and down.p > 0.99 and same.p is None
+    assert up.median_difference == pytest.approx(0.01)
+
+
+def films(n, seed, side=8):
+    """Images as alike as chest films: a common shape, few degrees of freedom, some noise."""
+    rng = np.random.default_rng(seed)
+    base = np.random.default_rng(99).normal(0, 1, (6, side * side * 3))
+    values = 128 + 30 * rng.normal(0, 1, (n, 6)) @ base + rng.normal(0, 6, (n, side * side * 3))
+    return values.clip(0, 255).astype(np.uint8).reshape(n, side, side, 3)
+
+
+def apart(a, b):
+    """Distances [n, m] between images, by brute force."""
+    return np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(len(a), len(b), -1).mean(-1)) / 255
+
+
+@given(st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000))
+@settings(max_examples=20, deadline=None)
+def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
+    found, every = find_nearest(a, b, memory_bytes=memory), apart(a, b)
+    assert np.allclose(found.distance, every.min(1)) and (found.row == every.argmin(1)).all()
+    usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
+    assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
+
+
+def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
+    training, held_out = films(150, 1), films(60, 2)
+    calibration = find_nearest(held_out, training)
+    honest = judge_copies(find_nearest(films(200, 3), training), calibration, 0)
+    assert (honest.reasons, honest.copies) == ([], 0)
+    copies = training.astype(int) + np.random.default_rng(4).integers(-3, 4, training.shape)
+    planted = np.concatenate([films(190, 5), copies[:10].clip(0, 255).astype(np.uint8)])
+    caught = judge_copies(find_nearest(planted, training), calibration, 0)
+    assert caught.copies == 10 and "10 of 200 generated images are copies" in caught.reasons[0]
+
+
+def test_a_fixed_threshold_would_have_failed_the_honest_one():
+    """Images so much alike that all are nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
+    rng = np.random.default_rng(0)
+    alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
+    found = judge_copies(find_nearest(alike[2], alike[0]), find_nearest(alike[1], alike[0]), 0)
+    assert (found.below_paper, found.held_out_below_paper, found.reasons) == (100, 60, [])
+
+
+def test_twins_among_real_images_do_not_condemn():
+    """Two films of one patient, one of them held out: as usual in reality as in what is generated."""
+    training, held_out = films(150, 1), films(60, 2)
+    held_out[:6] = training[:6]
+    generated = films(200, 3)
+    generated[:5] = training[10:15]
+    found = judge_copies(find_nearest(generated, training), find_nearest(held_out, training), 0)
+    assert (found.copies, found.held_out_copies, found.reasons) == (5, 6, [])
+
+
+@given(st.integers(2, 30), st.integers(0, 10**6), st.integers(0, 50_000))
+@settings(max_examples=20, deadline=None)
+def test_the_nearest_other_is_never_oneself(n, seed, memory):
+    a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
+    patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
+    every = apart(a, a)
+    every[(patient[:, None] == patient) | (every == 0)] = np.inf
+    assert np.allclose(find_nearest_other(a, patient, memory_bytes=memory), every.min(1))
+
+
+def quotients(images, others, usual):
+    return copying_evidence._relative_distances(find_nearest(images, others).distance, usual)
+
+
+def numbered(images):
+    return np.arange(len(images)).astype(str)
+
+
+def relative(training, patient, held_out, generated):
+    """The comparison as the check makes it."""
+    usual = find_nearest_other(training, patient), find_nearest(held_out, training).distance
+    return copying_evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
+
+
+def of_patients(n, each, seed):
+    """Images that resemble those of the same patient."""
+    rng = np.random.default_rng(seed)
+    centres = np.repeat(rng.integers(30, 226, (n, 8, 8, 1)), each, 0)
+    images = (centres + rng.integers(-25, 26, centres.shape)).clip(0, 255).astype(np.uint8)
+    return images, np.repeat(np.arange(n), each).astype(str)
+
+
+def test_images_of_the_same_patient_hide_no_memory():
+    """A training image has siblings in the training set, a held-out one has none."""
+    training, patient = of_patients(20, 10, 1)
+    held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
+    found = relative(training, patient, held_out, honest)
+    assert found.list_reasons("honest") == [] and 0.35 < found.nearer < 0.65
+    copies = np.concatenate([honest, (training[:20] // 2 * 2)])
+    assert relative(training, patient, held_out, copies).list_reasons("twenty copies")
+    rng = np.random.default_rng(4)
+    alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
+    assert relative(training, patient, held_out, alike).list_reasons("knows the patients")
+
+
+def test_training_images_with_a_twin_are_not_left_out():
+    """They are copied first."""
+    training, held_out, honest = films(150, 1), films(60, 2), films(300, 3)
+    training[40:80] = training[:40]
+    copier = np.concatenate([honest, training[:40]])
+    assert relative(training, numbered(training), held_out, honest).copies_training == 0
+    found = relative(training, numbered(training), held_out, copier)
+    assert found.copies_training == 80 and found.list_reasons("twins")
+
+
+def test_a_chance_split_is_no_verdict_but_remembering_is():
+    """Held-out images that are far from everything are far from an honest generator too."""
+    training, odd = films(150, 1), films(60, 2).astype(int)
+    odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
+    among, outside = find_nearest_other(training, numbered(training)), find_nearest(odd, training).distance
+    honest = films(300, 3)
+    bare = copying_evidence._compare_distances(
+        find_nearest(training, honest).distance, find_nearest(odd, honest).distance, copy_below=0.0
+    )
+    assert bare.list_reasons("bare"), "this is what dividing is for"
+    over = [quotients(training, honest, among), quotients(odd, honest, outside)]
+    assert copying_evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over") == []
+    noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
+    remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
+    over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
+    assert copying_evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over")

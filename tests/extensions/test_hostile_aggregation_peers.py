@@ -1,0 +1,133 @@
+"""Shared sums over a line that is not trusted: a liar makes nobody release one oftener; who goes away ends none."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import test_folder_transport
+from conftest import metrics, nightly
+from federation_fixtures import Wire
+from test_folder_transport import SITES, Group, charged, start
+from test_oneshot import HEADS
+from test_sealed_messages import Said
+from test_sealed_messages import together as three_together
+from test_secure_aggregation_recovery import NAMES, PHASES, check, killed_before, together
+
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms
+from wsi_fl.privacy.ledger_file import LedgerFile
+
+pytestmark = pytest.mark.end_to_end
+
+HONEST, LIAR = SITES[:2], SITES[2]
+SHARED = [*HEADS, "privacy.noise=shared", "privacy.sigma=9", "comm.timeout_s=60"]
+
+
+class Turns(Group):
+    """Hospitals that cron starts again and again; the last one waits when it starts the others."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.jobs = [job | {"end_s": 0.2} for job in self.jobs]
+
+    def turn(self, lie="", *, approve=False):
+        jobs = [job | {"approves": approve} for job in self.jobs]
+        honest = [job | {"after": LIAR, "leaving_s": 0.0} for job in jobs[:2]]
+        return SimpleNamespace(jobs=[*honest, jobs[2] | {"lies": lie}])
+
+    def charges(self, site):
+        """The lines that charged a site, by the approval that each names, the oldest first."""
+        lines = [e for e in LedgerFile(self.study(site).ledger_path(site)).entries if e.mechanism]
+        return {one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spoils", "again"), [(4, 2), (6, 13)], ids=["7", "20"])
+def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, spoils, again):
+    group = Turns(tmp_path / "hospitals", "oneshot", SHARED, federation)
+    turns = [group.turn("spoils")] * spoils + [group.turn(approve=True)]
+    start(group.root, turns + [group.turn("begins again")] * again)
+    logs = [(group.root / site / "stderr.txt").read_text() for site in HONEST]
+    told = sum(log.count("let its people approve the plan again; nothing was sent") for log in logs)
+    assert told >= spoils - MAX_ATTEMPTS  # who tells it first ends the run of the other
+    assert any("it has the sum, and takes part in another one only after its people" in log for log in logs)
+    for site in HONEST:
+        first, second = group.charges(site).values()
+        assert (len(first), len(second)) == (MAX_ATTEMPTS, 1)
+        one = first[0].mechanism.mechanism
+        spent, approved = (
+            epsilon(collect_mechanisms([*first, *second]), 1e-5),
+            epsilon([one] * 2 * MAX_ATTEMPTS, 1e-5),
+        )
+        assert spent == pytest.approx(epsilon([one] * (MAX_ATTEMPTS + 1), 1e-5)) and spent < approved
+        assert group.result(site)["lost"] == []  # of the finished run, whoever said hello
+        assert [line["round"] for line in metrics(group.run(site), site)] == [1]
+
+
+@pytest.mark.slow
+def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tmp_path, federation):
+    """Before that all try again; afterwards who has the sum makes no other one, unless its people approve again."""
+    early, late = (Turns(tmp_path / name, "oneshot", SHARED, federation) for name in ("early", "late"))
+    early.jobs[2] |= {"kill": {"where": "_mask_statistics", "round": 0}, "back_s": 2}
+    late.jobs[2] |= {"kill": {"where": "_open_sum", "round": 0}, "back_s": 3}
+    again = late.turn(approve=True)
+    again.jobs = [{k: v for k, v in job.items() if k not in ("kill", "after")} for job in again.jobs]
+    start(tmp_path, [early, late, again])
+    for group, approvals, most in ((early, 1, 2), (late, 2, 1)):
+        for site in SITES:
+            charged = [len(one) for one in group.charges(site).values()]
+            assert len(charged) == approvals and max(charged) <= most
+            assert group.result(site)["lost"] == []
+    log = (late.root / "S2" / "stderr.txt").read_text()
+    assert "site 0: it has the sum" in log
+
+
+TIMEOUT_S = 3.0
+
+
+@pytest.mark.parametrize(("phase", "ends"), [(PHASES[0], "ends"), *nightly(*((one, "is gone") for one in PHASES))])
+def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, federation, phase, ends):
+    """Whether it is just gone, or says that it ended, which is a word that ends all that comes after the sum."""
+    identities, wires = {name: federation.identity(name) for name in NAMES}, {}
+
+    def comm_of(k):
+        comm = SecureComm(identities[NAMES[k]], NAMES, range(4), Wire(NAMES[k], wires), TIMEOUT_S)
+        comm.leave = comm.abort if ends == "ends" else comm.close
+        return killed_before(comm, phase) if k == 2 else comm
+
+    sites, raised = together(tmp_path, comm_of)
+    check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
+
+
+def test_who_is_late_is_left_out_and_what_it_said_is_never_read(identities):
+    """It finds what the others had said, and all are in step again as they gather."""
+
+    def work(comm):
+        (me,), others = comm.sites, [k for k in range(3) if k not in comm.sites]
+        comm.gather([Said(n=0)], Said)
+        time.sleep(1.5 * TIMEOUT_S if me == 2 else 0)
+        told = comm.exchange_documents({(me, k): Said(n=10 * me + k) for k in others}, Said, [(k, me) for k in others])
+        assert all(one == {"n": 10 * k + me} for (k, _), one in told.items())
+        assert comm.gather([Said(n=me)], Said) == [{"n": k} for k in range(3)]
+        return sorted(k for k, _ in told), list(comm._inbox)
+
+    found = three_together(identities, work, timeout_s=TIMEOUT_S)
+    assert found == {"C1": ([1], []), "C2": ([0], []), "C3": ([0, 1], [])}
+
+
+@pytest.mark.slow
+def test_hospitals_finish_without_one_that_was_killed_at_no_second_charge(tmp_path, federation, monkeypatch):
+    """S3 is killed as it masks its sums; the others keep theirs, and go on without it when they are told to."""
+    four, furnish = ("S0", "S1", "S2", "S3"), test_folder_transport.furnish
+    monkeypatch.setattr(test_folder_line, "furnish", lambda *given: furnish(*given[:-1], given[-1] % 3))
+    settings = [*SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1"]
+    group = Group(tmp_path / "hospitals", "oneshot", settings, federation, sites=four)
+    first, again = [{**job} for job in group.jobs], [job | {"without": ["S3"]} for job in group.jobs[:3]]
+    first[3] |= {"kill": {"where": "_mask_statistics", "round": 0}, "gone": True}
+    start(group.root, [SimpleNamespace(jobs=jobs) for jobs in (first, again)])
+    logs = {site: (group.root / site / "stderr.txt").read_text() for site in four[:3]}
+    said = "the sum of the remaining sites is kept, go on --without it"
+    assert any(said in log for log in logs.values()), logs
+    for site in four[:3]:
+        assert group.result(site)["lost"] == ["S3"] and len(charged(group.study(site), site)) == 1

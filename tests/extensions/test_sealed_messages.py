@@ -1,0 +1,481 @@
+"""Letters between hospitals: over a line that loses, repeats, reorders, alters and invents, the same as in process."""
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import refused
+from federation_fixtures import NAMES, Federation, Wire, at_once
+from test_communication import release_of
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.comm import LocalComm, PeerTimeout
+from wsi_fl.federation.documents import Count
+from wsi_fl.federation.message import BYTES, Outgoing
+from wsi_fl.hospitals.transports import secure_comm
+from wsi_fl.hospitals.transports.secure_comm import Handshake, SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, key_fingerprint, verify_certificate
+from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
+from wsi_fl.types import ReportableError
+
+
+class Said(TypedDict):
+    n: Count
+
+
+def together(identities, work, *, meddle=None, timeout_s=20.0, given=None, lines=None):
+    """Let each site work in a thread of its own; return what each returned or raised."""
+    ends = {}
+
+    def be(name):
+        line = lines[name] if lines else Wire(name, ends, meddle)
+        options = {"timeout_s": timeout_s} | ((given or {}).get(name, {}))
+        return work(SecureComm(identities[name], NAMES, (0, 1, 2), line, **options))
+
+    return at_once(be, NAMES, 60)
+
+
+def rounds_of(folder, n=4):
+    """A ring of releases and a gathering per round."""
+
+    def work(comm):
+        me = comm.sites[0]
+        heard = []
+        for round_ in range(1, n + 1):
+            told = comm.gather([Said(n=100 * round_ + me)], Said)
+            assert told == [{"n": 100 * round_ + k} for k in range(3)]
+            values = np.arange(5, dtype=np.float32) + 10 * round_ + me
+            release = release_of(folder / comm.identity.name, "s", round_, values)
+            item = Outgoing(me, (me + 1) % 3, 0.5, release)
+            (message,) = comm.exchange([item], [((me - 1) % 3, me)], round_=round_, hop=0, size=5)
+            heard.append(message.vector.tolist())
+        return heard, comm.traffic[me].messages, comm.traffic[me].bytes, comm.sent_bytes
+
+    return work
+
+
+def right(found, rounds=4):
+    """All have heard in every round what their left neighbour said."""
+    for me, name in enumerate(NAMES):
+        left = [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in range(1, rounds + 1)]
+        assert found[name][0] == left, found[name]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_a_relayed_exchange_is_that_of_one_process(identities, folder):
+    found = together(identities, rounds_of(folder))
+    right(found)
+    for me, name in enumerate(NAMES):
+        _, messages, n_bytes, line_bytes = found[name]
+        assert messages == 4
+        (folder / f"local-{name}").mkdir()
+        local = LocalComm(3)
+        release = release_of(folder / f"local-{name}", "s", 1, np.zeros(5))
+        local.exchange([Outgoing(me, (me + 1) % 3, 0.5, release)], [], round_=1, hop=0, size=5)
+        assert n_bytes == 4 * local.traffic[me].bytes
+        assert line_bytes - n_bytes < (2 + 4 * 3) * 2000  # two hellos; a release and two documents per round
+
+
+def test_losses_repeats_delays_and_disorder_change_nothing(identities, folder):
+    chance, kept, lock, counts = random.Random(3), [], threading.Lock(), Counter()
+
+    def meddle(sender, to, name, letter):
+        with lock:
+            draw = chance.random()
+            if draw < 0.2:
+                counts["lost"] += 1
+                return []
+            if draw < 0.4:
+                counts["twice"] += 1
+                return [letter, letter]
+            if draw < 0.6 and kept:  # an old one comes again, of whomever
+                counts["later"] += 1
+                return [chance.choice(kept), letter]
+            kept.append(letter)
+        time.sleep(chance.random() / 50)
+        return [letter]
+
+    right(together(identities, rounds_of(folder, 6), meddle=meddle), 6)
+    assert len(counts) == 3 and min(counts.values()) > 3
+
+
+def noting(work, refused):
+    """The work, which notes at its end why letters were refused."""
+
+    def noted(comm):
+        heard = work(comm)
+        refused.extend(comm.refusals)
+        return heard
+
+    return noted
+
+
+@pytest.mark.parametrize("how", ["head", "signature", "body", "name", "federation"])
+def test_what_was_altered_or_forged_is_refused_and_the_letter_itself_is_taken(identities, folder, how):
+    """C3 writes in the name of C1, or a stranger with C1's name does, or a bit was turned on the way."""
+    stranger, refused = Federation().identity("C1"), []
+
+    def forged(letter, to):
+        read = SealedMessage.read(letter)
+        if how in ("name", "federation"):
+            writer = MessageSealer(identities["C3"] if how == "name" else stranger)
+            written = writer._sign_message(to, read.header["session"], read.header["place"], bytes(read.body))
+            return written.replace(b'"sender": "C3"', b'"sender": "C1"')
+        signed, signature = letter.index(read.header_bytes), letter.index(read.signature)
+        at = {"head": signed + 12, "signature": signature + 5, "body": len(letter) - 3}[how]
+        return letter[:at] + bytes([letter[at] ^ 1]) + letter[at + 1 :]
+
+    def meddle(sender, to, name, letter):
+        return [letter] if sender != "C1" or name == "hello" else [forged(letter, to), letter]
+
+    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    known = {"head": "B1 came, who takes no part", "body": "was altered on its way"}
+    said = known.get(how, "was not signed by it")
+    assert len([one for one in refused if said in one]) > 3, refused
+
+
+@pytest.mark.parametrize("whose", ["a stranger's", "another than the plan's"])
+def test_a_key_of_another_federation_or_than_the_pinned_one_never_gets_in(federation, identities, whose):
+    keys = {name: key_fingerprint(one.certificate) for name, one in identities.items()}
+    other = (Federation() if whose == "a stranger's" else federation).identity("C2")
+    given = {name: {"keys": keys} for name in NAMES}
+    found = together({**identities, "C2": other}, lambda comm: None, given=given, timeout_s=1.0)
+    assert all(isinstance(one, PeerTimeout) for one in found.values())
+    said = "does not belong to this federation" if whose == "a stranger's" else "another key than the plan's"
+    assert any(said in str(one) for one in found.values()), found
+    assert together(identities, lambda comm: None, given=given) == dict.fromkeys(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"version": "9.9"}, "has wsi-fl 9.9"), ({"code": "2" * 64}, "(22222222)")]
+)
+def test_another_version_or_code_ends_the_run_before_training(identities, given, said):
+    found = together(identities, lambda comm: None, given={"C2": given}, timeout_s=6.0)
+    assert all(isinstance(one, ReportableError) for one in found.values())
+    assert any(said in str(one) for one in found.values())
+
+
+def test_an_old_hello_for_another_plan_is_passed_over_and_nobody_is_blamed(identities, folder):
+    """Somebody lays it before the new ones, as whoever can write to a shared folder may."""
+    writer, refused = MessageSealer(identities["C3"]), []
+    said = Handshake(
+        certificate=identities["C3"].certificate,
+        public=writer.public,
+        time=writer.started_at - 60,
+        version="",
+        code="0" * 64,
+        gone={},
+    )
+    old = writer.write_handshake(said, "1" * 64)
+
+    def meddle(sender, to, name, letter):
+        return [old, letter] if name == "hello" and to != "C3" else [letter]
+
+    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    assert {"a handshake as C3 for another plan (11111111) was ignored"} == set(refused)
+
+
+def test_a_hospital_with_another_plan_is_waited_for_and_the_plan_is_named(identities):
+    found = together(identities, lambda comm: None, given={"C2": {"plan": "1" * 64}}, timeout_s=1.0)
+    assert all(isinstance(one, PeerTimeout) for one in found.values())
+    assert any("for another plan" in str(one) for one in found.values()), found
+
+
+def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
+    real = time.time
+
+    def clock():
+        return real() + (86400 if threading.current_thread().name == "C1" else 0)
+
+    monkeypatch.setattr(secure_comm.time, "time", clock)
+    found = together(identities, lambda comm: None, timeout_s=1.0)
+    assert any("the clock of C1 is 24.0 h ahead" in str(one) for one in found.values()), found
+
+
+def test_whose_clock_was_set_begins_again(identities, monkeypatch):
+    """Its hello was of another time, and the others may have refused it."""
+    ahead = dict.fromkeys(NAMES, 0.0)
+    monkeypatch.setattr(secure_comm, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
+
+    def work(comm):
+        comm.gather([Said(n=1)], Said)
+        if comm.identity.name == "C1":
+            ahead["C1"] = -86400.0
+            with pytest.raises(SitesDroppedOut, match="the clock of C1 was set"):
+                comm.gather([Said(n=2)], Said)
+
+    def be(name):
+        return {"presence": SitePresence(identities[name], NAMES, 2)}
+
+    found = together(identities, work, given={name: be(name) for name in NAMES})
+    assert found == dict.fromkeys(NAMES)
+
+
+def test_an_expired_certificate_is_named(federation):
+    identity = federation.identity("C1")
+    for days, words in ((800, ("the certificate of C1 holds from", "request a new")), (-1, ["this clock says"])):
+        now = datetime.now(UTC) + timedelta(days=days)
+        expired = partial(verify_certificate, identity.certificate, federation.root, moment=now)
+        refused(expired, "set the clock", *words, error=NotTrusted)
+
+
+def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monkeypatch):
+    """Whoever may choose the exponent finds a key with a fingerprint like another's soon, or needs no private one."""
+    usual = certificates.generate_private_key
+    monkeypatch.setattr(certificates, "generate_private_key", lambda public_exponent, key_size: usual(3, key_size))
+    chosen = certificates.generate_key()
+    request = certificates.build_request(chosen, "C1", "org")
+    refused(
+        lambda: certificates.issue_certificate(request, federation.key, federation.root, role="hospital"),
+        "exponent",
+        "65537",
+    )
+    monkeypatch.setattr(certificates, "_EXPONENT", 3)  # a federation that does not look
+    theirs = certificates.issue_certificate(request, federation.key, federation.root, role="hospital")
+    root = certificates.build_root_certificate(chosen, "a federation")
+    below = certificates.issue_certificate(request, chosen, root, role="hospital")
+    monkeypatch.setattr(certificates, "_EXPONENT", 65537)
+    refused(lambda: verify_certificate(theirs, federation.root), "of C1", "exponent 3", error=NotTrusted)
+    refused(lambda: verify_certificate(below, root), "exponent 3", error=NotTrusted)
+    refused(lambda: Identity.load(chosen, theirs, federation.root), "cannot be used", "exponent 3")
+
+
+def test_a_letter_that_is_too_long_is_refused(identities, folder):
+    given = {"C2": {"most_bytes": 4000}}
+
+    def work(comm):
+        me = comm.sites[0]
+        release = release_of(folder / comm.identity.name, "s", 1, np.zeros(5000))
+        outgoing = [Outgoing(0, 1, 1.0, release)] if me == 0 else []
+        comm.exchange(outgoing, [(0, 1)] if me == 1 else [], round_=1, hop=0, size=5000)
+
+    found = together(identities, work, given=given, timeout_s=1.0)
+    assert "took nothing" in str(found["C1"])
+    assert "a message of 20" in str(found["C2"]) and "at most 4000" in str(found["C2"])
+
+
+def test_what_a_peer_lays_up_is_bounded(identities, folder):
+    """C1 runs ahead of C2, which reads nothing: what waits is at most two of the longest letters."""
+    read = threading.Event()
+
+    def work(comm):
+        me = comm.sites[0]
+        if me == 2:
+            return None
+        if me == 1:
+            assert read.wait(20)
+            return sum(len(one.body) for one in comm._inbox.values())
+        for round_ in (1, 2, 3):
+            item = Outgoing(0, 1, 1.0, release_of(folder / "C1", "s", round_, np.zeros(1500)))
+            try:
+                comm.exchange([item], [], round_=round_, hop=0, size=1500)
+            except PeerTimeout:
+                return round_
+            finally:
+                read.set() if round_ == 3 else None
+        return None
+
+    found = together(identities, work, given={"C2": {"most_bytes": 7000}}, timeout_s=1.0)
+    assert found["C1"] == 3, found
+    assert 2 * 6000 < found["C2"] <= 2 * 7000
+
+
+def test_bytes_and_wrong_lengths_arrive_as_in_one_process(identities, folder):
+    def work(comm):
+        if comm.sites[0] == 0:
+            terms, values = PrivacyTerms(1e-5, allow=("buffer",)), np.arange(7, dtype=np.uint8)
+            ledger = PrivacyLedger(folder / "b.jsonl", site="s", run="r", terms=terms)
+            buffer = ledger.release(1, values, schema="ab" * 32, mechanism=None, content="buffer")
+            items = [Outgoing(0, k, 1.0, buffer) for k in (1, 2)]
+            comm.exchange(items, [], round_=1, hop=5, size=7, kind=BYTES)
+            return None
+        agreed = 7 if comm.sites[0] == 1 else 8
+        (message,) = comm.exchange([], [(0, comm.sites[0])], round_=1, hop=5, size=agreed, kind=BYTES)
+        return message
+
+    found = together(identities, work)
+    assert found["C2"].vector.tolist() == list(range(7))
+    assert found["C3"].refused == "it has 7 values, agreed on 8"
+
+
+def test_the_line_reads_nothing(identities, folder):
+    seen = []
+
+    def probe(sender, to, name, letter):
+        seen.append(letter)
+        return [letter]
+
+    secret = np.frombuffer(b"patient_0042.tif" * 4, np.float32)
+
+    def work(comm):
+        me = comm.sites[0]
+        item = Outgoing(me, (me + 1) % 3, 1.0, release_of(folder / comm.identity.name, "s", 1, secret))
+        comm.exchange([item], [((me - 1) % 3, me)], round_=1, hop=0, size=len(secret))
+        comm.gather([Said(n=424242424242)], Said)
+
+    assert together(identities, work, meddle=probe) == dict.fromkeys(NAMES)
+    assert len(seen) >= 6 + 3 + 6
+    assert b"patient" not in b"".join(seen) and b"424242" not in b"".join(seen)
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_site_that_vanishes_is_named_and_one_that_ends_says_so(identities, how):
+    def work(comm):
+        if comm.sites[0] == 2:
+            getattr(comm, how)()
+            return None
+        return comm.gather([Said(n=1)], Said)
+
+    began = time.monotonic()
+    found = together(identities, work, timeout_s=1.0 if how == "close" else 20.0)
+    if how == "close":
+        late = [found[n] for n in ("C1", "C2") if isinstance(found[n], PeerTimeout)]
+        assert any("site C3" in str(one) and one.sites == [2] for one in late), found
+    else:
+        said = "site C3 ended the run; its own log says why"
+        assert [str(found[n]) for n in ("C1", "C2")] == [said] * 2 and time.monotonic() - began < 10
+
+
+def test_a_process_that_begins_anew_is_noticed(identities):
+    ends = {}
+
+    def work(comm):
+        if comm.sites[0] == 2:
+            time.sleep(0.3)
+            ends.pop("C3", None)
+            with pytest.raises(PeerTimeout):
+                SecureComm(identities["C3"], NAMES, (0, 1, 2), Wire("C3", ends), 1.0)
+            return None
+        return comm.gather([Said(n=1)], Said)
+
+    found = together(identities, work, lines={name: Wire(name, ends) for name in NAMES}, timeout_s=8.0)
+    assert all(isinstance(found[name], SiteReturned) for name in ("C1", "C2")), found
+
+
+@pytest.fixture
+def kept(identities, folder):
+    """What a relay kept of a first run, by sender, receiver and name."""
+    found = {}
+
+    def keep(sender, to, name, letter):
+        found[sender, to, name] = letter
+        return [letter]
+
+    together(identities, rounds_of(folder, 2), meddle=keep)
+    for name in NAMES:
+        (folder / name / "s.jsonl").unlink()
+    return found
+
+
+def test_letters_of_an_earlier_session_are_worth_nothing(identities, folder, kept):
+    refused = []
+
+    def play_back(sender, to, name, letter):
+        return [letter] if name == "hello" else [kept[sender, to, name], letter]
+
+    right(together(identities, noting(rounds_of(folder, 2), refused), meddle=play_back), 2)
+    assert any("another session" in one for one in refused)
+
+
+def test_old_hellos_may_stop_a_run_and_never_change_it(identities, folder, kept):
+    def play_back(sender, to, name, letter):
+        return [kept[sender, to, name], letter] if name == "hello" else [letter]
+
+    found = together(identities, rounds_of(folder, 2), meddle=play_back, timeout_s=2.0)
+    for me, name in enumerate(NAMES):
+        values = [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in (1, 2)]
+        assert isinstance(found[name], ReportableError) or found[name][0] == values
+
+
+FOUR = ("C1", "C2", "C3", "C4")
+
+
+def of(me, at_least=2, **heard):
+    one = SitePresence(SimpleNamespace(name=me), FOUR, at_least)
+    one.sealer.latest_handshakes.update(heard)
+    return one
+
+
+def gone(one):
+    return [name for name in FOUR if one.has_dropped_out(name)]
+
+
+def test_whoever_fell_silent_is_gone_until_it_says_a_newer_hello():
+    one = of("C1", C2=5.0, C3=6.0)
+    assert gone(one) == []
+    one.mark_dropped_out(["C3", "C4"], "silent")
+    assert gone(one) == ["C3", "C4"] and one.dropped_out == {"C3": 6.0, "C4": 0.0}
+    one.sealer.latest_handshakes["C3"] = 6.5
+    assert gone(one) == ["C4"]
+    one.sealer.latest_handshakes["C4"] = 1.0  # it came for the first time
+    assert gone(one) == []
+
+
+def test_below_so_many_those_who_are_gone_are_lacking():
+    one = of("C1", at_least=3)
+    one.mark_dropped_out(["C3"], "silent")
+    assert one.missing_sites() == []
+    one.mark_dropped_out(["C4"], "silent")
+    assert one.missing_sites() == ["C3", "C4"]
+    one.sealer.latest_handshakes["C4"] = 1.0
+    assert one.missing_sites() == []
+
+
+def test_two_halves_never_go_on_apart_however_few_the_plan_asks_for():
+    for away in (["C3", "C4"], ["C1", "C2"]):
+        one = of(next(name for name in FOUR if name not in away))
+        one.mark_dropped_out(away, "silent")
+        assert one.missing_sites() == away
+
+
+def test_a_site_knows_when_the_others_went_on_without_it_and_says_a_later_hello():
+    one = of("C1")
+    since = one.sealer.started_at
+    assert not one.merge_peer_view({"C1": since - 1.0})  # that was an earlier process of it
+    assert one.merge_peer_view({"C1": since + 5.0, "C9": 3.0}) and "C9" not in one.dropped_out
+    one.mark_dropped_out((), "the others went on")
+    assert one.sealer.started_at > since + 5.0 and not one.merge_peer_view({"C1": since + 5.0})
+
+
+def test_after_a_clock_was_set_the_next_hello_has_its_new_time(monkeypatch):
+    """Others take none from the future, and would take one that is later than such for a lie too."""
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 2 * 86400)
+        one = of("C1")
+        assert not one.has_clock_jumped()
+    assert one.has_clock_jumped()
+    one.mark_dropped_out((), "its clock was set")
+    assert abs(one.sealer.started_at - real()) < 60 and not one.has_clock_jumped()
+
+
+def test_where_all_are_needed_nobody_is_gone_because_a_peer_says_so():
+    one = of("C1", at_least=None)
+    assert not one.merge_peer_view({"C1": 1e11, "C2": 1e11}) and one.dropped_out == {}
+
+
+def test_all_who_hear_the_same_believe_the_same_in_any_order():
+    dice = random.Random(3)
+    told = [{name: float(dice.randrange(5)) for name in dice.sample(FOUR, 2)} for _ in range(4)]
+    found = set()
+    for order in itertools.permutations(told):
+        one = of("C1", C2=2.0, C3=2.0, C4=2.0)
+        for beliefs in order:
+            one.merge_peer_view(beliefs)
+        found.add((tuple(gone(one)), tuple(sorted(one.dropped_out.items()))))
+    assert len(found) == 1

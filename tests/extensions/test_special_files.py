@@ -1,0 +1,96 @@
+"""Pipes, sockets, devices and folders where files of others should lie: one line, no wait, and nobody is accused."""
+
+import os
+import socket
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import refused
+
+from wsi_fl.hospitals.dossier.evidence import verify_evidence
+from wsi_fl.hospitals.plans.feasibility import read_response
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
+from wsi_fl.hospitals.work import start
+from wsi_fl.hospitals.work.backup import restore_backup
+from wsi_fl.system.files import file_lock, remove_abandoned
+from wsi_fl.types import WsiFlError
+
+
+def lay_a_socket(path):
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = Path.cwd()
+        os.chdir(path.parent)  # names of sockets are short
+        listening.bind(path.name)
+        os.chdir(here)
+
+
+def lay_a_link_to_a_pipe(path):
+    os.mkfifo(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+ODD = {
+    "pipe": os.mkfifo,
+    "socket": lay_a_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a pipe": lay_a_link_to_a_pipe,
+}
+
+
+@pytest.fixture(params=ODD)
+def odd(request, tmp_path):
+    """A path of a shared folder at which there is no file, though something lies there."""
+    ODD[request.param](tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_share_reads_no_such_thing(odd):
+    with pytest.raises((WsiFlError, OSError)):  # a socket cannot even be opened
+        SharedFolder(str(odd.parent)).read(100, odd.name)
+
+
+def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capfd):
+    monkeypatch.setattr(start, "load_preapproval", lambda *_: {"id": "1"})
+    monkeypatch.setattr(start, "admit_plan", lambda *_: pytest.fail("there is no plan"))
+    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(odd.parent))
+    said = capfd.readouterr().err
+    assert said.count("\n") <= 1
+    if not odd.is_socket():
+        assert "plan.json: is no ordinary file" in said
+
+
+def test_a_list_of_withdrawn_certificates_neither(odd):
+    odd.rename(odd.with_name("withdrawn.pem"))
+    kit = SimpleNamespace(update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text=""))
+    assert "\n" not in sync_revocation_list(kit, str(odd.parent))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        FederationPlan.load,
+        lambda path: read_response(path, ""),
+        lambda path: restore_backup(path, path.with_name("kit"), None),
+        lambda path: verify_evidence(path.parent, None),
+        lambda path: file_lock(path, "busy").__enter__(),
+    ],
+)
+def test_what_others_send_is_looked_at_before_it_is_opened(odd, read):
+    Path(odd.with_name("evidence.sig.json")).symlink_to(odd)
+    refused(lambda: read(odd), "", error=WsiFlError)
+
+
+def test_leftovers_that_are_pipes_are_passed_over(tmp_path):
+    os.mkfifo(tmp_path / ".store.1.partial.h5")
+    remove_abandoned(tmp_path / "store.h5")
+    assert (tmp_path / ".store.1.partial.h5").is_fifo()
+
+
+def test_a_backup_is_still_read(tmp_path):
+    with tarfile.open(tmp_path / "empty.tar", "w"):
+        pass
+    refused(lambda: restore_backup(tmp_path / "empty.tar", tmp_path / "kit", None), "this is no backup")

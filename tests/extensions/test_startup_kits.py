@@ -1,0 +1,193 @@
+"""Into a federation: request, approval, join; what does not fit is refused in one line."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import refused
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import NameOID
+from federation_fixtures import needs_flare
+from typer.testing import CliRunner
+
+from wsi_fl.cli.main import app
+from wsi_fl.hospitals.trust import provisioning
+from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate
+from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_likely_reason, server_address
+from wsi_fl.hospitals.trust.provisioning import create_request, provision_federation
+from wsi_fl.types import WsiFlError
+
+approve_request, join = (
+    partial(one, unchecked=True) for one in (provisioning.approve_request, provisioning.install_certificate)
+)
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("federation")
+    provision_federation(folder / "one", federation="one", server="localhost:1")
+    provision_federation(folder / "two", federation="two", shared_folder=str(folder / "share"), sites=["C9"])
+    return folder
+
+
+def asked(folder, name="C1", **given):
+    """The file of a request."""
+    made = create_request(folder / name, name=name, organization="A hospital", **given)
+    return Path(made["file"]), made["fingerprint"]
+
+
+def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
+    (file, fingerprint), kit = asked(tmp_path), tmp_path / "C1"
+    assert (kit / "startup" / "client.key").stat().st_mode & 0o077 == 0
+    assert "PRIVATE" not in file.read_text()
+    certificate = approve_request(file, founded / "one", fingerprint)
+    assert "PRIVATE" not in Path(certificate["file"]).read_text()
+    joined = join(kit / "certificate-C1.json", kit, certificate["root_fingerprint"])
+    assert joined["name"] == Kit.open(kit).load_identity().name == "C1"
+    allowed = json.loads((kit / "local" / "resources.json").read_text())
+    assert allowed["class_allow_list"] == ["wsi_fl.hospitals.flare.roles.HospitalExecutor"]
+    assert not allowed["allow_log_streaming"]
+    rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
+    assert set(rights) == {"project_admin"}
+    assert rights["project_admin"]["byoc"] == rights["project_admin"]["shell_commands"] == "none"
+    assert "C1" in (founded / "one" / "root" / "issued.jsonl").read_text()
+
+
+def test_a_fingerprint_that_was_read_out_must_fit_and_is_said_again(founded, tmp_path):
+    file, fingerprint = asked(tmp_path, "C2")
+    refused(lambda: asked(tmp_path, "C2"), "there is a key already", fingerprint)
+    wrong = partial(approve_request, file, founded / "one", "AB:" * 31 + "CD")
+    refused(wrong, "its fingerprint is", "ask C2 again")
+    approve_request(file, founded / "one")
+    refused(lambda: join(tmp_path / "C2" / "certificate-C2.json", tmp_path / "C2", "AB:CD"), "do not join")
+
+
+def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
+    (file, _), kit, root = asked(tmp_path, "C10"), tmp_path / "C10", founded / "one"
+
+    def says(*arguments):
+        return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
+
+    approve = ("approve", file, "--kit", root)
+    for more in ((), ("--fingerprint", ""), ("--fingerprint", " : "), ("--fingerprint", "", "--unchecked")):
+        assert "have C10 read its fingerprint out by telephone" in said(*approve, *more)
+    assert "C10" not in (root / "root" / "issued.jsonl").read_text()
+    assert says(*approve, "--unchecked").exit_code == 0
+    assert says(*approve).exit_code == 0  # the key that has the name vouches for itself
+    assert "--unchecked" in said(*approve, "--fingerprint", "")
+    take = ("join", kit / "certificate-C10.json", "--kit", kit)
+    for more in ((), ("--fingerprint", "")):
+        assert "have the coordinator read the root's fingerprint out" in said(*take, *more)
+    assert not (kit / "federation.json").exists() and says(*take, "--unchecked").exit_code == 0
+    assert says(*take).exit_code == 0  # it knows the root
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "words"),
+    [
+        ("server", "hospital", "cannot be the name"),
+        ("coordinator", "hospital", "cannot be the name"),
+        ("C4", "coordinator", "cannot be the name"),
+        ("C4", "server", "cannot be the name"),
+        ("server", "server", "another key"),
+        ("C3", "hospital", "another key"),
+    ],
+)
+def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path, name, role, words):
+    if name == "C3":
+        first, _ = asked(tmp_path / "first", name)
+        for _ in range(2):  # the same key may ask again
+            approve_request(first, founded / "one")
+    file, _ = asked(tmp_path, name, role=role)
+    refused(lambda: approve_request(file, founded / "one"), words)
+
+
+def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_path):
+    for name in ("C6", "C7"):
+        approve_request(asked(tmp_path, name)[0], founded / "one")
+    own, other = (tmp_path / name / f"certificate-{name}.json" for name in ("C6", "C7"))
+    join(own, tmp_path / "C6")
+    refused(lambda: join(other, tmp_path / "C6"), "belongs to another key", "was left as it is")
+    forged = tmp_path / "forged.json"
+    forged.write_text(json.dumps(json.loads(own.read_text()) | {"name": "C8"}))
+    refused(lambda: join(forged, tmp_path / "C6"), "says C8", "belongs to C6")
+    assert Kit.open(tmp_path / "C6").load_identity().name == Kit.open(tmp_path / "C6").name == "C6"
+    asked(tmp_path / "again", "C6")
+    refused(lambda: join(own, tmp_path / "again" / "C6"), "belongs to another key")
+
+
+def said(*arguments):
+    """The one line of a command that fails, wherever it stands."""
+    result = CliRunner().invoke(app, ["federation", *map(str, arguments)])
+    assert isinstance(result.exception, WsiFlError), result.output
+    return str(result.exception)
+
+
+@needs_flare
+def test_the_coordinators_kit_starts_nothing_in_any_folder(founded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "has nothing to start" in said("start", founded / "one" / "coordinator")
+
+
+def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "--study DIR" in said("start", founded / "two" / "C9")
+    assert "over a folder hospitals alone start" in said("start", founded / "two" / "coordinator")
+    (file, _), gone, one = asked(tmp_path, "C1"), tmp_path / "request-nobody.json", founded / "one"
+    assert f"{gone}: no such file" in said("approve", gone, "--kit", one)
+    line = said("approve", file, "--kit", one / "coordinator")
+    assert "give --kit the folder that `provision` made" in line
+    assert "give --plan FILE" in said("submit", "--kit", one / "coordinator")
+    assert f"the coordinator's is {one / 'coordinator'}" in said("status", "--kit", one)
+
+
+def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(founded, tmp_path):
+    file, _ = asked(tmp_path, "C8")
+    key = load_pem_private_key((tmp_path / "C8" / "startup" / "client.key").read_bytes(), None)
+    named = (NameOID.COMMON_NAME, "C8"), (NameOID.ORGANIZATION_NAME, "A")
+    named += ((NameOID.UNSTRUCTURED_NAME, "project_admin"),)
+    name = x509.Name([x509.NameAttribute(*one) for one in named])
+    bent = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, SHA256())
+    document = json.loads(file.read_text()) | {"request": bent.public_bytes(Encoding.PEM).decode()}
+    file.write_text(json.dumps(document))
+    certificate = json.loads(Path(approve_request(file, founded / "one")["file"]).read_text())["certificate"]
+    subject = x509.load_pem_x509_certificate(certificate.encode()).subject
+    assert [one.oid for one in subject] == [NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME]
+    root = (founded / "one" / "root" / "rootCA.pem").read_text()
+    refused(lambda: verify_certificate(root, root), "may sign others", error=NotTrusted)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"x"', "{}", '{"name": "C1"}', "{", "\xff"])
+def test_a_kit_whose_document_is_damaged_is_named(tmp_path, content):
+    (tmp_path / "federation.json").write_bytes(content.encode("latin1"))
+    refused(lambda: Kit.open(tmp_path), "federation.json: ", "put its backup back", error=WsiFlError)
+
+
+def test_nonsense_is_refused(founded, tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    for action in (
+        lambda: approve_request(tmp_path / "x.json", founded / "one"),
+        lambda: approve_request(tmp_path / "none.json", founded / "one"),
+        lambda: join(tmp_path / "x.json", tmp_path),
+        lambda: Kit.open(tmp_path),
+        lambda: create_request(tmp_path / "kit", name="../up", organization="x"),
+        lambda: provision_federation(founded, federation="again", server="localhost:1"),
+        lambda: provision_federation(tmp_path / "new", federation="x"),
+        lambda: provision_federation(tmp_path / "new", federation="x", server="localhost:http"),
+        lambda: provision_federation(tmp_path / "new", federation="x", server="evil -m /x --set a=b:8602"),
+    ):
+        refused(action, error=WsiFlError)
+
+
+def test_a_server_that_is_not_there_is_named_and_over_a_folder_none_is_asked_for(founded):
+    kit = Kit.open(founded / "one" / "coordinator")
+    assert [step.ok for step in check_connection(kit)] == [True, True, False]
+    assert "no way through to localhost port 1" in find_likely_reason(kit)
+    kit = Kit.open(founded / "two" / "C9")
+    assert kit.folder == str(founded / "share")
+    assert [step.what for step in check_connection(kit)] == ["certificate"]
+    refused(lambda: server_address(kit), "has no server")
+    assert not (kit.path / "startup" / "fed_client.json").exists()

@@ -1,0 +1,205 @@
+"""What hospitals say to the coordinator, an agreed document, and what it keeps of a run: a summary, counts, a page."""
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import REAL, make_study, refused
+
+from wsi_fl.federation.documents import ProtocolError
+from wsi_fl.hospitals.flare import jobs
+from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.client import public_summary
+from wsi_fl.hospitals.work.job_replies import failure_reply, parse_reply, validate_replies
+from wsi_fl.hospitals.work.submit import submit_plan
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.training import checks
+from wsi_fl.stages.training.train import train
+from wsi_fl.types import WsiFlError
+
+SITES = ["S0", "S1"]
+SETTINGS = SimpleNamespace(train=SimpleNamespace(min_sites=None))
+PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, text="{}", pipeline=lambda: SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A study of two real hospitals that were trained together, in one process for once, and the summary."""
+    root = tmp_path_factory.mktemp("submit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)  # in one process for once
+        study = make_study(root / "study", 2, site_extra=REAL + '\nallow = ["scores"]')
+        overrides = ["train.rounds=1", "privacy.sigma=4"]
+        return study, train(study, method="proxyfl", overrides=overrides, backend="local")
+
+
+@pytest.fixture
+def said(trained, monkeypatch):
+    """What the hospitals answer."""
+    study, summary = trained
+    answers = {site: public_summary(study, site, dict(summary)) for site in SITES}
+    monkeypatch.setattr(submitting, "_run_job", lambda *_: answers)
+    return answers
+
+
+def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, tmp_path):
+    study, summary = trained
+    document = submit_plan(None, PLAN, out=tmp_path / "result")
+    kept = RunFolder(study.find_run(summary["run"])).site_folder("S1").read_document("scores")
+    assert json.loads((tmp_path / "result" / "scores.json").read_text()) == kept
+    assert "scores" not in json.loads((tmp_path / "result" / "summary.json").read_text())
+    page = (tmp_path / "result" / "report.html").read_text()
+    assert document["report"] == str(tmp_path / "result" / "report.html")
+    assert all(f">{site}<" in page for site in SITES) and "outlined cells are models" in page
+    assert str(study.root) not in page and "_patient_" not in page and "_slide_" not in page
+    for answer in said.values():
+        answer["scores"] = None
+    submit_plan(None, PLAN, out=tmp_path / "bare")
+    assert not (tmp_path / "bare" / "scores.json").exists()
+    assert "No hospital released counts" in (tmp_path / "bare" / "report.html").read_text()
+
+
+def test_hospitals_that_hold_different_scores_are_named(said, tmp_path):
+    said["S1"]["scores"] = said["S1"]["scores"] | {"round": 99}
+    refused(lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_result_takes_the_place_of_another(said, tmp_path, monkeypatch):
+    kept = lambda: submit_plan(None, PLAN, parent_folder=tmp_path)["out"]  # noqa: E731
+    name = f"result-{said['S0']['run'].removeprefix('runs/')}"
+    assert kept() == str(tmp_path / name)
+    first = (tmp_path / name / "summary.json").read_text()
+    for answer in said.values():
+        answer["run"] = "runs/00007-other"
+    assert kept() == str(tmp_path / "result-00007-other")
+    said["S0"]["seconds"] += 1
+    assert kept() == str(tmp_path / "result-00007-other-2")
+    assert (tmp_path / name / "summary.json").read_text() == first
+    for run in ("../../elsewhere", "runs/..", "/etc", "runs/a b"):
+        for answer in said.values():
+            answer["run"], answer["scores"] = run, None
+        assert Path(kept()).parent == tmp_path and Path(kept()).is_dir()
+    monkeypatch.setattr(submitting, "_run_job", lambda *_: pytest.fail("it ran"))
+    refused(lambda: submit_plan(None, PLAN, out=tmp_path / name), "holds the result of runs/")
+
+
+@pytest.fixture(scope="module")
+def done(trained):
+    """What a hospital says of a run of two, scores and all."""
+    study, summary = trained
+    return json.loads(json.dumps(public_summary(study, "S0", dict(summary))))
+
+
+def test_a_run_a_visit_and_a_failure_come_through_as_they_are(done):
+    assert done["scores"]["hospitals"] == SITES and parse_reply(json.dumps(done), "S0", "work") == done
+    visit = {"site": "S0", "peers": ["S1"], "seconds": 0.2}
+    assert parse_reply(json.dumps(visit), "S0", "check") == visit
+    assert parse_reply("{}", "S0", "ready") == {}
+    both = {"S0": done, "S1": done}
+    assert validate_replies(both, SITES, "work") == both
+    assert validate_replies({"S0": done}, SITES, "work") == {"S0": done}
+    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {"S1": {"error": "no way"}}
+
+
+def test_whatever_else_a_hospital_says_is_refused_by_name(done):
+    row, scores = done["sites"][0], done["scores"]
+    counts = scores["counts"]["S0"]["S0"]
+    for other in (
+        {**done, "more": 1},
+        {**done, "run": "runs/1\x1b[2J"},
+        {**done, "seconds": "2"},
+        {**done, "sites": [{**row, "site": "S0\u202e"}]},
+        {**done, "sites": [{**row, "seconds": 1.0}]},
+        {**done, "sites": [{**row, "epsilon": -1.0}]},
+        {key: value for key, value in done.items() if key != "communication"},
+        {**done, "scores": {**scores, "hospitals": ["S0"]}},
+        {**done, "scores": {**scores, "counts": {"S0": {"S0": {**counts, "n": -1}}}}},
+        {**done, "scores": {**scores, "classes": ["a", "b", "c"]}},
+        [],
+        "done",
+        {},
+    ):
+        for say in (
+            partial(parse_reply, json.dumps(other), "S1", "work"),
+            partial(validate_replies, {"S1": other or [other]}, SITES, "work"),
+        ):
+            refused(say, "S1 told what was not agreed on", error=ProtocolError)
+    for text in ("[" * 100_000, '{"a":' * 50_000, "no JSON", '{"seconds": NaN}', "\ud800"):
+        refused(partial(parse_reply, text, "S1", "work"), "site S1 told", error=ProtocolError)
+    for told in ({"S7": {}}, [], "x", None, {"\x1b": {"error": "x"}}):
+        refused(partial(validate_replies, told, SITES, "check"), "the server handed on", error=ProtocolError)
+
+
+def test_a_reason_is_one_line_that_can_be_shown():
+    assert failure_reply("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
+    assert len(failure_reply("c" * 2000)["error"]) == 1000
+    for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
+        refused(partial(validate_replies, {"S1": evil}, SITES, "work"), "S1 told what was not", error=ProtocolError)
+
+
+def run_job(sites, what):
+    job = {"what": what, "plan": "0" * 64}
+    return jobs.run_job(None, sites, job, on_submit=lambda _: None, on_wait=lambda _: None)
+
+
+PEOPLE = "site S1 has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
+ANOTHER = "site S1 has signed another plan than federation/plan.json (12345678); read it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "site S1 failed; its own log says why",
+        "site S1 withdrew the standing approval of this plan; the run ends here",
+        "site S1 has a certificate that was withdrawn on 2026-01-31, and needs a new key",
+        "the clock of S1 is 26.0 h ahead; nothing was trained",
+        "the plan is for torch 2.1, and site S1 has 2.2; install the plan's version, or agree on a new plan",
+        PEOPLE,
+        ANOTHER,
+    ],
+)
+def test_others_go_on_after_what_is_one_hospitals_own_and_passes(monkeypatch, text):
+    session = SimpleNamespace(submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:ABORTED")
+    monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
+    monkeypatch.setattr(jobs, "_download_replies", lambda *_: {"S1": failure_reply(text)})
+    with pytest.raises(jobs.JobFailed) as told:
+        run_job(SITES, "work")
+    goes_on = text not in (PEOPLE, ANOTHER)
+    assert (told.value.blamed, told.value.can_retry) == (("S1",) if goes_on else (), goes_on)
+
+
+def test_a_job_ends_for_a_certificate_that_was_withdrawn_and_for_who_was_there_long_enough(monkeypatch):
+    clock, ended, gone = SimpleNamespace(now=0.0), [], []
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(jobs, "_list_responding", lambda _: [*SITES, "S2"])
+    monkeypatch.setattr(jobs, "_running_job_ids", lambda _: {"1"})
+    session = SimpleNamespace(abort_job=ended.append)
+    watch = jobs._JobWatch(session, "1", SITES, 60.0, {"S2": 60.0}, lambda: gone)
+    with pytest.raises(jobs.SiteReconnected, match="S2 is there again"):
+        for clock.now in range(10, 200, 10):
+            watch.check_job("RUNNING")
+    assert clock.now == 70
+    clock.now, gone[:] = 200, ["S1"]
+    with pytest.raises(jobs.JobFailed, match="site S1 has a certificate that was withdrawn") as told:
+        watch.check_job("RUNNING")
+    assert (told.value.blamed, ended) == (("S1",), ["1", "1"])
+
+
+@pytest.mark.parametrize("evil", [{"error": "\x1b[2Jhello"}, {"site": "S1", "peers": [], "seconds": 0, "x": 1}])
+def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil):
+    def result(_, place):
+        (tmp_path / "said.json").write_text(json.dumps({"S1": evil}))
+        return str(tmp_path)
+
+    session = SimpleNamespace(submit_job=lambda _: "1", download_job_result=result)
+    session.get_job_status = lambda _: "FINISHED:COMPLETED"
+    monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
+    refused(partial(run_job, ["S1"], "check"), "site S1 told what was not agreed on", error=WsiFlError)
+    evil.clear()
+    evil.update({"site": "S1", "peers": [], "seconds": 0.5})
+    assert run_job(["S1"], "check") == {"S1": evil}

@@ -1,0 +1,348 @@
+"""`wsi-fl bench`: methods on hospitals drawn from a table of features."""
+
+import pickle
+import re
+import shutil
+import sys
+import tomllib
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import refused
+from test_plugins import installed
+from training_runs import csv_rows
+
+import wsi_fl.stages.bench as module
+from wsi_fl import plugins
+from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, run_benchmark, sample_sites
+from wsi_fl.stages.runtime.console import SilentProgress
+from wsi_fl.stores.bag_store import Bag, BagMeta, group_bags, write_bags
+from wsi_fl.types import GridSpec, PatchTable
+
+
+def table(n=240, d=8):
+    rng = np.random.default_rng(0)
+    y = np.arange(n) % 2
+    x = rng.normal(size=(n, d)).astype(np.float32)
+    x[:, 0] += 2.0 * y
+    return (x, np.sort(y), np.array([f"p{k // 4}" for k in range(n)]))  # four rows of a patient are of one class
+
+
+@pytest.fixture
+def npz(tmp_path):
+    x, y, patient = table()
+    x[:, 0] = np.random.default_rng(1).normal(size=len(y)) + 2.0 * y
+    np.savez(tmp_path / "features.npz", x=x, y=y, patient=patient)
+    return tmp_path / "features.npz"
+
+
+def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_where_its_method_has_changed(
+    npz, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "bench.csv"
+    asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": parse_cells("2x8", "1"), "seeds": 2}
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2), (2, 1e-2)))
+    document = run_benchmark(npz, **asked)
+    rows = csv_rows(out)
+    named = {(row["method"], row["skew"], row["seed"], row["site"]) for row in rows}
+    for method in ("regular", "joint", "oneshot", "fedavg"):
+        assert {(method, "1", seed, site) for seed in "01" for site in ("S1", "S2")} <= named
+    assert all(float(row["spent"]) <= 1.0 for row in rows if row["method"] == "oneshot")
+    assert {row["guarantee"] for row in rows if row["method"] in ("oneshot", "fedavg")} == {"guaranteed"}
+    means = {}
+    for row in (row for row in rows if row["seed"] != "-1"):
+        means.setdefault(row["method"], []).append(float(row["score"]))
+    for cell in document["cells"]:  # the document says what the lines say
+        gain = np.mean(means[cell["method"]]) - np.mean(means["regular"])
+        assert cell["gain"] == pytest.approx(gain, abs=1e-9)
+    whole = out.read_text()
+    out.write_text("\n".join(line for line in whole.splitlines() if ",1,S" not in line) + "\n")
+    trained = []
+    done = module._run_job
+    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.seed) or done(work))
+    run_benchmark(npz, **asked)
+    assert set(trained) == {1} and len(trained) == 4  # methods
+    trained.clear()
+    code = module._method_digest
+    monkeypatch.setattr(module, "_method_digest", lambda name: code(name) + "2" * (name == "fedavg"))
+    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.method) or done(work))
+    run_benchmark(npz, **asked)
+    assert set(trained) == {"fedavg"} and "fedavg has changed since" in capsys.readouterr().err
+    refused(lambda: run_benchmark(npz, **asked, unit="patient"), "another table or unit")
+
+
+def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
+    asked = {"methods": ["oneshot"], "cells": parse_cells("2x12", "1"), "epsilons": [8.0], "seeds": 2}
+    (one,) = run_benchmark(npz, out=tmp_path / "b.csv", **asked)["cells"]
+    assert one["local"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
+
+
+@pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
+def test_hospitals_and_test_share_no_patient(skew):
+    x, y, patient = table()
+    sites, test = sample_sites(FeatureTable(x, y, patient, ("a", "b")), SamplingCell(3, 8, skew), seed=0)
+    parts = [set(part.patient) for part in (*sites, test)]
+    assert sum(map(len, parts)) == len(set().union(*parts))
+    assert [len(one) for one in parts[:3]] == [8, 8, 8]
+    shares = [np.mean(site.y == 0) for site in sites]
+    assert shares == {"alike": [0.5] * 3, "missing-class": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
+
+
+def test_tables_of_all_forms_say_the_same(tmp_path, npz):
+    x, y, patient = table()
+    lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
+    lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    found = read_table(tmp_path / "t.csv")
+    assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
+    slides = read_table(*of_tridents(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
+    assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
+
+
+def of_tridents(folder, labels, n=6):
+    """A folder of TRIDENT's with n slides, and its table."""
+    (folder / "features_uni").mkdir(parents=True)
+    for k, row in enumerate(table()[0][:n]):
+        with h5py.File(folder / "features_uni" / f"s{k}.h5", "w") as file:
+            file["features"], file["coords"] = np.stack([row, row + 2]), np.zeros((2, 2), np.int64)
+    (folder / "labels.csv").write_text("slide,label\n" + "".join(f"{line}\n" for line in labels))
+    return folder, folder / "labels.csv"
+
+
+def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, capsys):
+    named = [f"s{k}.svs,{'ab'[k % 2]}" for k in range(40)]
+    folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
+    with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
+        file["features"][0, 0] = np.nan
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2),))
+    asked = {"methods": ["oneshot"], "cells": parse_cells("2x8", "alike"), "seeds": 1}
+    document = run_benchmark(folder, labels=labels, out=tmp_path / "b.csv", **asked)
+    reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
+    words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
+    words |= {"z.svs": "has a label (labels.csv line 43) and no features", "s41": "has no label in labels.csv"}
+    assert reasons == words and len(read_table(folder, labels).y) == 39
+    said = " ".join(capsys.readouterr().err.split())
+    assert "slides excluded: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
+    for line, *what in (("s2,a", "line 44", "slide s2 has a row already"), ("s41,A", "labels A, a differ")):
+        labels.write_text("slide,label\n" + "\n".join([*named, "s40,", "z.svs,a", line]))
+        refused(lambda: read_table(folder, labels), "labels.csv", *what)
+    labels.write_text("slide,label\ns1,a\n")
+    refused(lambda: read_table(folder, labels), "none of its slides", "s1.h5: features are not finite")
+    labels.write_text("slide,label\ns2,a\ns3,b\n")
+    with h5py.File(folder / "features_uni" / "s2.h5", "a") as file:
+        del file["features"]
+        file["features"] = np.zeros((2, 3), np.float32)
+    refused(lambda: read_table(folder, labels), "not equally wide")
+    (tmp_path / "t.csv").write_text("label,f\nCarcinoma,1\ncarcinoma,2\nhealthy,3\n")
+    refused(lambda: read_table(tmp_path / "t.csv"), "t.csv: labels Carcinoma, carcinoma differ in case only")
+
+
+def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else_for_each_slide(tmp_path):
+    x, y, patient = table(12)
+    bags = [Bag(x[:8], np.zeros((8, 2), np.int64)), Bag(x[8:], np.zeros((4, 2), np.int64))]
+    slide = np.repeat(["a", "b"], [8, 4])
+    places, split = np.zeros((12, 2), np.int64), np.full(12, "train")
+    patches = PatchTable(places, y, y.astype(np.float32), slide, patient, split)
+    slides = replace(group_bags(patches)[0], label=np.array([0, 1]))
+    meta = BagMeta("S1", ("a", "b"), "e", GridSpec(8, 1.0, 8))
+    for own in (patches, None):
+        write_bags(tmp_path / "s.h5", meta, slides, bags, patches=own)
+        found = read_table(tmp_path / "s.h5")
+        if own:
+            assert np.array_equal(found.x, x) and np.array_equal(found.y, y)
+            assert list(found.patient) == list(patient)
+        else:
+            assert np.allclose(found.x, [x[:8].mean(0), x[8:].mean(0)]) and list(found.y) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        ({"cells": [SamplingCell(4, 500, "alike")]}, "too few patients"),
+        ({"methods": ["mpcpa"]}, "needs more than features"),
+        ({"methods": ["nosuch"]}, "unknown method"),
+        ({"unit": "slide"}, "--unit"),
+    ],
+)
+def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
+    asked = {"cells": parse_cells("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
+    refused(lambda: run_benchmark(npz, **asked), words)
+    assert not (tmp_path / "b.csv").exists()
+
+
+def test_cells_that_mean_nothing_are_refused():
+    for sizes, skew in (("4", "alike"), ("1x50", "alike"), ("4x50", "2"), ("4x50", "some")):
+        refused(lambda sizes=sizes, skew=skew: parse_cells(sizes, skew), "--")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "python-api.md").read_text(encoding="utf-8")
+PAGE = PAGE.partition("(bench)=")[2]
+
+
+def forget_plugins():
+    for known in (plugins._find_points, plugins._load_point):
+        known.cache_clear()
+
+
+def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
+    toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
+    groups = tomllib.loads(toml)["project"]["entry-points"]
+    monkeypatch.setattr(module, "_HYPERPARAMETERS", ((2, 1e-2),))
+    monkeypatch.syspath_prepend(str(installed(tmp_path / "site", name="careful", groups=groups, text=python)))
+    asked = {"methods": ["careful", "oneshot"], "cells": parse_cells("2x8", "1"), "seeds": 1}
+    try:
+        forget_plugins()
+        document = run_benchmark(npz, out=tmp_path / "b.csv", **asked)
+    finally:
+        monkeypatch.undo()
+        sys.modules.pop("careful", None)
+        forget_plugins()
+    assert [one["method"] for one in document["cells"]] == ["careful", "oneshot"]
+    rows = csv_rows(tmp_path / "b.csv")
+    mine = [row for row in rows if row["method"] == "careful" and row["seed"] == "0"]
+    assert mine and all(0 < float(row["spent"]) <= 1 and row["guarantee"] == "guaranteed" for row in mine)
+    assert len([line for line in python.splitlines() if line.strip()]) <= 60
+
+
+def arrays(**changes):
+    x, y, patient = table(40)
+    return {"x": x, "y": y, "patient": patient} | changes
+
+
+def no_numbers(shape=(40,)):
+    return np.full(shape, "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": no_numbers((40, 8))}, "x is <U1[40, 8], not features that are numbers"),
+        ({"x": np.zeros((40, 8), complex)}, "x is complex128"),
+        ({"patient": no_numbers((40, 2))}, "patient [40, 2]; wanted are [n, d], [n] and [n]"),
+        ({"y": np.zeros((40, 1), int)}, "y [40, 1]"),
+        ({"y": np.array(1)}, "y []"),
+        ({"y": np.arange(40) % 2 / 2}, "a label is 0.5; labels are classes"),
+        ({"y": np.array(["0,25", "1"] * 20)}, "a label is 0,25; labels are classes"),
+        ({"y": np.array([np.inf, 1.0] * 20)}, "a label is inf; labels are classes"),
+        ({"y": np.full(40, np.nan)}, "needs two classes at least"),
+        ({"y": np.zeros(40, "datetime64[D]")}, "y is datetime64[D], not numbers or texts"),
+        ({"x": np.where(np.arange(40)[:, None] == 7, np.inf, 0.0) + np.ones(8)}, "of 1 rows are not finite numbers"),
+        ({"x": np.zeros((40, 0))}, "not features that are numbers"),
+        ({"y": np.array([None] * 40)}, "it holds objects of Python; save numbers and texts as arrays"),
+    ],
+    ids=str,
+)
+def test_arrays_that_are_no_table_are_refused_in_one_line(tmp_path, changes, words):
+    np.savez(tmp_path / "t.npz", **arrays(**changes))
+    refused(lambda: read_table(tmp_path / "t.npz"), "t.npz", words)
+
+
+def zipped(path, **members):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def test_a_file_of_other_bytes_is_refused_and_nothing_in_it_is_run(tmp_path):
+    pickled = pickle.dumps([1, 2])
+    zipped(tmp_path / "raw.npz", x=pickled, y=pickled)
+    (tmp_path / "pickle.npz").write_bytes(pickled)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    np.savez(tmp_path / "cut.npz", **arrays())
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-900])
+    np.savez(tmp_path / "only.npz", y=np.arange(4))
+    for name in ("raw", "pickle", "one", "cut", "only"):
+        refused(lambda name=name: read_table(tmp_path / f"{name}.npz"), "not a file of NumPy with x and y")
+
+
+def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
+    y = np.array(["a", "b"] * 20, "<U2")
+    y[:3] = ["NA", "-", "n"]
+    np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
+    found = read_table(tmp_path / "t.npz")
+    assert [one.slide for one in found.excluded] == ["row 0", "row 1"] and found.classes == ("a", "b", "n")
+    assert set(found.patient.tolist()) == {"", "p"}
+    (tmp_path / "t.csv").write_text("label;patient;f\na;null;1\nb;p;2\nNaN;q;3\n")
+    found = read_table(tmp_path / "t.csv")
+    assert found.patient.tolist() == ["", "p"] and len(found.excluded) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "mended"),
+    [
+        ("label;f\na;0,5\nb;1", ("line 2", "f is '0,5'", "write 0.5"), "label;f\na;0.5\nb;1"),
+        ("label,f,slide\na,1,s\nb,2,t", ("slide is 's'", "leave that column out"), "label,f\na,1\nb,2"),
+        ("label,f\na,\nb,1\nc,2", ("line 2", "f is ''", "or the row"), "label,f\nb,1\nc,2"),
+    ],
+)
+def test_a_csv_with_what_is_no_number_says_what_to_do_and_that_works(tmp_path, text, words, mended):
+    (tmp_path / "t.csv").write_text(text)
+    refused(lambda: read_table(tmp_path / "t.csv"), *words)
+    (tmp_path / "t.csv").write_text(mended)
+    assert len(read_table(tmp_path / "t.csv").y) == 2
+
+
+def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
+    asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
+    for name in ("regular", "joint"):
+        refused(
+            lambda name=name: run_benchmark(npz, methods=[name], **asked), f"{name} is always measured as a baseline"
+        )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A small result, and how it was asked for."""
+    folder = tmp_path_factory.mktemp("measured")
+    x, y, patient = table()
+    np.savez(folder / "features.npz", x=x, y=y, patient=patient)
+    asked = {"methods": ["oneshot"], "cells": parse_cells("2x8", "alike"), "seeds": 1}
+    run_benchmark(folder / "features.npz", out=folder / "out.csv", **asked)
+    return folder, asked
+
+
+@pytest.mark.parametrize("hurt", ["lost", "twice", "number", "cut", "other hospital", "above 1", "swapped"])
+def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measured, tmp_path, hurt, capsys):
+    folder, asked = measured
+    for name in ("out.csv", "out.json"):
+        shutil.copy(folder / name, tmp_path / name)
+    out = tmp_path / "out.csv"
+    lines = out.read_text().splitlines()
+    fields = lines[1].split(",")
+    score = module._RESULT_COLUMNS.index("score")
+    changed = {
+        "lost": [],
+        "twice": [lines[1], lines[1]],
+        "number": [",".join([*fields[:score], "0.9x", *fields[score + 1 :]])],
+        "cut": [lines[1][: len(lines[1]) // 2]],
+        "other hospital": [lines[1].replace(",S1,", ",S7,")],
+        "above 1": [",".join([*fields[:score], "1.5", *fields[score + 1 :]])],
+        "swapped": [lines[1].replace(",S1,", ",S2,")],
+    }[hurt]
+    out.write_text("\n".join([lines[0], *changed, *lines[2:]]) + "\n")
+    run_benchmark(folder / "features.npz", out=out, **asked, watcher=Said())
+    kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
+    assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
+    assert any("are computed again" in line for line in Said.lines)
+
+
+class Said(SilentProgress):
+    """A watcher that remembers what it was told."""
+
+    lines: list[str] = []  # noqa: RUF012 of all of them
+
+    def print_message(self, line, style=""):
+        self.lines.append(line)
+
+
+def test_another_table_in_the_place_of_a_result_is_refused(measured, tmp_path):
+    folder, asked = measured
+    out = tmp_path / "out.csv"
+    for data in (b"a,b\n1,2\n", b"", "method,epsilon\n".encode("utf-16"), b"\0\1"):
+        out.write_bytes(data)
+        refused(lambda: run_benchmark(folder / "features.npz", out=out, **asked), "choose another --out")

@@ -1,0 +1,148 @@
+"""`clinical` and `plan-size` of a study that was trained: by patient and by group; document, console and report."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import make_study, refused, write_features
+from sklearn.metrics import recall_score, roc_auc_score
+from test_local_baseline import ALONE
+from training_runs import answers, trained
+
+from wsi_fl.stages.evaluation.clinical_measures import describe_clinically, plan_size
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site.target_labels import read_column
+from wsi_fl.stages.training.train import train_series
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """(study, run): two hospitals of 40 + 30 patients of two patches each, whose tables say the scanner."""
+    study = make_study(tmp_path_factory.mktemp("clinical") / "study", n_sites=2)
+    rng = np.random.default_rng(5)
+    for k in range(2):
+        labels = rng.integers(0, 2, 70).repeat(2)
+        x = rng.normal(size=(140, 24)) + 0.8 * np.outer(labels, np.arange(24) < 4)
+        patients = [f"h{k}p{i // 2}" for i in range(140)]
+        write_features(study, f"S{k}", x, labels, patients, ["train"] * 80 + ["test"] * 60)
+        rows = [f"h{k}p{i},{'old' if i < 66 else 'new'}" for i in range(40, 70)]
+        table = study.root / f"S{k}.csv"
+        table.write_text("patient,scanner,shelf\n" + "\n".join(f"{row}," for row in rows))
+        site = study.root / "sites" / f"S{k}.toml"
+        site.write_text(f'{site.read_text()}clinical = "{table}"\n')
+    run = trained(study, "regular", *ALONE)["run"]
+    evaluate(study, run)
+    return study, run
+
+
+def by_hand(study, run, site):
+    """(truth, score) of each patient of predictions.csv."""
+    found = {}
+    for row in answers(study.root / run, site):
+        found.setdefault(row["patient"], []).append((row["truth"] == "tumor", float(row["p_tumor"])))
+    return np.array([np.mean(values, axis=0) for values in found.values()]).T
+
+
+def test_patients_are_counted_and_not_their_patches(described):
+    study, run = described
+    document = describe_clinically(study, [run], prevalence=0.1)
+    kept = json.loads((study.root / run / "clinical.json").read_text())
+    assert kept.pop("digest") and kept == document
+    for row in document["sites"]:
+        one, (truth, score) = row["classes"]["tumor"], by_hand(study, run, row["site"])
+        assert (row["on"], row["unit"], one["n"], one["cases"]) == ("merged", "patient", 60, truth.sum())
+        assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
+        sensitivity, specificity = (recall_score(truth, score >= 0.5, pos_label=label) for label in (1, 0))
+        assert one["sensitivity"]["value"] == pytest.approx(sensitivity)
+        ppv = 0.1 * sensitivity / (0.1 * sensitivity + 0.9 * (1 - specificity))
+        assert one["at_prevalence"]["ppv"]["value"] == pytest.approx(ppv)
+
+
+def test_small_groups_are_not_told(described, wsi_fl):
+    study, run = described
+    document = describe_clinically(study, [run], by="scanner", least=10)
+    groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
+    assert groups["old"]["n"] == 52 and groups["new"] is None
+    done = wsi_fl("clinical", run, "--by", "scanner", cwd=study.root)
+    assert "scanner new: fewer than 10 patients, not reported" in done.stderr
+    assert "scanner old: 52 patients" in done.stderr
+    done = wsi_fl("report", run, cwd=study.root)
+    page = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
+    for words in ("For the clinic", "of fewer than 10 patients: not reported", "Net benefit", "TRIPOD+AI"):
+        assert words in page
+    refused(lambda: describe_clinically(study, [run], by="shoe_size"), "shoe_size")
+    refused(lambda: describe_clinically(study, [run], by="shelf"), "no table of the sites has a slide or patient")
+    refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
+
+
+def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
+    study, run = described
+    for k in range(2):  # two slides of each patient, who agree but for the last patient
+        rows = [f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}" for i in range(40, 70) for n in (0, 1)]
+        (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
+    for row in describe_clinically(study, [run], by="sex")["sites"]:
+        groups = row["classes"]["tumor"]["subgroups"]
+        assert groups["f"]["n"] == 30 and groups["m"]["n"] == 28 and groups[""] is None
+    (study.root / "S0.csv").write_text("slide,patient,sex\na.svs,,m\nb.svs,,m\n")  # whose, nobody knows
+    said = read_column(study, study.load_site("S0"), "sex")
+    assert said["slide", "a"] == said["slide", "a.svs"] == "m" and ("patient", "") not in said
+
+
+@pytest.mark.parametrize("classes", [("a", "b"), ("a", "b", "c")])
+def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeypatch):
+    study, rng = make_study(tmp_path / "study", n_sites=1), np.random.default_rng(0)
+    monkeypatch.setattr("conftest.CLASSES", classes)
+    labels = np.arange(90) % len(classes)
+    x = rng.normal(size=(90, 8)) + 2 * np.eye(8)[labels]
+    write_features(study, "S0", x, labels, [f"p{k}" for k in range(90)], ["train"] * 45 + ["test"] * 45)
+    run = trained(study, "regular", *ALONE)["run"]
+    evaluate(study, run)
+    describe_clinically(study, [run])
+    page = write_report(study, run).read_text(encoding="utf-8")
+    assert ("or from 0.50" in page) == (len(classes) == 2)
+    assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
+
+
+def test_folds_are_taken_together(described, wsi_fl):
+    study, run = described
+    train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
+    runs = sorted(path.name for path in study.runs_path.iterdir())[-3:]
+    for name in runs:
+        evaluate(study, name)
+    document = describe_clinically(study, ["2-4"])
+    for row in document["sites"]:
+        one = row["classes"]["tumor"]
+        parts = [by_hand(study, f"runs/{name}", row["site"]) for name in runs]
+        truth, score = (np.concatenate(column) for column in zip(*parts, strict=True))
+        assert (one["n"], document["folds"]) == (140, 3)  # each patient of both hospitals once
+        assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
+    done = wsi_fl("clinical", "2-4", cwd=study.root)
+    assert "of 3 folds" in done.stderr and not (study.runs_path / runs[0] / "clinical.json").exists()
+    refused(lambda: describe_clinically(study, [run, "2"]), "folds")
+
+
+def test_how_many_patients_it_takes(wsi_fl, tmp_path):
+    given = ("--prevalence", "0.2", "--auroc", "0.85", "--sensitivity", "0.9")
+    document = json.loads(wsi_fl("plan-size", *given, "--json", cwd=tmp_path).stdout)
+    assert document["needed"]["sensitivity"] == 692  # 0.9 · 0.1 / (0.05 / 1.96)² / 0.2
+    assert document["patients"] == max(document["needed"].values()) and document["cases"] == 138
+    narrower = json.loads(wsi_fl("plan-size", *given, "--width", "0.05", "--json", cwd=tmp_path).stdout)
+    assert 3.9 < narrower["needed"]["sensitivity"] / 692 < 4.1
+    # with 1/width², as its formula says, and no end of a search
+    narrow = json.loads(wsi_fl("plan-size", *given, "--width", "0.00002", "--json", cwd=tmp_path).stdout)
+    assert narrow["needed"]["auroc"] == pytest.approx(document["needed"]["auroc"] * 5000**2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("prevalence", value) for value in ("1.2", "0", "1e-300", "nan", "0.999999999")),
+        *(("width", value) for value in ("1e-9", "0", "inf")),
+        *(("auroc", value) for value in ("0.5", "0.5000000001", "1")),
+        *(("sensitivity", "1e-320"), ("specificity", "1")),
+    ],
+)
+def test_what_asks_for_more_patients_than_there_are_people_is_refused(option, value):
+    asked = {"prevalence": 0.2, "area": 0.8} | {"area" if option == "auroc" else option: float(value)}
+    refused(lambda: plan_size(asked.pop("prevalence"), asked.pop("area"), **asked), f"--{option} ", "between")

@@ -1,0 +1,526 @@
+"""`compare`: paired tests against their definition, rows from runs, the baseline that is always there, the page."""
+
+import copy
+import html
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+from conftest import REAL, make_study, refused, write_store
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from scipy import stats
+from test_report import Document
+from training_runs import csv_rows, trained
+
+from wsi_fl.learning.verdict import Estimate, decide_verdict, holm_adjust
+from wsi_fl.report import benefit_figure, comparison_page
+from wsi_fl.report.comparison_page import ChartRow, render_comparison_png
+from wsi_fl.report.figures import load_palette
+from wsi_fl.stages.evaluation import compare_runs
+from wsi_fl.stages.evaluation.benefit import SeedScores, _estimate_benefit
+from wsi_fl.stages.evaluation.compare import compare_methods, render_comparison_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.runtime.console import TextTable
+from wsi_fl.system.files import write_sealed
+from wsi_fl.types import WsiFlError
+
+QUICK = ["train.rounds=1", "train.lr=0.002", "evaluate.bootstrap=0"]
+KINDS = ("local", "federated", "pooled")
+probability = st.floats(0, 1)
+
+
+@given(st.lists(st.one_of(st.none(), probability), max_size=8))
+def test_holm_by_its_definition_and_a_test_that_could_not_be_made_does_not_count(p_values):
+    corrected = holm_adjust(p_values)
+    assert [p is None for p in p_values] == [c is None for c in corrected]
+    pairs = sorted((p, c) for p, c in zip(p_values, corrected, strict=True) if p is not None)
+    p, found = np.array(pairs).reshape(-1, 2).T
+    by_hand = np.maximum.accumulate(np.minimum(1, p * np.arange(len(p), 0, -1)))
+    assert found == pytest.approx(by_hand)
+    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def run(study, method, *overrides):
+    return trained(study, method, *QUICK, *overrides)["run"]
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory):
+    """(study, document) of two methods with three seeds each, whose baseline was still to be trained."""
+    study = make_study(tmp_path_factory.mktemp("compare") / "study", n_sites=3)
+    for seed in range(3):
+        for method in ("proxyfl", "fedavg"):
+            run(study, method, f"train.seed={seed}")
+    return study, compare_methods(study, ["1-6"])
+
+
+def evaluation(study, name):
+    return json.loads((study.runs_path / name / "evaluation.json").read_text())
+
+
+def row_of(document, method):
+    (row,) = [row for row in document["rows"] if row["method"] == method]
+    return row
+
+
+def test_rows_hold_mean_and_sd_over_sites_and_seeds(series):
+    study, document = series
+    assert document["on"] == "merged"
+    labels = {"ProxyFL with DP", "FedAvg with DP", "Regular without DP"}
+    assert {row["label"] for row in document["rows"]} == labels
+    means = [row["accuracy"]["mean"] for row in document["rows"]]
+    assert means == sorted(means, reverse=True)
+    for row in document["rows"]:
+        assert (row["seeds"], row["n_sites"], len(row["runs"])) == ([0, 1, 2], 3, 3)
+        sites = [site for name in row["runs"] for site in evaluation(study, name)["sites"]]
+        for metric in ("accuracy", "macro_accuracy", "auroc"):
+            values = [site[metric] for site in sites]
+            assert row[metric] == pytest.approx({"mean": np.mean(values), "sd": np.std(values), "n": 9})
+        assert row["own_accuracy"]["mean"] == pytest.approx(np.mean([s["own"]["accuracy"] for s in sites]))
+        mine = [s["accuracy"] for s in sites if s["site"] == "S1"]
+        assert row["sites"]["S1"] == pytest.approx(np.mean(mine))
+
+
+def test_rows_hold_privacy_and_communication(series):
+    study, document = series
+    summaries = [json.loads(path.read_text()) for path in study.runs_path.glob("*-proxyfl-*/summary.json")]
+    proxyfl, fedavg, alone = (row_of(document, method) for method in ("proxyfl", "fedavg", "regular"))
+    assert (proxyfl["dp"], proxyfl["guarantee"]) == (True, "guaranteed")
+    assert proxyfl["epsilon"] == max(site["epsilon"] for s in summaries for site in s["sites"])
+    assert (alone["dp"], alone["guarantee"], alone["epsilon"]) == (False, "none", None)
+    sent, hub = proxyfl["communication"], fedavg["communication"]
+    total = summaries[0]["communication"]
+    assert sent["messages"] == 1
+    assert sent["bytes"] == sent["busiest_bytes"] == total["bytes"] / total["messages"]
+    assert hub["messages"] == pytest.approx(4 / 3)  # the hub sends to two, who send to it
+    assert hub["busiest_bytes"] / hub["bytes"] == pytest.approx(2 / (4 / 3))
+    assert alone["communication"]["bytes"] == 0
+    assert proxyfl["seconds_per_round"] == pytest.approx(np.mean([s["seconds"] for s in summaries]))
+
+
+def test_differences_are_paired_by_seed_and_corrected(series):
+    study, document = series
+    assert (document["baseline"], document["reference"]) == ("Regular without DP", "ProxyFL with DP")
+    runs = {row["label"]: row["runs"] for row in document["rows"]}
+
+    def by_seed(label, metric):
+        return [np.mean([s[metric] for s in evaluation(study, name)["sites"]]) for name in runs[label]]
+
+    for metric in ("accuracy", "macro_accuracy", "auroc"):  # and "own_accuracy"
+        tests = [test for test in document["paired"] if test["metric"] == metric]
+        assert {(test["a"].split()[0], test["b"].split()[0]) for test in tests} == {
+            ("ProxyFL", "Regular"), ("FedAvg", "Regular"), ("FedAvg", "ProxyFL"),
+        }  # fmt: skip
+        for test in tests:
+            sides = [by_seed(test[side], metric) for side in ("a", "b")]
+            assert (test["n"], test["unit"]) == (3, "seed")
+            assert test["difference"] == pytest.approx(np.mean(sides[0]) - np.mean(sides[1]))
+            assert test["sd"] == pytest.approx(np.subtract(*sides).std(ddof=1), abs=1e-9)
+            varies = np.ptp(np.subtract(*sides)) > 1e-9
+            assert test["p"] == (pytest.approx(stats.ttest_rel(*sides).pvalue) if varies else None)
+        assert [test["p_holm"] for test in tests] == holm_adjust([test["p"] for test in tests])
+
+
+def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(series):
+    study, document = series
+    trained = sorted(study.runs_path.glob("*-regular-*"))
+    assert [path.name for path in trained] == row_of(document, "regular")["runs"]
+    assert "seeds 0, 1, 2 was trained for this comparison" in document["notes"][0]
+    for path in trained:
+        config = (path / "config.toml").read_text()
+        assert "enabled = false" in config and "rounds = 1" in config and "lr = 0.002" in config
+        assert json.loads((path / "manifest.json").read_text())["pipeline"] == "small"
+    again = compare_methods(study, ["1-6"])
+    assert sorted(study.runs_path.glob("*-regular-*")) == trained
+    assert again["rows"] == document["rows"] and again["page"] == document["page"]
+    assert not any("trained for this" in note for note in again["notes"])
+
+
+def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
+    study, document = series
+    first = row_of(document, "regular")["runs"][0]
+    turned = compare_methods(study, [first, "00001", "runs/*-fedavg-*"])
+    assert turned["reference"] == turned["baseline"] == "Regular without DP"
+    units = {t["a"]: t["unit"] for t in turned["paired"] if t["metric"] == "auroc"}
+    assert units == {"FedAvg with DP": "seed", "ProxyFL with DP": "site"}
+    assert any("fewer than three common seeds" in note for note in turned["notes"])
+    assert row_of(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
+
+
+def drawn_in_colour(image):
+    return len(image.convert("RGB").getcolors(2**20)) > 50
+
+
+def test_page_figure_and_table_are_written(series):
+    study, document = series
+    page = (study.root / document["page"]).read_text()
+    seen = Document(page)
+    table = seen.table("Method", "Macro-accuracy", "ε")
+    assert set(table) == {"ProxyFL with DP", "FedAvg with DP", "Regular (baseline) without DP"}
+    assert table["Regular (baseline) without DP"][-2] == "nothing"
+    assert len(seen.table("Method", "against")) >= 2
+    for finding in document["findings"]:
+        assert finding["text"] in seen.text
+        assert "take part" not in finding["text"]  # a verdict on all sites
+    assert sum(tag == "svg" for tag, _ in seen.tags) == 4
+    assert page.index("Benefit of federation for each hospital") < page.index(document["findings"][0]["text"][:40])
+    assert "script" not in {tag for tag, _ in seen.tags}
+    assert "http://www" not in page.replace("http://www.w3.org", "")
+    with Image.open(study.root / document["benefit"]["figure"]) as image:
+        assert drawn_in_colour(image)
+    with Image.open(study.root / document["figure"]) as image:
+        assert image.size[0] > 1500 and drawn_in_colour(image)
+    rows = csv_rows(study.root / document["table"])
+    assert [row["label"] for row in rows] == [row["label"] for row in document["rows"]]
+    assert float(rows[0]["accuracy_mean"]) == document["rows"][0]["accuracy"]["mean"]
+    assert {row["method"] for row in rows if row["epsilon"] == ""} == {"regular"}
+
+
+def test_what_joining_brings_is_paired_by_seed_and_patch(series):
+    found = (document := series[1])["benefit"]
+    assert [found[kind] for kind in KINDS] == [document["baseline"], "ProxyFL with DP", None]
+    assert [site["site"] for site in found["sites"]] == ["S0", "S1", "S2"]
+    rows = {row["label"]: row for row in document["rows"]}
+    for site in [*found["sites"], {**found["all"], "site": None}]:
+        for kind in ("local", "federated"):
+            row = rows[found[kind]]
+            expected = row["sites"][site["site"]] if site["site"] else row["accuracy"]["mean"]
+            assert site[kind]["mean"] == pytest.approx(expected)
+            assert 0 <= site[kind]["low"] <= site[kind]["mean"] <= site[kind]["high"] <= 1
+        assert site["gain"]["mean"] == pytest.approx(site["federated"]["mean"] - site["local"]["mean"])
+        assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
+    assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
+    said = [line.text for line in render_comparison_lines(document) if not isinstance(line, TextTable)]
+    by_site = [line for line in said if "by federation" in line]
+    assert len(by_site) == 4 and all("by federation (ProxyFL with DP); " in line for line in by_site)
+
+
+@pytest.fixture
+def copied(series, tmp_path):
+    """A copy of the study that a test may change."""
+    shutil.copytree(series[0].root, tmp_path / "study")
+    return type(series[0])(tmp_path / "study")
+
+
+def newer_than(path, other):
+    later = other.stat().st_mtime + 1
+    os.utime(path, (later, later))
+
+
+def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
+    study, document = copied, series[1]
+    folder = study.runs_path / "00002-fedavg-small"
+    for name, more in (("evaluation", {}), ("summary", {"lost": ["S0"]})):
+        whole = json.loads((folder / f"{name}.json").read_text())
+        write_sealed(folder / f"{name}.json", whole | more | {"sites": whole["sites"][1:]})
+    newer_than(folder / "evaluation.json", folder / "summary.json")
+    found = compare_methods(study, ["1-6"])
+    assert "Dropped out during training in some run: S0." in found["notes"]
+    assert row_of(found, "fedavg")["accuracy"]["n"] == 8
+
+    def means(method, seed, sites):
+        run = row_of(document, method)["runs"][seed]
+        return np.mean([s["accuracy"] for s in evaluation(study, run)["sites"] if s["site"] in sites])
+
+    both = [("S1", "S2"), ("S0", "S1", "S2"), ("S0", "S1", "S2")]
+    expected = np.mean([means("fedavg", k, s) - means("regular", k, s) for k, s in enumerate(both)])
+    (test,) = [t for t in found["paired"] if t["a"][:6] == "FedAvg" and t["b"][:7] == "Regular"][:1]
+    assert (test["metric"], test["n"]) == ("accuracy", 3)
+    assert test["difference"] == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copied):
+    study, document = copied, series[1]
+    folder = study.runs_path / "00002-fedavg-small"
+    early = evaluation(study, folder.name)
+    write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
+    newer_than(folder / "summary.json", folder / "evaluation.json")
+    assert row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
+
+
+def test_differing_settings_make_rows_and_labels(pair):
+    for alpha in (0.3, 0.9):
+        run(pair, "proxyfl", f"train.alpha={alpha}", "train.beta=0.7")
+    run(pair, "proxyfl", "train.alpha=0.9", "train.seed=1")
+    run(pair, "regular", "train.alpha=0.5", "train.tune=true", "privacy.enabled=false", "privacy.sigma=9.0")
+    document = compare_methods(pair, ["1-4"], baseline=False)
+    rows = {row["label"]: row for row in document["rows"]}
+    low, high = ("ProxyFL with DP, train.alpha=0.3", "ProxyFL with DP, train.alpha=0.9")
+    assert set(rows) == {low, high, "Regular without DP"}
+    assert (rows[high]["settings"], rows[high]["seeds"]) == ({"train.alpha": 0.9}, [0, 1])
+    assert (rows["Regular without DP"]["seeds"], document["baseline"]) == ([0], "Regular without DP")
+    (note,) = [note for note in document["notes"] if "not trained" in note]
+    assert "seed 1" in note and len(list(pair.runs_path.glob("*-regular-*"))) == 1
+    assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
+
+
+def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(pair):
+    name = run(pair, "regular", "train.tune=false", "privacy.enabled=false")
+    document = compare_methods(pair, [name], baseline=False)
+    mine, missing = sorted(document["rows"], key=lambda row: not row["seeds"])
+    assert mine["label"] == document["reference"] == "Regular without DP"
+    assert missing["label"] == document["baseline"] and missing["settings"] == {"train.tune": True}
+
+
+@pytest.mark.slow
+def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
+    name = run(pair, "proxyfl", "train.seed=4")
+    document = compare_methods(pair, [name], baseline=False)
+    row = row_of(document, "regular")
+    assert document["baseline"] == row["label"] == document["rows"][-1]["label"]
+    assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
+    assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
+    assert document["paired"] == [] and not list(pair.runs_path.glob("*-regular-*"))
+    assert "the benefit of federation is unknown" in document["findings"][0]["text"]
+    Document((pair.root / document["page"]).read_text())
+    words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
+    assert words[:6] == ["wsi-fl", "train", "--method", "regular", "--pipeline", "small"]
+    trained(pair, "regular", *words[7::2])
+    assert row_of(compare_methods(pair, [name], baseline=False), "regular")["seeds"] == [4]
+
+
+@pytest.mark.slow
+def test_without_its_pipeline_the_baseline_is_trained_from_the_run(pair):
+    name = run(pair, "proxyfl", "train.seed=4")
+    (pair.root / "pipelines" / "small.toml").unlink()
+    assert row_of(compare_methods(pair, [name]), "regular")["seeds"] == [4]
+
+
+@pytest.mark.slow
+def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
+    name = run(pair, "proxyfl")
+    evaluate(pair, name)
+    write_store(pair, "S1", seed=9, n_per_slide=10)
+    document = compare_methods(pair, [name])
+    assert "the store of S1 was made anew since these runs" in document["notes"][0]
+    other = run(pair, "proxyfl")
+    refused(lambda: compare_methods(pair, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
+
+
+def test_unfinished_and_unknown_runs_are_refused(copied):
+    (copied.runs_path / "00002-fedavg-small" / "summary.json").unlink()
+    unfinished = "wsi-fl train --resume 00002-fedavg-small"
+    refused(lambda: compare_methods(copied, ["1-6"]), unfinished, error=WsiFlError)
+    refused(lambda: compare_methods(copied, []), "needs runs")
+    for word in ("70-80", "*-cwt-*", "77"):
+        refused(lambda word=word: compare_methods(copied, [word]), f"no run '{word}'")
+
+
+def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(pair, monkeypatch):
+    name = run(pair, "proxyfl")
+    for path in (pair.root / "sites").glob("*.toml"):
+        path.write_text(path.read_text().replace("real = false", REAL))
+    asked = {}
+
+    def instead_of_train(pair, **arguments):
+        asked.update(arguments)
+        raise WsiFlError("stop")
+
+    monkeypatch.setattr(compare_runs, "train", instead_of_train)
+    refused(lambda: compare_methods(pair, [name]), "stop", error=WsiFlError)
+    assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
+    assert "privacy.enabled=false" in asked["overrides"]
+    shutil.rmtree(pair.root / "stores" / "S1")
+    refused(lambda: compare_methods(pair, [name]), "stop", error=WsiFlError)
+    assert asked["backend"] == "local" and 'sites=["S0"]' in asked["overrides"]
+    document = compare_methods(pair, [name], baseline=False)
+    assert document["on"] == "own" and """--set 'sites=["S0"]'""" in document["notes"][0]
+    assert any("own site's test part" in note for note in document["notes"])
+    assert "on each site's local test part" in Document((pair.root / document["page"]).read_text()).text
+    row = row_of(document, "proxyfl")
+    assert row["sites"].keys() == {"S0"} and row["accuracy"] == row["own_accuracy"]
+
+
+def made_up(method, mean, *, dp=True, **more):
+    """A row of the document."""
+    scores = ("accuracy", "macro_accuracy", "auroc", "own_accuracy")
+    return {
+        **{"label": f"{method} {'with' if dp else 'without'} DP", "method": method, "dp": dp, "settings": {}},
+        **{"guarantee": "nominal" if dp else "none", "epsilon": 12.3 if dp else None},
+        **{"seeds": [0, 1, 2], "runs": ["00001-x"], "n_sites": 4, "sites": {"A": mean, "B": mean}},
+        **{score: {"mean": mean, "sd": 0.02, "n": 12} for score in scores},
+        "communication": {"messages": 1.0, "bytes": 8e5, "busiest_bytes": 8e5, "seconds": 0.1},
+        "seconds_per_round": 2.0,
+        **more,
+    }
+
+
+ALONE = made_up("regular", 0.73, dp=False)
+
+
+def against_alone(row, difference, p, unit="seed", n=3):
+    pair = {"a": row["label"], "b": ALONE["label"], "metric": "accuracy", "unit": unit}
+    return pair | {"difference": difference, "sd": 0.01, "n": n, "p": p, "p_holm": p}
+
+
+@pytest.mark.parametrize(
+    ("difference", "sd", "unit", "tone", "said"),
+    [
+        (-0.29, 0.01, "seed", "bad", "−0.290 (−0.315 to −0.265) over {}: on average federation does not pay."),
+        (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average federation pays."),
+        (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether federation pays on average."),
+        (0.05, 0.03, "seed", "unclear", "these runs do not show"),
+        (0.004, 0.0001, "seed", "unclear", "these runs do not show"),
+        (-0.3, None, "seed", "unclear", "these runs do not show"),
+    ],
+)  # fmt: skip
+def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
+    ours = made_up("proxyfl", 0.73 + difference)
+    test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
+    first, second = comparison_page.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
+    assert first.text == "A local model without DP reaches 0.73 (4 sites, 3 seeds)."
+    assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
+    assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
+
+
+def of_all(gain, room):
+    known, space = (one and Estimate(*one) for one in (gain, room))
+    told = {
+        "gain": known.build_document(),
+        "pooled_gain": space and space.build_document(),
+        "gap_closed": None,
+        "measure": "AUROC",
+    }
+    told |= {"local": {"mean": 0.6}, "federated": {"mean": 0.6 + gain[0]}, "pooled": {"mean": 0.6 + (room or [0])[0]}}
+    return told | {"verdict": decide_verdict(known, space)}
+
+
+@pytest.mark.parametrize(
+    ("gain", "room", "tone", "said"),
+    [
+        ((0.05, 0.03, 0.07), None, "good", "+0.050 (+0.030 to +0.070) over {}: on average federation pays."),
+        ((-0.05, -0.07, -0.03), None, "bad", "on average federation does not pay."),
+        ((0.05, -0.01, 0.12), None, "unclear", "these runs do not show whether federation pays on average."),
+        ((0.0, -0.01, 0.01), (0.0, -0.01, 0.01), "unclear", "there is nothing to gain"),
+    ],
+)
+def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
+    ours = made_up("proxyfl", 0.78)
+    tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
+    first, second = comparison_page.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
+    assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
+    assert "reaches 0.60 in AUROC over all test patches (" in first.text, "the means whose difference is the gain"
+    assert f"reaches {0.6 + gain[0]:.2f} (ε" in second.text and "0.78" not in second.text
+    assert "p <" not in second.text
+
+
+def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference_is_called_federation():
+    rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
+    tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
+    gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
+    *_, third, fourth = comparison_page.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
+    assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
+    assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
+    assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
+    assert "federation" not in third.text + fourth.text
+
+
+def test_the_report_of_a_run_says_what_the_comparison_says(series):
+    study, _ = series
+    document = compare_methods(study, ["1"])
+    (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
+    gain = document["benefit"]["all"]
+    assert said.endswith(
+        f"over {comparison_page.LOCAL_BASELINE}: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
+    )
+    page = html.unescape(write_report(study, "1").read_text(encoding="utf-8"))
+    said = f"{benefit_figure.gain_words(gain)} over a local model without DP: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
+    assert said in page
+    assert f"Gain in {gain['measure']}" in page and "federation helped" not in page
+
+
+@pytest.mark.parametrize(
+    ("pooled", "share"), [((0.9, 0.9, 0.8, 0.9), True), ((0.9, 0.2, 0.1, 0.5), False), (None, False)]
+)
+def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
+    def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
+        return {0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
+
+    known = {"local": answers([0.4] * 4), "federated": answers([0.6] * 4)}
+    found = _estimate_benefit(known | ({"pooled": answers(pooled)} if pooled else {}))
+    assert (found["gap_closed"] is not None) == share and found["verdict"] == "join"
+    few = {kind: {0: SeedScores(dict([*runs[0].values.items()][:4]))} for kind, runs in known.items()}
+    assert _estimate_benefit(few)["verdict"] == "inconclusive" and _estimate_benefit(few)["gain"]["low"] < 0
+
+
+def test_cautions_name_what_spoils_a_comparison():
+    a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
+    text = " ".join(comparison_page.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
+    for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
+        assert said in text
+    assert "a single run" not in " ".join(comparison_page.list_cautions([ALONE, a], []))
+    (always,) = comparison_page.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
+    assert "chose their regularisation" in always
+
+
+def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=3)
+    shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
+    document = evaluate(study, shared)
+    assert document["shared"] and document["merged"]["accuracy"]["sd"] == 0
+    (table,) = [line for line in render_evaluation_lines(document) if isinstance(line, TextTable)]
+    first = [row and row[0] for row in table.rows]
+    assert "shared model" in table.title and first == ["S0", "S1", "S2", None, "all"]
+    page = write_report(study, shared).read_text()
+    assert "their shared model reaches" in " ".join(page.split())
+    assert "± 0.00" not in page.split("Against the other runs")[0]
+    assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
+
+
+def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_says(series):
+    found, rng = copy.deepcopy(series[1]["benefit"]), np.random.default_rng(0)
+    for site in found["sites"]:
+        site["site"] = f"<b>hospital {site['site']}</b>"
+    for row in (*found["sites"], found["all"]):
+        row["pooled"] = {"mean": 0.75, "low": 0.7, "high": 0.8}
+    found["sites"][-1] |= {"gain": {"mean": -0.01, "low": None, "high": None}, "epsilon": None}
+    rows, drawn = [ALONE], []
+    for k in range(11):  # more than colours
+        change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
+        label = f"ProxyFL with DP, {comparison_page.settings_words(change)}"
+        rows.append(made_up("proxyfl", 0.5 + k / 40, label=label, settings=change))
+    for row in rows:
+        dp, mean = row["dp"], row["accuracy"]["mean"]
+        name, words = row["label"].split(",")[0], comparison_page.settings_words(row["settings"])
+        curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, 7)] for _ in range(4)]
+        values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
+        drawn.append(ChartRow(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))
+    document = {
+        "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "baseline": ALONE["label"],
+        "paired": [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
+        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
+        "benefit": found | {"pooled": "Joint without DP"},
+        "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",
+    }  # fmt: skip
+    page = comparison_page.render_comparison_page(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
+    seen, first = Document(page), found["sites"][0]
+    assert "−0.010 no differential privacy" in seen.text
+    assert f"{benefit_figure.gain_words(first)} for ε = {first['epsilon']:.3g}, guaranteed" in seen.text
+    assert "paired by seed and patient" in seen.text, "gains are paired by what is asked about"
+    assert "more methods than colours" in seen.text
+    assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
+    assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
+    fixed = re.findall(r"(?:stroke|fill): #\w+", page.split("</style>")[1])
+    assert not fixed, "colours are the page's variables"
+    chart = benefit_figure.plot_benefit(document["benefit"])
+    assert "all sites" in chart.svg and "pooled" in chart.alt
+    with Image.open(io.BytesIO(benefit_figure.render_benefit_png(document["benefit"]))) as image:
+        assert image.size[0] > 1000
+    with Image.open(io.BytesIO(render_comparison_png(drawn, "Accuracy"))) as image:
+        colors = {color for _, color in image.convert("RGB").getcolors(2**20)}
+    for name in ("ink", "s0", "paper"):
+        assert tuple(bytes.fromhex(load_palette()[name][1:])) in colors
+
+
+def test_the_command_prints_one_document(series, wsi_fl):
+    done = wsi_fl("compare", "1-6", "--json", cwd=series[0].root)
+    assert json.loads(done.stdout)["rows"] == series[1]["rows"]

@@ -1,0 +1,243 @@
+"""Advice works: every command that a message names can be given, and `doctor` says what is missing."""
+
+import ast
+import errno
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+
+from wsi_fl.cli.main import app
+from wsi_fl.cli.options import announce_start
+from wsi_fl.federation import loop
+from wsi_fl.stages import doctor
+from wsi_fl.stages.runtime import console
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.train import resume_run
+from wsi_fl.system.files import read_lines
+from wsi_fl.types import WsiFlError
+
+PACKAGE = Path(__file__).parents[2] / "wsi_fl"
+ROOT = typer.main.get_command(app)
+WRONG = typer.BadParameter.__mro__[1]
+_COMMAND = re.compile(r"`(wsi-fl [^`]*)`|next: (wsi-fl [^;`]*)|\((wsi-fl [^)]*)\)")
+
+
+def _texts(tree: ast.AST):
+    """(line, text) of all strings of a module; what is put into one is 1."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    inside = {id(one) for node in joined for one in node.values}
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(one.value) if isinstance(one, ast.Constant) else "1" for one in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+@cache
+def advised() -> list[tuple[str, str]]:
+    """(place, command) of every command that a text of the package names."""
+    found = {}
+    sources = ((path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
+    for path, source in ((path, source) for path, source in sources if "wsi-fl" in source):
+        for line, text in _texts(ast.parse(source)):
+            for match in _COMMAND.finditer(" ".join(text.split())):
+                command = next(filter(None, match.groups()))
+                found[f"{path.relative_to(PACKAGE)} {command}"] = (f"{path.name}:{line}", command)
+    for path in sorted(PACKAGE.rglob("*.j2")):
+        text = re.sub(r"\{%.*?%\}", "", re.sub(r"\{\{.*?\}\}", "1", path.read_text("utf-8"), flags=re.DOTALL))
+        for match in re.finditer(r"(?:<code>|`)(wsi-fl [a-z][^`<]*)", text):
+            found[f"{path.relative_to(PACKAGE)} {match[1]}"] = (path.name, match[1])
+    return list(found.values())
+
+
+def _parses(command: str) -> None:
+    """The command exists, and takes these options with these numbers of values; others may still be asked for."""
+    words = ["1" if word == "N" else word for word in shlex.split(command)[1:] if word not in ("&&", "…")]
+    here = ROOT
+    if words[0] in ("1", "ARGUMENTS"):  # a command that the text is told
+        return
+    while hasattr(here, "commands") and words:
+        name, here = words[0], here.get_command(None, words.pop(0))
+        assert here is not None, f"no command {name}"
+    if words and words != ["1"]:
+        try:
+            here.make_context("wsi-fl", words)
+        except WRONG as error:
+            assert "missing" in error.format_message().lower() and "option" in error.format_message().lower()
+
+
+def test_every_command_that_a_message_names_can_be_given():
+    wrong = []
+    for place, command in advised():
+        try:
+            _parses(command)
+        except (AssertionError, WRONG) as error:
+            wrong.append(f"{place}: `{command}`: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_commands_that_do_not_exist_are_noticed():
+    assert len(advised()) > 40
+    for command in ("wsi-fl tiles", "wsi-fl train --again", "wsi-fl federation start --stop X"):
+        with pytest.raises((AssertionError, WRONG)):
+            _parses(command)
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (KeyboardInterrupt(), "wsi-fl: error: interrupted; continue with"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free some space and continue"),
+    ],
+)
+def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monkeypatch, ended, words):
+    """And that command goes on: no round stands twice, no second run begins."""
+    real, calls = loop._log_round, []
+
+    def log(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ended
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_log_round", log)
+        done = wsi_fl("train", "--method", "proxyfl", "--backend", "local", cwd=pair.root)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and words in last
+    command = re.search(r"`wsi-fl train --resume (\S+)`", last)
+    summary = resume_run(pair, command[1], backend="local")
+    assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(pair.runs_path.glob("0*"))) == 1
+    lines = [line for line in read_lines(pair.ledger_path("S0")) if line.get("released")]
+    assert {line["run"] for line in lines} == {lines[0]["run"]}
+
+
+def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_path, wsi_fl):
+    code = (
+        "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
+        "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
+        "heavy = {'torch', 'opacus', 'scipy', 'skimage', 'sklearn', 'tifffile'}\n"
+        "try: m.main()\nexcept SystemExit: print(*heavy & {*sys.modules})\n"
+        "import wsi_fl.stages.evaluation.write_report, wsi_fl.stages.evaluation.compare\n"
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("wsi-fl train: starting …\nwsi-fl: error:") and done.stdout == "\nFalse\n"
+    assert "starting" not in wsi_fl("config", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ],
+)
+def test_only_the_first_rank_says_that_it_starts(monkeypatch, capsys, size, rank):
+    command = announce_start(lambda: None, "train")
+    for number, said in (("1", ""), ("0", "wsi-fl train: starting …\n")):
+        monkeypatch.setenv(size, "2")
+        monkeypatch.setenv(rank, number)
+        command()
+        assert capsys.readouterr().err == said
+
+
+@pytest.fixture
+def _eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+
+
+@pytest.mark.usefixtures("_eight_cores")
+def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for name, value in (("SIZE", "4"), ("LOCAL_SIZE", "4"), ("RANK", "0")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    launch.share_threads()
+    assert taken == [2] and "each takes 2" in capsys.readouterr().err
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    launch.share_threads()
+    assert taken == [2, 2] and not capsys.readouterr().err
+
+
+def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
+    monkeypatch.setattr(console, "_LINE_EVERY_S", 0.02)
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
+    with console.ProgressBars("tile") as bars:
+        time.sleep(0.1)
+        bars.update("A", 1, 4, "finding tissue")
+        time.sleep(0.1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("tile: preparing, ") and said[-1].startswith("tile: 25%") and len(said) > 3
+    time.sleep(0.05)
+    assert not capsys.readouterr().err
+
+
+def test_progress_over_works_one_after_another_never_goes_back(capsys):
+    bars, shown = console.ProgressBars("train"), []
+    for before in range(3):
+        one = console.NestedProgress(bars, before, 3)
+        for done in (0, 1, 2):
+            one.update("C1", done, 2)
+            bars._starting_points["C1"] = 0, bars._start_time - 60
+            shown.append(bars._format_progress())
+    shares = [int(line.split()[1].rstrip("%,")) for line in shown]
+    assert shares == sorted(shares) == [0, 17, 33, 33, 50, 67, 67, 83, 100]
+    assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
+
+
+def test_what_is_left_counts_down_between_two_steps():
+    bars = console.ProgressBars("train")
+    bars.update("C1", 1, 4)
+    now = time.monotonic()  # a step took 30 s, and 30 s more have gone
+    bars._starting_points["C1"], bars._progress_time = (0, now - 60), now - 30
+    assert bars._format_progress() == "train: 25%, about 60 s left"
+
+
+@pytest.mark.usefixtures("_eight_cores")
+def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8,2")
+    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2"
+    assert launch.describe_threads(4) == "OMP_NUM_THREADS = 8 in 4 ranks is more than 8 cores: each takes 2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2" and not launch.describe_threads(4)
+
+
+def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
+    document = json.loads(wsi_fl("doctor", "--json", cwd=tmp_path).stdout)
+    names = [row["name"] for row in document["checks"]]
+    assert names == ["Python", "OpenSlide", "PyTorch", "MPI", "GPU", "disk"]
+    assert all(row["said"] for row in document["checks"])
+    assert document["ok"] == all(row["ok"] for row in document["checks"])
+    assert all(row["ok"] for row in document["checks"] if row["name"] != "disk"), document
+
+
+@pytest.mark.parametrize("problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")])
+def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
+    def broken():
+        raise problem
+
+    monkeypatch.setattr(doctor, "_check_openslide", broken)
+    document = doctor.check_installation()
+    failed = [row for row in document["checks"] if not row["ok"] and row["name"] != "disk"]
+    assert not document["ok"] and [row["name"] for row in failed] == ["OpenSlide"]
+    assert failed[0]["said"].startswith(" ".join(str(problem).split()))
+    assert "\n" not in failed[0]["said"]

@@ -1,0 +1,419 @@
+"""Joining never costs: the hospital alone is given its due, kept beside every method, and mixed with what that made."""
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import LARGER, interrupted_after, make_study, metrics, nightly, refused, same, write_features
+from safetensors.torch import load_file
+from sklearn.linear_model import LogisticRegression
+from test_oneshot import HEADS, rows_of
+from training_runs import of_site, trained
+
+from wsi_fl.learning.ensemble import (
+    Ensemble,
+    build_ensemble,
+    gate_ensemble,
+    single_federated_ensemble,
+    weight_by_sample_size,
+)
+from wsi_fl.learning.metrics import _center_scores, find_operating_point
+from wsi_fl.learning.tuning import (
+    HyperParameters,
+    _class_balanced_loss,
+    _split_folds,
+    fit_linear_head,
+    softmax,
+    tune_hyperparameters,
+)
+from wsi_fl.learning.validation import roles_of_choice
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.training.train import resume_run
+from wsi_fl.stores.patch_store import PatchStore
+from wsi_fl.system.files import read_lines
+
+ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
+
+
+def run_of(study, *overrides, method="regular"):
+    return trained(study, method, *overrides)["run"]
+
+
+def normalised(x):
+    return torch.nn.functional.layer_norm(torch.from_numpy(x), x.shape[-1:]).numpy()
+
+
+@pytest.fixture
+def skewed(pair):
+    """Two hospitals of 100 rows, nine of ten of one class, and balanced tests."""
+    for k, share in enumerate((0.1, 0.9)):
+        parts = [rows_of(100, k, share, d=200), rows_of(200, 10 + k, d=200)]
+        x, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        patients = [f"p{i}" for i in range(100)] + [f"t{i}" for i in range(200)]
+        write_features(pair, f"S{k}", x, labels, patients, ["train"] * 100 + ["test"] * 200)
+    return pair
+
+
+def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
+    x, labels = rows_of(120, 0, 0.2, d=300)
+    x = normalised(x)
+    found = fit_linear_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
+    theirs = LogisticRegression(C=found.strength, class_weight="balanced", tol=1e-9, max_iter=5000)
+    theirs.fit(x, labels)
+    ours = x @ found.weight.T + found.bias
+    apart = ours[:, 1] - ours[:, 0] - theirs.decision_function(x)
+    np.testing.assert_allclose(apart, apart.mean(), atol=0.1)  # but for its bias
+    assert apart.mean() > 0  # the rare class was learned by heart
+
+
+def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
+    x, labels = rows_of(200, 0, 0.06, d=300)
+    x = normalised(x)
+    found = fit_linear_head(x, labels, np.full(200, ""), 2)
+    logs = np.log(found.held_out)
+    apart = logs[:, 1] - logs[:, 0]
+    assert apart[labels == 0].mean() + apart[labels == 1].mean() == pytest.approx(0, abs=1e-6)
+    more, theirs = rows_of(1000, 1, d=300)
+    more = normalised(more)
+    plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
+    right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
+    assert right > (plain.predict(more) == theirs).mean() + 0.03
+    assert found.loss == _class_balanced_loss(found.held_out, labels)
+
+
+def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
+    run = run_of(skewed, *ALONE)
+    rows = evaluate(skewed, run)["sites"]
+    for k, share in enumerate((0.1, 0.9)):
+        x, labels = rows_of(100, k, share, d=200)
+        tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
+        strength = of_site(skewed.root / run, f"S{k}", "tuning")["strength"]
+        theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
+        theirs.fit(normalised(x), labels)
+        right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
+        assert rows[k]["accuracy"] > right.mean() - 0.01
+    plain = run_of(skewed, *ALONE, "train.tune=false", "train.rounds=20")
+    before = evaluate(skewed, plain)["merged"]["accuracy"]["mean"]
+    assert np.mean([row["accuracy"] for row in rows]) > before + 0.05  # its prior was most of what it lacked
+
+
+def test_strength_is_chosen_on_patients_that_were_held_out():
+    rng = np.random.default_rng(0)
+    labels = np.tile([0, 1], 60)
+    patients = np.repeat([f"p{i}" for i in range(20)], 6)
+    own = rng.normal(size=(20, 400))[np.repeat(np.arange(20), 6)]  # what tells patients apart, and no class
+    x = own * 3 + rng.normal(size=(120, 400))
+    found = fit_linear_head(x, labels, patients, 2)
+    assert found.strength < 1 / 400  # there is nothing to learn
+    for fold in _split_folds(labels, patients):
+        assert not set(patients[fold]) & set(patients[~fold])
+
+
+@pytest.mark.slow
+def test_balance_makes_rare_classes_count_as_much(skewed):
+    settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.003"]
+
+    def reached(seed, balance):
+        more = [f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"]
+        run = run_of(skewed, *settings, *more)
+        return evaluate(skewed, run)["merged"]["macro_accuracy"]["mean"]
+
+    gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
+    assert min(gains) > 0 and np.mean(gains) > 0.02
+
+
+def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
+    released = []
+    for balance in ("false", "true"):
+        overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
+        run = run_of(skewed, *overrides, method="proxyfl")
+        lines = [line for line in read_lines(skewed.ledger_path("S0")) if line.get("run", "").startswith(run[5:])]
+        released.append([line["released"] for line in lines if "released" in line])
+    assert released[0] == released[1] != []
+
+
+def test_other_models_choose_their_settings_one_by_one():
+    labels, patient = np.tile([0, 1], 20), np.array([f"p{i // 2}" for i in range(40)])
+    asked = []
+
+    def way_of(way, seen):
+        asked.append(way)
+        good = 0.6 + 0.1 * way.balance + 0.1 * (way.weight_decay == 1e-2) + 0.1 * (way.lr < 1)
+        said = np.full((int((~seen).sum()), 2), 1 - good)
+        said[np.arange(len(said)), labels[~seen]] = good
+        return said
+
+    for folds in (5, 1):
+        asked.clear()
+        best, held_out = tune_hyperparameters(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
+        assert best == HyperParameters(0.3, 1e-2, True)
+        assert held_out.shape == (40, 2)
+        assert _class_balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+        # nothing is trained twice, and of the best there are always all folds
+        assert len(asked) == (len(set(asked)) * 5 if folds == 5 else len(set(asked)) + 4)
+
+
+def said(labels, skill, seed):
+    margin = (2 * labels - 1) * skill + np.random.default_rng(seed).normal(size=len(labels))
+    return np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], axis=1)
+
+
+ROWS = np.tile([0, 1], 200)
+EACH = np.array([f"p{k}" for k in range(400)])
+
+
+def right(answers, labels):
+    return np.mean([(answers.argmax(1) == labels)[labels == one].mean() for one in (0, 1)])
+
+
+def test_nothing_is_mixed_in_that_helps_nobody():
+    own = said(ROWS, 1.0, 0)
+    for other in (said(ROWS, 0.0, 1), said(ROWS, -1.0, 1), np.full((400, 2), 0.5), own):
+        stack = gate_ensemble(own, other, ROWS, EACH)
+        assert stack.weight == 0
+        np.testing.assert_allclose(stack(own, other), own, atol=1e-9)
+
+
+def test_what_helps_is_mixed_in_and_the_lone_model_stays():
+    own, other = said(ROWS, 1.0, 0), said(ROWS, 1.0, 2)
+    both = gate_ensemble(own, other, ROWS, EACH)
+    assert 1 / 3 <= both.weight <= 2 / 3
+    assert right(both(own, other), ROWS) > right(own, ROWS) + 0.03
+    fools = said(ROWS, 0.0, 1)
+    assert gate_ensemble(fools, other, ROWS, EACH).weight == 2 / 3  # never the joined one alone
+
+
+def test_few_rows_or_patients_show_nothing():
+    rare = np.repeat([0, 1], [60, 3])
+    kept, lost = [], []
+    for seed in range(40):
+        stack = gate_ensemble(said(rare, 1.0, seed), said(rare, 0.3, 100 + seed), rare, EACH[:63])
+        kept.append(stack.weight == 0)
+        own, other = said(ROWS, 1.0, 200 + seed), said(ROWS, 0.3, 300 + seed)
+        lost.append(right(own, ROWS) - right(stack(own, other), ROWS))
+    assert np.mean(kept) > 0.8 and np.mean(lost) < 0.01
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 0.0), (2, 1 / 3), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
+def test_the_fewer_patients_a_class_has_the_less_is_mixed_in_however_good_it_looks(n, most):
+    labels = np.repeat([0, 1], [60, n])
+    stack = gate_ensemble(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
+    assert stack.weight == most
+
+
+def test_noise_is_no_remedy_for_a_model_that_is_too_sure_of_itself():
+    opened, kept = [], []
+    for seed in range(40):
+        own = softmax(5 * np.log(said(ROWS, 1.0, seed)))
+        opened.append(gate_ensemble(own, said(ROWS, 0.0, 100 + seed), ROWS, EACH).weight > 0)
+        kept.append(gate_ensemble(own, said(ROWS, 1.0, 200 + seed), ROWS, EACH).weight > 0)
+    assert np.mean(opened) < 0.1 and np.mean(kept) > 0.9
+
+
+def test_a_site_that_lacks_one_of_three_classes_or_has_a_single_row_of_it_asks_what_it_has_by_joining():
+    labels = np.tile([0, 1], 30)
+    three = np.full((60, 3), 1 / 3)
+    assert build_ensemble(three, three, labels, EACH[:60]) == single_federated_ensemble(3)
+    labels[0] = 2
+    assert build_ensemble(three, three, labels, EACH[:60]) == single_federated_ensemble(3)
+    labels[1] = 2
+    assert build_ensemble(three, three, labels, EACH[:60]) != single_federated_ensemble(3)
+
+
+def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], [60, 5])
+    x = rng.normal(size=(65, 200)) + 0.35 * labels[:, None]
+    whose = np.array([*(f"p{k // 5}" for k in range(60)), *["q"] * 5])
+    alone = fit_linear_head(x, labels, whose, 2)
+    assert alone.loss is not None and alone.held_out is not None
+    single = fit_linear_head(x[:61], labels[:61], EACH[:61], 2)
+    assert single.loss is None  # nothing can be held out
+    others = rng.normal(size=(400, 200)) + 0.35 * ROWS[:, None]
+    moved = (others @ alone.weight.T + alone.bias).argmax(1)
+    assert 0.3 < moved.mean() < 0.7
+
+
+@pytest.mark.parametrize(
+    ("rare", "patients", "most"), [(5, 1, 1 / 3), (5, 5, 2 / 3), (1, 1, 2 / 3)], ids=["one", "five", "row"]
+)
+def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, patients, most):
+    labels = np.repeat([0, 1], (40, rare))
+    whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
+    said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
+    assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
+
+
+def test_rows_of_one_patient_are_no_more_than_one():
+    eight = np.tile([0, 1], 4)
+    pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
+    alike = np.tile(np.arange(8).astype(str), 50)
+    often = [np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
+    assert often[0] > often[1] + 0.3
+
+
+def test_a_joined_model_that_prefers_a_class_is_centred():
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], [380, 20])
+    margin = (np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400)) * 2 - 6  # an answer shifted by a prior
+    other = np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], 1)
+    own = said(labels, 1.0, 4)
+    stack = gate_ensemble(own, other, labels, EACH)
+    assert right(other, labels) < 0.6 and stack.weight > 0
+    assert right(stack(own, other), labels) > right(own, labels) + 0.02
+
+
+def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
+    found = gate_ensemble(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
+    stack = replace(found, own="local", shared="mean")
+    document = json.loads(json.dumps(asdict(stack)))
+    assert Ensemble.parse_document(document) == stack
+    assert roles_of_choice("ensemble", stack) == ("local", "private", "proxy")
+    earlier = {key: value for key, value in document.items() if key not in ("own", "shared")}
+    assert roles_of_choice("ensemble", Ensemble.parse_document(earlier)) == ("private", "proxy")
+    never = np.array([[0.0, 1.0]])
+    assert stack(never, never)[0, 0] == 0
+    other = said(ROWS, 0.0, 3)
+    np.testing.assert_allclose(single_federated_ensemble(2)(other, own := said(ROWS, 1.0, 4)), own, atol=1e-9)
+
+
+def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
+    settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
+    document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
+    assert {row["model"] for row in document["sites"]} == {"ensemble"}
+    assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
+    untuned = [*settings, "train.tune=false", "train.local_baseline=false"]
+    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.local_baseline=true")
+
+
+def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
+    score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
+    truth = np.array([0, 0, 0, 1, 1])
+    point = find_operating_point(score, truth)
+    assert 0.75 < point < 0.92
+    moved = _center_scores(score, point)
+    assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
+    at_point = _center_scores(np.array([point]), point)[0]
+    assert at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point  # the likelier class is the second
+    assert find_operating_point(score, np.ones(5, int)) is None and find_operating_point(np.full(5, 0.3), truth) is None
+    noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
+    best = find_operating_point(noisy, truth)
+    marks = (best, *np.linspace(0, 1, 101))
+    reached = [np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)]) for t in marks]
+    assert reached[0] == max(reached)
+
+
+def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    tumour = np.zeros((20, 10), int)  # every second slide has three tumour patches among ten; all look a little ill
+    tumour[1::2, :3] = 1
+    labels, of = tumour.flatten(), np.arange(20).repeat(10)
+    x = np.random.default_rng(0).normal(size=(200, 24)) + 3 * np.outer(labels, np.arange(24) < 3)
+    splits, (patients, slides) = ["train"] * 150 + ["test"] * 50, ([f"{c}{k}" for k in of] for c in "ps")
+    write_features(study, "S0", x, labels, patients, splits, slides)
+    run = run_of(study, *ALONE)
+    row = evaluate(study, run)["sites"][0]["slides"]
+    kept = of_site(study.root / run, "S0", "prediction_model")
+    assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"
+    assert row["accuracy"] >= 0.8 and row["auroc"] >= 0.8
+
+
+TALKING = ["proxyfl", "fedavg", *nightly("fml", "avgpush", "cwt")]
+SEEDED = ("privacy.insecure_seed=1", "train.rounds=2")
+KINDS = {"heads": HEADS, "networks": ["train.val_fraction=0.34", "train.seed=2"]}
+
+
+def seeded(study, method, *overrides):
+    return study.root / trained(study, method, *SEEDED, *overrides)["run"]
+
+
+def kept(path, role):
+    return {file.parent.name: load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))}
+
+
+def alike(one, other):
+    assert one.keys() == other.keys() and one
+    assert all(same(tensors, other[site]) for site, tensors in one.items())
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory):
+    """Two sites each: with features of 60 patients in training, and with tiny patches."""
+    found = {kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS}
+    for k, share in enumerate((0.2, 0.5)):
+        x, labels = rows_of(60, k, share, d=40)
+        more, theirs = rows_of(60, 10 + k, d=40)
+        patients, splits = [f"p{i}" for i in range(120)], ["train"] * 60 + ["test"] * 60
+        rows, of = np.concatenate([x, more]), np.concatenate([labels, theirs])
+        write_features(found["heads"], f"S{k}", rows, of, patients, splits)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", TALKING)
+def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
+    study, settings = studies[kind], KINDS[kind]
+    with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
+    for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
+        alike(kept(with_it, role), kept(without, role))
+    assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
+    document = evaluate(study, str(with_it))
+    for row in document["sites"]:
+        choice = of_site(with_it, row["site"], "prediction_model")
+        assert choice["ensemble"]["own"] == "local" and choice["ensemble"]["weight"] <= 2 / 3
+        assert row["model"] == choice["model"] == ("ensemble" if choice["ensemble"]["weight"] else "local")
+        assert row["accuracy"] == row["models"][row["model"]]["accuracy"]
+        assert choice["n"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_model_that_training_alone_gives(studies, kind):
+    study, tune = studies[kind], f"train.tune={str(kind == 'heads').lower()}"
+    held = [one for one in KINDS[kind] if "val_fraction" not in one]
+    joined = seeded(study, "fedavg", *held)
+    alone = seeded(study, "regular", *held, "privacy.enabled=false", tune)
+    alike(kept(joined, "local"), kept(alone, "private"))
+
+
+def test_models_that_stay_have_a_rate_of_their_own(studies):
+    study, slow = studies["networks"], "train.private_lr=0.0005"
+    joined, proxies = (seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
+    alone = seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
+    alike(kept(joined, "local"), kept(alone, "private"))
+    alike(kept(seeded(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
+    alike(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
+    with_noise = [kept(seeded(study, "regular", *more), "private") for more in ([slow], [])]
+    alike(*with_noise)
+
+
+def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
+    study = studies["networks"]
+    path = seeded(study, "proxyfl", "train.tune=true")
+    alike(kept(path, "local"), kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
+    for row in evaluate(study, str(path))["sites"]:
+        choice = of_site(path, row["site"], "prediction_model")
+        with PatchStore(study.store_path(row["site"])) as store:
+            assert choice["n"] == (store.table.split == "train").sum()
+        assert choice["ensemble"]["own"] == "local" and choice["ensemble"]["shared"] == "proxy"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind):
+    study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]
+    whole = seeded(study, "proxyfl", *settings)
+    with interrupted_after(4):
+        seeded(study, "proxyfl", *settings)
+    broken = sorted(study.runs_path.glob("0*"))[-1]
+    resume_run(study, broken.name, backend="local")
+    for role in ("local", "private", "proxy"):
+        alike(kept(whole, role), kept(broken, role))
+    for site in ("S0", "S1"):
+        assert of_site(whole, site, "prediction_model") == of_site(broken, site, "prediction_model")
+
+
+def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
+    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
+    sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
+    assert sent[0] == sent[1]

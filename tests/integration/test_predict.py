@@ -1,0 +1,320 @@
+"""`predict`: the same probabilities as `evaluate`, outlines that are where the tumour is, files that QuPath opens."""
+
+import csv
+import json
+import shutil
+import uuid
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shapely
+from conftest import refused
+from file_changes import edit, site_file
+from PIL import Image
+
+from wsi_fl.demo import simulated_slides
+from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.slides.patching.grid import grid_positions
+from wsi_fl.slides.pictures import heatmap
+from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.predict import choose_colors, predict, write_patch_table
+from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.stages.runtime.console import SilentProgress
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import write_sealed
+from wsi_fl.types import CLASSES, GridSpec, UsageError, WsiFlError
+
+SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
+TRAINING = [
+    *SETTINGS,
+    "train.rounds=1",
+    "train.input_px=24",
+    "privacy.enabled=false",
+    "model.private=gn_cnn_small",
+    "evaluate.bootstrap=0",
+]
+
+
+@cache
+def trained_on(archive, root):
+    """A study with a run; it is made once for all tests of predictions, to be read alone."""
+    study = Study(root)
+    init_study(study.root, archive=archive)
+    tile_slides(study, site=None, overrides=SETTINGS)
+    return study, train(study, method="regular", overrides=TRAINING, backend="local")["run"]
+
+
+@pytest.fixture(scope="session")
+def trained(archive, tmp_path_factory):
+    """A study with a run, evaluated, and the slides of its first site."""
+    study, run = trained_on(archive, tmp_path_factory.getbasetemp() / "trained")
+    evaluate(study, run)
+    return study, run, sorted((archive / "training" / "center_0").glob("*.tif"))
+
+
+@pytest.fixture(scope="session")
+def predicted(trained):
+    study, run, slides = trained
+    return predict(study, run, site="C1", slides=slides)
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A study of one's own to break; its run, and the slides."""
+    study, run, slides = trained
+    shutil.copytree(study.root, tmp_path / "copy")
+    return Study(tmp_path / "copy"), run, slides
+
+
+def rows_of(path):
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def heat(probabilities, boxes, classes=CLASSES, threshold=0.5):
+    p = np.asarray(probabilities, float)
+    return PatchPredictions(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
+
+
+def random_heat(seed, spec, slide_mpp, size_l0=(1500, 1130)):
+    rng = np.random.default_rng(seed)
+    boxes = patch_boxes(grid_positions(size_l0, spec, slide_mpp), spec, slide_mpp, size_l0)
+    return heat(rng.random(len(boxes)), boxes, threshold=0.45)
+
+
+def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, predicted):
+    study, run, _ = trained
+    ours = {
+        (row["slide"], p["x_l0"], p["y_l0"]): float(p["p_tumor"])
+        for row in predicted["slides"]
+        for p in rows_of(study.root / row["csv"])
+    }
+    told = rows_of(study.root / run / "sites/C1/predictions.csv")
+    theirs = [p for p in told if p["part"] == "C1" and p["selected"] == "True"]
+    assert len(theirs) > 15
+    for p in theirs:
+        assert ours[p["slide"], p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
+    assert len(ours) > len(theirs)
+
+
+def test_document_names_files_that_agree_with_each_other(trained, predicted):
+    study, run, slides = trained
+    assert set(predicted) == {"run", "site", "model", "slides", "failed", "table", "seconds"}
+    assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
+    assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
+    for row in predicted["slides"]:
+        assert set(row) == {"slide", "patches", "excluded", "score", "heatmap", "geojson", "csv", "json"}
+        lines = rows_of(study.root / row["csv"])
+        p = np.sort([float(line["p_tumor"]) for line in lines])[::-1]
+        wanted = {"max": p[0], "top_k_mean": p[:20].mean(), "fraction": (p >= 0.5).mean()}
+        assert row["patches"] == len(p) and row["score"] == pytest.approx(wanted, abs=1e-5)
+        kept = json.loads((study.root / row["json"]).read_text())
+        assert kept["score"] == row["score"] == kept["classes"]["tumor"]
+        features = json.loads((study.root / row["geojson"]).read_text())["features"]
+        tiles = [one["geometry"] for one in features if one["properties"]["objectType"] == "tile"]
+        corners = [shapely.geometry.shape(one).bounds[:2] for one in tiles]
+        assert corners == [(int(line["x_l0"]), int(line["y_l0"])) for line in lines]
+        assert Image.open(study.root / row["heatmap"]).format == "PNG"
+
+
+def test_one_table_has_a_row_for_every_slide_of_a_folder_also_of_calls_before(trained, tmp_path):
+    study, run, slides = trained
+    for path in slides[:2]:
+        document = predict(study, run, site="C1", slides=[path], out=tmp_path)
+    rows = rows_of(tmp_path / "slides.csv")
+    assert Path(document["table"]) == tmp_path / "slides.csv"
+    assert [row["slide"] for row in rows] == sorted(path.stem for path in slides[:2])
+    told = {row["slide"]: row for row in rows}[document["slides"][0]["slide"]]
+    assert float(told["score_top_k_mean"]) == document["slides"][0]["score"]["top_k_mean"]
+    assert told["score_of"] == "tumor" and "class" not in told  # which is no answer for the slide
+
+
+def test_progress_never_goes_back(trained, tmp_path):
+    study, run, slides = trained
+    shares: list[float] = []
+
+    class Seen(SilentProgress):
+        def update(self, part, done, total, note=""):
+            shares.append(done / total)
+
+    predict(study, run, site="C1", slides=slides[:3], out=tmp_path, watcher=Seen())
+    assert shares == sorted(shares) and shares[-1] == 1
+
+
+def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(trained, predicted, tmp_path):
+    study, run, slides = trained
+    with Slide(slides[0]) as slide:
+        picture = slide.thumbnail(max(slide.size_l0))[0]
+        mpp = slide.mpp
+    Image.fromarray(picture).save(tmp_path / "bare.png")
+    asked = {"site": "C1", "slides": [tmp_path / "bare.png"], "out": tmp_path}
+    (failed,) = predict(study, run, **asked)["failed"]
+    assert "µm per pixel" in failed["reason"] or "mpp" in failed["reason"]
+    (row,) = predict(study, run, **asked, mpp=mpp)["slides"]
+    assert row["patches"] == predicted["slides"][0]["patches"]
+
+
+def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_counts(copied, predicted, trained):
+    study, run, slides = copied
+    shutil.rmtree(study.root / "stores")
+    shutil.rmtree(study.root / run / "sites" / "C2")
+    site_file(study, "C2").write_text("what another hospital says is never read")
+    edit(study.root / run / "config.toml", "size_px = 64", "size_px = 100")
+    edit(study.root / run / "config.toml", "min_tissue = 0.3", "min_tissue = 0.9")
+    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
+    before = trained[0].root / predicted["slides"][0]["csv"]
+    assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
+
+
+@pytest.mark.parametrize("fact", [{"channels": 1}, {"spec": {"size_px": 64, "mpp": 0.0, "stride_px": 64}}])
+def test_a_run_that_learned_from_images_predicts_no_slides(copied, fact):
+    study, run, slides = copied
+    known = study.root / run / "sites/C1/store.json"
+    facts = json.loads(known.read_text()) | fact
+    write_sealed(known, facts)  # it really learned from them
+    refused(lambda: predict(study, run, site="C1", slides=slides[:1]), "learned from images, not slides")
+
+
+@pytest.mark.parametrize(("seed", "spec"), enumerate([GridSpec(96, 0.5, 96), GridSpec(64, 1.0, 32)]))
+def test_regions_are_the_exact_union_of_patches_above_the_threshold(seed, spec):
+    found = random_heat(seed, spec, slide_mpp=0.23 if seed else 0.5)
+    polygons = [region.polygon for region in found.regions]
+    assert all(p.is_valid and p.geom_type == "Polygon" and p.exterior.is_ccw for p in polygons)
+    assert all(not hole.is_ccw for p in polygons for hole in p.interiors)
+    boxes = found.boxes_l0[found.is_above]
+    wanted = shapely.union_all(shapely.box(*boxes.T))
+    assert shapely.equals(shapely.union_all(polygons), wanted)
+    assert sum(p.area for p in polygons) == wanted.area
+    if spec.stride_px == spec.size_px:
+        assert wanted.area == shapely.area(shapely.box(*boxes.T)).sum()  # neighbours touch and never overlap
+        assert sum(region.n_patches for region in found.regions) == found.is_above.sum()
+        assert not any(shapely.area(shapely.Polygon(h)) < 100 for p in polygons for h in p.interiors)
+
+
+def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
+    found = random_heat(1, GridSpec(96, 0.5, 96), 0.5)
+    path = tmp_path / "tumor.geojson"
+    write_geojson(path, found, choose_colors(CLASSES), "run/C1/slide")
+    document = json.loads(path.read_text())
+    assert document["type"] == "FeatureCollection" and set(document) == {"type", "features"}
+    kinds = {"annotation": [], "tile": []}
+    for feature in document["features"]:
+        properties = feature["properties"]
+        kinds[properties["objectType"]].append(feature)
+        assert feature["type"] == "Feature" and feature["geometry"]["type"] == "Polygon"
+        assert all(ring[0] == ring[-1] and len(ring) >= 5 for ring in feature["geometry"]["coordinates"])
+        assert shapely.geometry.shape(feature["geometry"]).is_valid
+        assert all(isinstance(v, int) and 0 <= v <= 255 for v in properties["classification"]["color"])
+        assert 0 <= properties["measurements"]["Tumor probability"] <= 1
+        assert all(type(v) in (int, float) for v in properties["measurements"].values())
+    annotations, tiles = kinds["annotation"], kinds["tile"]
+    assert len({uuid.UUID(f["id"]) for f in annotations}) == len(annotations)
+    assert [f["properties"]["name"] for f in annotations][:2] == ["Tumor 1", "Tumor 2"]
+    for feature, region in zip(annotations, found.regions, strict=True):
+        properties = feature["properties"]
+        known = {"objectType", "name", "classification", "isLocked", "measurements"}
+        assert set(properties) == known and properties["isLocked"] is False
+        assert properties["classification"] == {"name": "Tumor", "color": [200, 0, 0]}
+        assert properties["measurements"]["Patches"] == region.n_patches
+        assert properties["measurements"]["Tumor probability max"] == pytest.approx(region.max_probability, abs=1e-6)
+    names = [feature["properties"]["classification"]["name"] for feature in tiles]
+    assert names == ["Tumor" if above else "Healthy" for above in found.is_above]
+
+
+def test_of_three_classes_each_has_regions_and_scores_of_its_own():
+    p = [[0.8, 0.1, 0.1], [0.1, 0.7, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]
+    boxes = [[k * 10, 0, k * 10 + 10, 10] for k in range(4)]
+    found = heat(p, boxes, ("a", "b", "c"))
+    assert [(found.classes[r.class_index], r.polygon.area) for r in found.regions] == [("b", 200), ("a", 100)]
+    assert find_leading_class(found) == 1
+    assert score_class(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
+    assert score_class(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
+    titles = [
+        f["properties"]["classification"]["name"] for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
+    ]
+    assert titles == ["B", "A", "A", "B", "B", "C"]
+
+
+def test_two_ranks_share_the_slides_and_say_the_same(predicted, trained, tmp_path, as_ranks):
+    study, run, (*slides, _, _) = trained
+    out = tmp_path / "out"
+    document, nothing = as_ranks(2, lambda: predict(study, run, site="C1", slides=slides, out=out))
+    assert not nothing  # said once
+    assert [row["slide"] for row in document["slides"]] == [slide.stem for slide in slides]
+    for row, expected in zip(document["slides"], predicted["slides"], strict=False):
+        assert row["patches"] == expected["patches"]
+        assert row["score"]["max"] == pytest.approx(expected["score"]["max"], abs=1e-5)
+        assert (tmp_path / "out" / row["slide"] / "heatmap.png").exists()
+
+
+@pytest.fixture
+def blank(tmp_path):
+    path = tmp_path / "blank.tif"
+    simulated_slides.write_pyramid(path, np.full((1024, 1024, 3), 243, np.uint8), 0.5)
+    return path
+
+
+def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_path, wsi_fl):
+    study, run, slides = trained
+    arguments = ["predict", run, "--site", "C1", "--json", "--out", tmp_path / "out", "--slide", blank]
+    some = wsi_fl(*arguments, "--slide", slides[0], "--slide", tmp_path / "gone.tif", cwd=study.root)
+    document = json.loads(some.stdout)
+    (row,) = document["slides"]
+    assert some.returncode == 0 and row["slide"] == slides[0].stem
+    assert [row["slide"] for row in document["failed"]] == ["blank", "gone"]
+    assert "no tissue" in document["failed"][0]["reason"]
+    assert "no such slide" in document["failed"][1]["reason"]
+    assert all("\n" not in row["reason"] for row in document["failed"])
+    assert all(Path(row[k]).parent == tmp_path / "out" / slides[0].stem for k in ("csv", "json"))
+    none = wsi_fl(*arguments, cwd=study.root)
+    assert none.returncode == 1 and json.loads(none.stdout)["slides"] == []
+    assert sum("no tissue" in line for line in none.stderr.splitlines()) == 1
+    errors = [line for line in none.stderr.splitlines() if line.startswith("wsi-fl: error:")]
+    assert errors == ["wsi-fl: error: no slide could be predicted; see above"]
+
+
+def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
+    study, run, slides = trained
+    where = {"site": "C1", "slides": slides[:1], "out": tmp_path}
+    (row,) = predict(study, run, **where, overrides=["predict.model=private"])["slides"]
+    assert json.loads((study.root / row["json"]).read_text())["model"] == "private"
+    refused(lambda: predict(study, run, **where, overrides=["train.lr=1"]), "only predict.*")
+    refused(lambda: predict(study, run, **where, overrides=["predict.modle=mean"]), "did you mean 'model'")
+
+
+def test_bad_input_ends_in_one_line(copied, tmp_path):
+    study, run, slides = copied
+
+    def refuses(*words, site="C1", run=run, slides=slides[:1], error=WsiFlError):
+        refused(lambda: predict(study, run, site=site, slides=slides), *words, error=error)
+
+    refuses("no run '77'", run="77", error=UsageError)
+    refuses("unknown site 'C9'", site="C9", error=UsageError)
+    shutil.copy(site_file(study, "C1"), site_file(study, "C3"))
+    edit(site_file(study, "C3"), 'name = "C1"', 'name = "C3"')
+    refuses("took no part", "C1, C2", site="C3", error=UsageError)
+    refuses("two slides have the name", slides=[slides[0], tmp_path / slides[0].name], error=UsageError)
+    RunFolder(study.root / run).record_dropout("C2", "killed")
+    refuses("dropped out in round 2", site="C2")
+    folder = study.root / run / "sites" / "C1"
+    (folder / "private.safetensors").rename(tmp_path / "kept")
+    refuses("no such model")
+    (tmp_path / "kept").rename(folder / "private.safetensors")
+    (folder / "site.toml").unlink()  # runs of earlier versions have none
+    edit(site_file(study, "C1"), more='private_model = "cnn1"\n')
+    refuses("does not fit cnn1", "sites/C1.toml")
+
+
+def test_a_table_of_patches_has_all_digits_of_what_is_said(tmp_path):
+    """A model that is sure of a class says numbers that six decimals would make one."""
+    said = {"p_tumor": np.array([1e-9, 2e-9, 1 - 1e-9, 1.0, 1 / 3]), "burden": np.arange(5) / 7 * 1e9}
+    write_patch_table(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
+    rows = list(csv.DictReader((tmp_path / "patches.csv").open()))
+    for name, values in said.items():
+        assert [float(row[name]) for row in rows] == values.tolist()

@@ -1,0 +1,490 @@
+"""The budget of a real hospital: no setting, folder, backup or name talks it round."""
+
+import json
+import os
+import shutil
+from dataclasses import fields, replace
+from hashlib import sha256
+from math import isclose
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import interrupted_after, planned, refused
+from conftest import larger_study as make_study
+from training_runs import dying, trained
+
+from wsi_fl.federation import loop
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, plan_of_round, require_plan
+from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.site import privacy_account as site_account
+from wsi_fl.stages.site.privacy_account import count_affordable
+from wsi_fl.stages.training import build_sites
+from wsi_fl.stages.training.train import resume_run
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import write_sealed
+from wsi_fl.types import WsiFlError
+
+ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
+VECTOR = np.arange(5, dtype=np.float32)
+HOSPITAL = "real = true\nmax_epsilon = 3.0\ndelta = 1e-5"
+
+
+@pytest.fixture
+def hospital(tmp_path):
+    return make_study(tmp_path / "hospital", n_sites=1, site_extra=HOSPITAL)
+
+
+def run(study, *overrides, method="proxyfl"):
+    return trained(study, method, "train.rounds=2", "privacy.sigma=4", *overrides)
+
+
+def begun(study, rounds, *overrides, **given):
+    """The folder of a run that was interrupted in a round."""
+    with interrupted_after(rounds):
+        run(study, *overrides, **given)
+    return next(study.runs_path.glob("0*"))
+
+
+def go_on(study, path):
+    return resume_run(study, path.name, backend="local")
+
+
+def row(summary):
+    return summary["sites"][0]
+
+
+def rewrite(study, before, after, site="S0"):
+    path = study.root / "sites" / f"{site}.toml"
+    path.write_text(path.read_text().replace(before, after))
+
+
+def ledger_at(path, run="one", delta=1e-5, **terms):
+    return PrivacyLedger(path, site="C1", run=run, terms=PrivacyTerms(delta=delta, **terms))
+
+
+def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
+    return ledger.release(round_, vector, schema="ab" * 32, mechanism=mechanism, content="model")
+
+
+LATER = "ledger has later rounds"
+
+
+def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital):
+    spent = row(run(hospital))["lifetime_epsilon"]
+    again = row(run(hospital, "privacy.delta=0.01"))
+    assert again["delta"] == 1e-5  # the hospital's own
+    assert again["lifetime_epsilon"] > spent
+    rewrite(hospital, "1e-5", "0.01")
+    refused(lambda: run(hospital), "δ is part of the budget", "delta = 1e-05 or less", error=WsiFlError)
+
+
+def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
+    path = tmp_path / "C1.jsonl"
+    ledger_at(path, delta=1e-3, lifetime=True, max_epsilon=9.0).record(1, ROUND)
+    later = ledger_at(path, run="two", delta=1e-6, lifetime=True, max_epsilon=9.0)
+    assert later.epsilon(lifetime=True) == epsilon([ROUND], 1e-6)
+    later.record(1, ROUND)
+    with pytest.raises(WsiFlError, match="priced at delta = 1e-06"):
+        ledger_at(path, run="three", delta=1e-5, lifetime=True, max_epsilon=9.0)
+
+
+def test_a_real_hospital_never_gives_one_record_away_whole(hospital, tmp_path):
+    rewrite(hospital, "1e-5", "0.03")
+    refused(lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028")
+    ledger = ledger_at(tmp_path / "C1.jsonl", delta=0.01, lifetime=True, max_epsilon=9.0)
+    refused(lambda: ledger.record(1, planned(100, 10, delta=0.01)), "one of 100 rows", "below 0.01")
+
+
+def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
+    path = tmp_path / "C1.jsonl"
+    ledger = ledger_at(path)
+    released(ledger, round_=2)
+    # killed between checkpoint and `sending`: the resumed run sends the same bytes
+    ledger_at(path).release_again(2, VECTOR, schema="ab" * 32)
+    with pytest.raises(WsiFlError, match="was sent already and is not trained again"):
+        ledger_at(path).record(2, ROUND, "model other")
+    assert ledger_at(path).count_rounds() == 1
+
+
+def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
+    ledger = ledger_at(tmp_path / "C1.jsonl")
+    for vector in (VECTOR, VECTOR + 1):  # redone before it was sent: one charge
+        released(ledger, vector)
+    with pytest.raises(WsiFlError, match="did not release these bytes"):
+        ledger.release_again(1, VECTOR, schema="ab" * 32)
+    assert ledger.release_again(1, VECTOR + 1, schema="ab" * 32).round == 1
+
+
+def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    with dying(PrivacyLedger, "record_transmission", 3):  # of round 2, after its checkpoint
+        run(study, "train.rounds=4")
+    path = next(study.runs_path.glob("0*"))
+    kept = path / "sites" / "S0" / "state"
+    shutil.copytree(kept, tmp_path / "backup")
+    with interrupted_after(3):  # round 2 has been sent again
+        go_on(study, path)
+    shutil.rmtree(kept)
+    shutil.copytree(tmp_path / "backup", kept)
+    (kept / "round_00002.safetensors").unlink()
+    refused(lambda: go_on(study, path), LATER, error=WsiFlError)
+
+
+def test_settings_of_a_run_that_were_edited_are_refused(hospital):
+    path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
+    config = path / "config.toml"
+    before, manifest = config.read_text(), json.loads((path / "manifest.json").read_text())
+    for said, other, words in (
+        ("epochs_per_round = 1", "epochs_per_round = 10", "steps was"),
+        ("canaries = 0", "canaries = 30", "n was"),
+    ):
+        config.write_text(before.replace(said, other))
+        refused(lambda: go_on(hospital, path), "changed since the run began")
+        digest = sha256(config.read_bytes()).hexdigest()
+        write_sealed(path / "manifest.json", manifest | {"config_sha256": digest})
+        refused(lambda: go_on(hospital, path), "privacy plan of this run was changed", words)
+        write_sealed(path / "manifest.json", manifest)
+    config.write_text(before)
+    assert row(go_on(hospital, path))["epsilon"] <= 2.0
+
+
+OTHER = {
+    **{"sigma": 1.3, "clip": 0.8, "sample_rate": 0.25, "steps": 10, "unit": "patient", "n": 37},
+    **{"batch_size": 9, "delta": 1e-7, "mode": "paper", "accountant": "pld"},
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(PrivacyPlan)])
+def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
+    plan = planned(36, 8, sigma=1.4, clip=0.7)
+    given = {"n": 36, "steps": plan.steps, "delta": plan.delta, "mode": "strict"}
+    trainer = SimpleNamespace(sigma=1.4, clip=0.7, batch_size=8, unit=plan.unit)
+    require_plan(plan, trainer, **given)
+    with pytest.raises(WsiFlError) as caught:
+        require_plan(replace(plan, **{field: OTHER[field]}), trainer, **given)
+    assert field in str(caught.value) or "privacy plan" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
+def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
+    learners = build_sites._learner_factory
+
+    def changed(*args):
+        *rest, plan, train = args
+        other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
+        return learners(*rest, replace(plan, **other), train)
+
+    monkeypatch.setattr(build_sites, "_learner_factory", changed)
+    refused(lambda: run(hospital), "differs from its privacy plan", what, error=WsiFlError)
+    assert not hospital.ledger_path("S0").exists()
+
+
+@pytest.mark.parametrize("missing", ["max_epsilon = 3.0", "delta = 1e-5"])
+def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
+    rewrite(hospital, missing, "")
+    refused(lambda: run(hospital), "sites/S0.toml", missing.split()[0])
+    assert not hospital.ledger_path("S0").exists()
+
+
+def test_a_little_noise_is_no_privacy(tmp_path):
+    loud = replace(ROUND, sigma=0.01)
+    ledger = ledger_at(tmp_path / "C1.jsonl", lifetime=True, max_epsilon=1e9, guarantee="guaranteed")
+    with pytest.raises(WsiFlError, match=r'without differential privacy.*allow = \["model"\]'):
+        released(ledger, mechanism=loud)
+    simulated = ledger_at(tmp_path / "S.jsonl", allow=("model",), guarantee="guaranteed")
+    released(simulated, mechanism=loud)
+    assert (simulated.epsilon(), simulated.guarantee()) == (None, "none")
+
+
+def test_over_a_lifetime_the_weakest_promise_counts(tmp_path):
+    terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
+    path, worth = tmp_path / "C1.jsonl", []
+    for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
+        released(ledger_at(path, run=run, **terms, **more))
+        strict = ledger_at(path, run="d", guarantee="guaranteed", **terms)
+        worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))
+    assert worth == [("guaranteed", False), ("nominal", False), ("none", True)]
+
+
+def rewritten(change):
+    def do(path):
+        path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+    return do
+
+
+DAMAGE = {
+    "emptied": rewritten(lambda lines: []),
+    "deleted": lambda path: path.unlink(),
+    "shortened": rewritten(lambda lines: lines[:1]),
+    "without a line": rewritten(lambda lines: lines[1:]),
+    "edited": rewritten(lambda lines: [one.replace('"sigma": 4.0', '"sigma": 9.4') for one in lines]),
+    "last sending gone": rewritten(lambda lines: lines[:-1]),
+}
+
+
+def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(hospital):
+    run(hospital)
+    path = hospital.ledger_path("S0")
+    whole = path.read_text()
+    for words in (("ledgers/S0.jsonl", "it is the site's budget"), ("S0.jsonl",)):
+        for damage in DAMAGE.values():
+            damage(path)
+            refused(lambda: run(hospital), *words, error=WsiFlError)
+            path.write_text(whole)
+        if hospital.runs_path.exists():
+            shutil.rmtree(hospital.runs_path)
+    run(hospital)
+
+
+def test_runs_know_what_was_spent_where_heads_are_lost(hospital):
+    run(hospital)
+    for place in (hospital.root, Path(os.environ["XDG_STATE_HOME"])):
+        for head in place.rglob("*.head.json"):
+            head.unlink()
+    DAMAGE["shortened"](hospital.ledger_path("S0"))
+    refused(lambda: run(hospital), "lacks rounds of runs/00001-proxyfl-small, which reached round 2")
+
+
+def test_two_studies_that_name_one_ledger_share_one_budget(tmp_path):
+    where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
+    a, b = (make_study(tmp_path / name, n_sites=1, site_extra=where) for name in "ab")
+    first, second = row(run(a)), row(run(b))
+    assert second["epsilon"] == first["epsilon"]
+    both = [Mechanism(4.0, 0.7, 0.2, 10)] * 2
+    assert isclose(second["lifetime_epsilon"], epsilon(both, 1e-5))
+    refused(lambda: run(a, "train.rounds=30", "privacy.sigma=0.5"), "max_epsilon = 3 is enough for 0 of 30")
+
+
+def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tmp_path):
+    run(hospital)
+    rewrite(hospital, HOSPITAL, f'{HOSPITAL}\nledger = "{tmp_path}/elsewhere.jsonl"')
+    refused(lambda: run(hospital), "elsewhere.jsonl is missing")
+    second = make_study(tmp_path / "second", n_sites=1, site_extra=HOSPITAL)
+    words = ("ledgers/S0.jsonl: this is not", "was at ", "name that file as `ledger`", "another name")
+    refused(lambda: run(second), *words, error=WsiFlError)
+    shutil.copy(hospital.root / "ledgers" / "S0.jsonl", tmp_path / "elsewhere.jsonl")
+    assert row(run(hospital))["lifetime_epsilon"] > 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_real_hospital_does_not_become_a_simulated_one_nor_without_its_ledger(hospital, lost):
+    run(hospital)
+    if lost:
+        hospital.ledger_path("S0").unlink()
+    rewrite(hospital, "real = true", "real = false")
+    refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
+
+
+def test_a_ledger_counts_for_one_unit(tmp_path):
+    given = {"lifetime": True, "max_epsilon": 9.0}
+    ledger_at(tmp_path / "C1.jsonl", unit="patient", **given).record(1, ROUND)
+    words = "counts ε per patient, this run per row"
+    refused(lambda: ledger_at(tmp_path / "C1.jsonl", run="two", **given), words, error=WsiFlError)
+
+
+@pytest.mark.slow
+def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
+    rewrite(hospital, "real = true", "real = false")
+    per_row = row(run(hospital))["epsilon"]
+    rewrite(hospital, "real = false", "real = true")
+    first = row(run(hospital, "privacy.unit='patient'", "privacy.target_epsilon=1.5"))
+    assert first["unit"] == "patient" and first["lifetime_epsilon"] == first["epsilon"] > 1
+    refused(lambda: run(hospital), "counts ε per patient, this run per row", error=WsiFlError)
+    assert 0 < per_row < first["epsilon"]
+
+
+def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_same(hospital):
+    rewrite(hospital, "real = true", "real = false")
+    pilot = row(run(hospital, "privacy.sigma=8"))["epsilon"]
+    rewrite(hospital, "real = false", "real = true")
+    now = row(run(hospital, "privacy.sigma=8"))
+    assert now["lifetime_epsilon"] > now["epsilon"] == pytest.approx(pilot)
+
+
+def test_a_copy_of_a_study_from_before_spends_nothing_in_its_place_or_elsewhere(hospital, tmp_path):
+    for name in ("backup", "elsewhere"):
+        shutil.copytree(hospital.root, tmp_path / name)
+    run(hospital)
+    refused(lambda: run(Study(tmp_path / "elsewhere")), "was at ", "S0.jsonl", error=WsiFlError)
+    shutil.rmtree(hospital.root)
+    shutil.copytree(tmp_path / "backup", hospital.root)
+    refused(lambda: run(hospital), "ledgers/S0.jsonl: this is not the ledger that", error=WsiFlError)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"steps": 10', '"steps": -10'),
+        ('"unit": "row", ', ""),
+        ('"delta": 1e-05', '"delta": 0.0'),
+        ('"sample_rate": 0.1', '"sample_rate": 1.5'),
+        ('"sigma": 1.4', '"sigma": NaN'),
+        ('"prev": "', '"next": "'),
+        ('"round": 1', '"round": "' + "[" * 100_000),
+    ],
+)
+def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
+    path = tmp_path / "C1.jsonl"
+    ledger_at(path).record(1, ROUND)
+    path.write_text(path.read_text().replace(before, after) + "\n")
+    refused(lambda: ledger_at(path), "line 1", error=WsiFlError)
+
+
+def test_a_renamed_run_stays_the_same_run(hospital):
+    path = begun(hospital, 2, "train.rounds=3")
+    renamed = path.rename(path.with_name("00009-my-best-run"))
+    done = row(go_on(hospital, renamed))
+    assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
+    assert done["epsilon"] == done["lifetime_epsilon"]
+    assert write_report(hospital, renamed.name).exists()
+
+
+def test_of_two_versions_of_a_round_one_leaves(tmp_path):
+    """Two jobs work on copies of one run; whichever comes later to the ledger is refused."""
+    path = tmp_path / "C1.jsonl"
+    first, second = ledger_at(path), ledger_at(path)
+    mine, other = released(first), released(second, VECTOR + 1)
+    with pytest.raises(WsiFlError, match="released others since"):
+        first.record_transmission(1, mine.digest)
+    with pytest.raises(WsiFlError, match="released others since"):
+        first.relay_mixture(1, VECTOR * 2, own_sha256=mine.digest, schema="ab" * 32, weight=1.0)
+    second.record_transmission(1, other.digest)
+    with pytest.raises(WsiFlError, match="was sent already"):
+        released(first, VECTOR + 2)
+    assert ledger_at(path).list_mechanisms() == [ROUND]
+
+
+def test_what_was_passed_on_was_sent(tmp_path):
+    """A host gives a share of what it holds to a site that comes back, before its own release has left."""
+    path = tmp_path / "C1.jsonl"
+    ledger = ledger_at(path)
+    mine = released(ledger)
+    ledger.relay_mixture(1, VECTOR / 2, own_sha256=mine.digest, schema="ab" * 32, weight=0.5)
+    with pytest.raises(WsiFlError, match="was sent already"):
+        ledger_at(path).record(1, ROUND)
+    assert (ledger_at(path).last_final_round(), ledger_at(path).list_mechanisms()) == (1, [ROUND])
+
+
+def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
+    where = f'{HOSPITAL}\nallow = ["patches"]\nledger = "{tmp_path}/budget.jsonl"'
+    rows = run(make_study(tmp_path / "study", n_sites=2, site_extra=where))["sites"]
+    both = [Mechanism(4.0, 0.7, 0.2, 10)] * 2
+    assert [isclose(r["lifetime_epsilon"], epsilon(both, 1e-5)) for r in rows] == [True, True]
+    assert [isclose(r["epsilon"], epsilon(both[:1], 1e-5)) for r in rows] == [True, True]
+
+
+def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital):
+    path = begun(hospital, 2, "train.rounds=3", method="regular")
+    (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
+    refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
+
+
+def test_of_two_models_that_stay_at_home_one_is_kept(hospital):
+    """A copy of the run, from before the last checkpoint, was finished meanwhile."""
+    path = begun(hospital, 1, method="regular")
+    copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
+    with dying(PrivacyLedger, "record_transmission", 1):  # round 2 is recorded and has its checkpoint
+        go_on(hospital, path)
+    go_on(hospital, copy)
+    refused(lambda: go_on(hospital, path), "released others since", error=WsiFlError)
+
+
+def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospital):
+    with dying(PrivacyLedger, "record_transmission", 2):
+        run(hospital, "train.rounds=3", method="regular")
+    path = next(hospital.runs_path.glob("0*"))
+    with dying(loop, "_train_round", 1):
+        go_on(hospital, path)
+    (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
+    refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
+
+
+def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
+    path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
+    site, kept = path / "sites" / "S0" / "site.toml", path / "sites" / "S0" / "plan.json"
+    said, plan = site.read_text(), json.loads(kept.read_text())
+    site.write_text(said.replace("max_epsilon = 3.0", "max_epsilon = 2.9"))
+    refused(lambda: go_on(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
+    site.write_text(said)
+    write_sealed(kept, plan | {"sigma": plan["sigma"] / 2})  # whoever edits it on purpose
+    words = ("privacy plan of this run was changed", "sigma was")
+    refused(lambda: go_on(hospital, path), *words, error=WsiFlError)
+    kept.unlink()
+    go_on(hospital, path)  # with the plan that the ledger knows
+    assert json.loads(kept.read_text()) == plan
+
+
+def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
+    """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
+    with dying(loop, "write_checkpoint", 2):
+        run(hospital)
+    once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
+    rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
+    path = next(hospital.runs_path.glob("0*"))
+    assert row(go_on(hospital, path))["rounds"] == 1
+    assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
+
+
+def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_path):
+    where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
+    study = make_study(tmp_path / "study", n_sites=1, site_extra=where)
+    path = study.root / run(study)["run"]
+    (study.root / "sites" / "S0.toml").unlink()
+    assert study.pin_run(path).ledger_path("S0") == tmp_path / "budget" / "S0.jsonl"
+
+
+def account_of(plan, limit, past=(), done=0, delta=1e-5):
+    """The account of a site as plans are priced on it."""
+    ledger = SimpleNamespace(
+        terms=PrivacyTerms(delta, max_epsilon=limit, lifetime=True),
+        count_rounds=lambda: done,
+        list_mechanisms=lambda **_: list(past),
+    )
+    return SimpleNamespace(ledger=ledger, plan=plan)
+
+
+def by_round(account, rounds):
+    """How many rounds a budget allows, each priced with all before it as a mechanism of its own."""
+    found, spent = account.ledger.count_rounds(), account.ledger.list_mechanisms()
+    limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
+    while found < rounds and epsilon([*spent, account.plan], delta) <= limit:
+        found, spent = found + 1, [*spent, account.plan]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "past", "done", "rounds"),
+    [
+        ({"n": 100, "batch_size": 10, "sigma": 1.4}, 3.0, (), 0, 60),
+        ({"n": 100, "batch_size": 100, "sigma": 4.0}, 3.0, (), 0, 60),
+        ({"n": 100, "batch_size": 10, "sigma": 1.4}, 3.0, (ROUND, ROUND), 2, 60),
+        ({"n": 40, "batch_size": 8, "sigma": 2.0, "unit": "patient"}, 5.0, (ROUND,), 0, 7),
+        ({"n": 100, "batch_size": 10, "sigma": 0.5}, 0.1, (), 0, 60),
+        ({"n": 100, "batch_size": 10, "sigma": 50.0}, 2.0, (), 3, 3),
+        ({"n": 100, "batch_size": 10, "sigma": 50.0}, 2.0, (), 5, 3),
+    ],
+)
+def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given, limit, past, done, rounds):
+    plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
+    account = account_of(plan, limit, past, done)
+    assert count_affordable(account, rounds) == min(by_round(account, rounds), max(rounds, done))
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.4, 30.0, 1e6])
+@pytest.mark.parametrize("epochs", [1, 10**6])
+def test_a_million_rounds_are_priced_a_few_times(sigma, epochs, monkeypatch):
+    priced = []
+
+    def count_calls(mechanisms, delta):
+        priced.append(len(mechanisms))
+        return epsilon(mechanisms, delta)
+
+    monkeypatch.setattr(site_account, "epsilon", count_calls)
+    plan = plan_of_round(n=1000, batch_size=10, epochs=epochs, sigma=sigma, clip=1.0, delta=1e-5)
+    assert 0 <= count_affordable(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
+    assert len(priced) <= 21 and max(priced) == 2

@@ -1,0 +1,374 @@
+"""What clinics ask, on scikit-learn's table of breast tumours: every figure against the library that computes it."""
+
+from dataclasses import asdict
+
+import dcurves
+import numpy as np
+import pandas as pd
+import pytest
+import statsmodels.api as sm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import logit
+from scipy.stats import beta, binomtest, mannwhitneyu
+from sklearn.datasets import load_breast_cancer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
+from sklearn.model_selection import cross_val_predict
+from statsmodels.stats.proportion import proportion_confint
+
+from wsi_fl.learning import clinical_metrics, sample_size
+from wsi_fl.learning.clinical_metrics import _Interval
+from wsi_fl.learning.prediction_table import PredictionTable
+from wsi_fl.report.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
+from wsi_fl.slides.patching.mosaic import _find_candidates
+from wsi_fl.stages.evaluation import clinical_measures as stage
+from wsi_fl.stages.evaluation import predict
+
+
+@pytest.fixture(scope="module")
+def tumours():
+    """(score, whether malignant) of 569 patients, by two features that do not tell all."""
+    x, y = load_breast_cancer(return_X_y=True)
+    case = y == 0
+    model = LogisticRegression(max_iter=1000)
+    return cross_val_predict(model, x[:, [1, 8]], case, cv=5, method="predict_proba")[:, 1], case
+
+
+def test_values_at_a_point_are_those_of_the_libraries(tumours):
+    score, case = tumours
+    said = score >= 0.4
+    found = clinical_metrics._operating_values(said, case)
+    assert found["sensitivity"].value == recall_score(case, said)
+    assert found["specificity"].value == recall_score(~case, ~said)
+    for name, n in (("sensitivity", case.sum()), ("ppv", said.sum())):
+        low, high = proportion_confint((case & said).sum(), n, method="wilson")
+        assert (found[name].low, found[name].high, found[name].n) == pytest.approx((low, high, n))
+    assert clinical_metrics._operating_values(score >= 2, case)["ppv"] is None
+
+
+def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
+    score, case = tumours
+    found = clinical_metrics._operating_values(score >= 0.4, case)
+    both = found["sensitivity"], found["specificity"]
+    ppv, npv = clinical_metrics._predictive_values(*both, case.mean())
+    assert (ppv.value, npv.value) == pytest.approx((found["ppv"].value, found["npv"].value))
+    assert ppv.low < ppv.value < ppv.high and npv.low < npv.value < npv.high
+    rng = np.random.default_rng(0)
+    se, sp = (rng.binomial(one.n, one.value, 4000) / one.n for one in both)
+    drawn = se * 0.1 / (se * 0.1 + (1 - sp) * 0.9)
+    ppv, _ = clinical_metrics._predictive_values(*both, 0.1)
+    assert (ppv.low, ppv.high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+    perfect, _ = clinical_metrics._predictive_values(*[_Interval(1.0, 0.9, 1.0, 40)] * 2, 0.1)
+    assert perfect.value == perfect.high == 1.0 and perfect.low < 0.95
+
+
+def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(tumours):
+    score, case = tumours
+    other = np.random.default_rng(1).permutation(score) * 0.5 + score * 0.5
+    areas, covariance = clinical_metrics._delong_covariance(np.stack([score, other]), case)
+    assert areas == pytest.approx([roc_auc_score(case, one) for one in (score, other)])
+    rng, drawn = np.random.default_rng(2), []
+    for _ in range(250):
+        rows = rng.integers(len(case), size=len(case))
+        cases, others = rows[case[rows]], rows[~case[rows]]
+        won = [mannwhitneyu(one[cases], one[others]).statistic for one in (score, other)]
+        drawn.append(np.array(won) / len(cases) / len(others))
+    assert covariance == pytest.approx(np.cov(np.transpose(drawn)), rel=0.2)
+    found = clinical_metrics.auroc_difference(score, other, case)
+    assert found.value == pytest.approx(areas[0] - areas[1]) and found.low > 0 and found.p < 1e-6
+    same = clinical_metrics.auroc_difference(score, score**2, case)
+    assert same.value == 0 and same.p is None
+    assert clinical_metrics.describe_class(score, score >= 0.5, case)["auprc"] == average_precision_score(case, score)
+
+
+def test_delong_is_its_definition():
+    """The areas of structural components, one pair of patients after the other, with ties counted half."""
+    rng = np.random.default_rng(3)
+    scores, case = rng.integers(6, size=(2, 25)).astype(float), np.arange(25) < 10
+    areas, covariance = clinical_metrics._delong_covariance(scores, case)
+    won = np.array([[[np.heaviside(a - b, 0.5) for b in one[~case]] for a in one[case]] for one in scores])
+    expected = np.cov(won.mean(2)) / 10 + np.cov(won.mean(1)) / 15
+    assert areas == pytest.approx(won.mean((1, 2))) and covariance == pytest.approx(expected)
+
+
+def test_calibration_is_that_of_logistic_regression(tumours):
+    score, case = tumours
+    score = np.clip(score**1.3, 1e-6, 1 - 1e-6)
+    lp = np.log(score / (1 - score))
+    found = clinical_metrics._fit_calibration(score, case)
+    both = sm.Logit(case.astype(float), sm.add_constant(lp)).fit(disp=0)
+    shift = sm.GLM(case.astype(float), np.ones(len(lp)), family=sm.families.Binomial(), offset=lp).fit()
+    for one, fit, k in ((found["slope"], both, 1), (found["intercept"], shift, 0)):
+        assert (one.value, one.low, one.high) == pytest.approx((fit.params[k], *fit.conf_int()[k]), abs=1e-5)
+    parted = np.where(case, 0.9, 0.1)
+    assert (
+        clinical_metrics._fit_calibration(parted, case) is None
+        and clinical_metrics._fit_calibration(score, case | True) is None
+    )
+
+
+def test_net_benefit_is_that_of_dcurves(tumours):
+    score, case = tumours
+    thresholds = [0.05, 0.1, 0.25, 0.5, 0.8]
+    found = clinical_metrics.net_benefit(score, case, thresholds)
+    data = pd.DataFrame({"case": case.astype(int), "model": score})
+    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=thresholds)
+    for name, known in (("model", "model"), ("everybody", "all")):
+        expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
+        assert found[name] == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_number_of_patients_is_that_of_the_published_example():
+    """Riley et al. 2021: prevalence 0.018, C statistic 0.8, log-odds normal around −5 with standard deviation 2.5."""
+    found = sample_size.compute_sample_size(0.018, 0.8, sample_size.IntervalWidths(auroc=0.1, expected=1.0))
+    assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
+    z = np.linspace(-8, 8, 4001)
+    weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
+    found = sample_size._sample_size_for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
+    assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
+
+
+def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
+    found = clinical_metrics._auroc_interval(np.linspace(0, 1, 18), np.arange(18) >= 10)
+    assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
+    worst = clinical_metrics._auroc_interval(np.linspace(1, 0, 18), np.arange(18) >= 10)
+    assert (worst.value, worst.low) == (0, 0) and worst.high == pytest.approx(1 - found.low)
+
+
+def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
+    wanted = sample_size.IntervalWidths(auroc=0.1, slope=0.4, sensitivity=0.1)
+    needed = sample_size.compute_sample_size(0.3, 0.8, wanted, sensitivity=0.85)
+    rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
+
+    def width(name):
+        case = rng.random(needed[name]) < 0.3
+        lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
+        score = 1 / (1 + np.exp(-lp))
+        one = (
+            clinical_metrics._auroc_interval(score, case)
+            if name == "auroc"
+            else clinical_metrics._fit_calibration(score, case)[name]
+        )
+        return one.high - one.low
+
+    # Newcombe's formula errs on the safe side
+    assert np.mean([width("auroc") for _ in range(60)]) == pytest.approx(0.1, rel=0.12)
+    assert np.mean([width("slope") for _ in range(60)]) == pytest.approx(0.4, rel=0.05)
+    n = needed["sensitivity"] * 0.3
+    one = clinical_metrics._wilson_interval(round(0.85 * n), round(n))
+    assert one.high - one.low == pytest.approx(0.1, abs=0.003)
+
+
+def test_patients_are_counted_not_their_examples():
+    said = np.array([[0.9, 0.1], [0.3, 0.7], [0.8, 0.2], [0.6, 0.4], [0.4, 0.6]])
+    patient = np.array(["a", "a", "b", "b", "c"])
+    found = clinical_metrics.aggregate_patients(said, np.array([0, 0, 1, 1, 0]), patient)
+    assert found.probabilities[:, 1] == pytest.approx([0.4, 0.3, 0.6]) and found.truth.tolist() == [0, 1, 0]
+    assert [*found.name] == ["a", "b", "c"] and not found.any_counts
+    found = clinical_metrics.aggregate_patients(said, np.array([0, 1, 0, 0, 0]), patient)
+    assert found.probabilities[:, 1] == pytest.approx([0.7, 0.4, 0.6]) and found.truth.tolist() == [1, 0, 0]
+    assert found.any_counts  # any example makes a case, the most suspicious ones the score
+    three = np.array([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2], [0.1, 0.8, 0.1]])
+    found = clinical_metrics.aggregate_patients(three, np.array([2, 2, 1]), np.array(["a", "a", "b"]))
+    assert found.probabilities[0] == pytest.approx([0.4, 0.25, 0.35]) and found.truth.tolist() == [2, 1]
+    assert clinical_metrics.aggregate_patients(said, np.zeros(5, int), np.arange(5).astype(str)).probabilities is said
+
+
+def test_nothing_is_told_of_few(tumours):
+    score, case = tumours
+    groups = np.where(np.arange(len(case)) < 9, "few", np.where(np.arange(len(case)) < 200, "some", ""))
+    found = clinical_metrics.describe_subgroups(groups, score >= 0.5, case, score)
+    assert found["few"] is None and list(found) == ["", "few", "some"]
+    mine = groups == "some"
+    assert found["some"]["sensitivity"]["value"] == recall_score(case[mine], score[mine] >= 0.5)
+    n, all_x = np.arange(40), np.full(40, "x")
+    few_cases = clinical_metrics.describe_subgroups(all_x, n < 5, n < 6, np.linspace(1, 0, 40))["x"]
+    assert few_cases["sensitivity"] is few_cases["cases"] is few_cases["auroc"] is None
+    assert few_cases["specificity"]["n"] == 34
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 12), st.integers(0, 12), st.floats(0.001, 0.999))
+def test_described_takes_any_few_patients(cases, others, prevalence):
+    case, score = np.arange(cases + others) < cases, np.linspace(0, 1, cases + others)
+    found = clinical_metrics.describe_class(score, score > 0.5, case, prevalence)
+    assert (found["n"], found["cases"]) == (cases + others, cases)
+    at = found.get("at_prevalence", {})
+    for one in (found["sensitivity"], found["ppv"], at.get("ppv"), at.get("npv")):
+        assert one is None or 0 <= one["low"] <= one["value"] <= one["high"] <= 1
+
+
+def test_calibration_of_scores_that_nearly_part_both_kinds():
+    said = np.array([41, 44, 50, 57, 63, 64, 84, 87, 97.5, 98.8, 98.9, 99.2, 99.3, 99.4, 99.6, 99.7]) / 100
+    case = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1], bool)
+    known = sm.Logit(case.astype(float), sm.add_constant(logit(said))).fit(disp=0)
+    slope = clinical_metrics._fit_calibration(said, case)["slope"]
+    assert slope.value == pytest.approx(known.params[1], rel=1e-3)
+    assert slope.high - slope.low == pytest.approx(2 * 1.96 * known.bse[1], rel=1e-2)
+    assert clinical_metrics._fit_calibration(said, said > 0.98) is None
+
+
+def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():
+    rng = np.random.default_rng(1)
+    case = np.arange(300) < 150
+    score = np.clip(rng.normal(0.4 + 0.2 * case, 0.2), 0, 1)
+    many = np.concatenate([np.flatnonzero(case), np.tile(np.flatnonzero(~case), 9)])
+    at = clinical_metrics.net_benefit(score, case, [0.1, 0.3], 0.1)
+    counted = clinical_metrics.net_benefit(score[many], case[many], [0.1, 0.3])
+    assert all(at[kind] == pytest.approx(counted[kind]) for kind in at)
+
+
+UNSURE = np.full(8, 0.5)
+PERFECT = np.linspace(0, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "value", "most"),
+    [
+        (PERFECT, UNSURE, 0.5, 0.5),
+        (UNSURE, PERFECT, -0.5, 0.5),
+        (PERFECT, 1 - PERFECT, 1.0, 1.0),
+        (1 - PERFECT, UNSURE, -0.5, 0.5),
+    ],
+)
+def test_models_that_differ_alike_for_every_patient_are_not_alike(ours, theirs, value, most):
+    """The interval is that of four of four pairs, and p of a sign test on them."""
+    found = clinical_metrics.auroc_difference(ours, theirs, np.arange(8) >= 4)
+    low, high = proportion_confint(4, 4, method="beta")
+    ends = sorted(np.sign(value) * most * (2 * np.array([low, high]) - 1))
+    assert (found.value, found.low, found.high) == pytest.approx((value, *ends))
+    assert found.p == pytest.approx(binomtest(4, 4).pvalue) and found.n == 8
+
+
+def test_pairs_that_differ_unlike_while_no_patient_does_count_in_part():
+    """Of two cases and two others, each gains one half: one pair a whole and one nothing."""
+    case = np.array([True, True, False, False])
+    ours, theirs = np.array([2.0, 4.0, 1.0, 3.0]), np.array([1.0, 3.0, 2.0, 4.0])
+    found = clinical_metrics.auroc_difference(ours, theirs, case)
+    ends = 2 * np.array([beta.ppf(0.025, 1.5, 1.5), beta.ppf(0.975, 2.5, 0.5)]) - 1
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, *ends)) and found.p == 1
+    same = clinical_metrics.auroc_difference(ours, ours**3, case)
+    assert (same.value, same.low, same.high, same.p) == (0, 0, 0, None)
+
+
+def test_p_is_small_but_never_nothing():
+    rng, case = np.random.default_rng(0), np.arange(3000) >= 1500
+    good, bad = rng.normal(3.0 * case, 1), rng.normal(-3.0 * case, 1)
+    found = clinical_metrics.auroc_difference(good, bad, case)
+    assert 0 < found.p < 1e-100
+    few = clinical_metrics.auroc_difference(np.where(case, 2.0, rng.random(3000)), rng.random(3000), case)
+    assert 0 < few.p < 1e-50
+
+
+def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
+    score, at = np.array([0.9, 0.8, 0.6, 0.4]), [0.1, 0.25, 0.5]
+    for case in (np.ones(4, bool), np.zeros(4, bool)):
+        found = clinical_metrics.net_benefit(score, case, at, 0.05)
+        assert found["everybody"] == pytest.approx([0.05 - 0.95 * t / (1 - t) for t in at])
+        assert found["model"] == [None] * 3
+        assert clinical_metrics.describe_class(score, score > 0.5, case, 0.05).get("at_prevalence") is None
+    both = np.array([True, True, False, False])
+    data = pd.DataFrame({"case": both.astype(int), "model": score})
+    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=at, prevalence=0.05)
+    found = clinical_metrics.net_benefit(score, both, at, 0.05)
+    for name, known in (("model", "model"), ("everybody", "all")):
+        expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
+        assert found[name] == pytest.approx(expected, abs=1e-9)
+
+
+def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
+    wide, narrow = (
+        sample_size.compute_sample_size(0.2, 0.85, sample_size.IntervalWidths(auroc=width))["auroc"]
+        for width in (0.01, 1e-4)
+    )
+    assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
+
+
+def described_at(case, prevalence):
+    """The document of one site whose model is perfect, beside a lone one that says the same of everybody."""
+    score, at = np.where(case, 0.9, 0.1), [0.1, 0.25, 0.5]
+    more = clinical_metrics.auroc_difference(score, np.full(len(case), 0.5), case)
+    one = clinical_metrics.describe_class(score, score > 0.5, case, prevalence) | {
+        "net_benefit": clinical_metrics.net_benefit(score, case, at, prevalence),
+        "over_local": asdict(more) if more else None,
+        "subgroups": None,
+    }
+    site = {"site": "C1", "on": "own", "model": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
+    return {
+        "prevalence": prevalence,
+        "by": None,
+        "least": 10,
+        "thresholds": at,
+        "sites": [site | {"classes": {"tumor": one}}],
+    }
+
+
+def test_the_page_tells_what_a_constant_lone_model_lacks_and_how_sure_six_patients_are():
+    found = " ".join(list_clinical_findings(described_at(np.arange(6) > 2, None)))
+    assert "AUROC is 0.50 above that of its local model (−0.21 to +0.50)" in found
+
+
+@pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])
+@pytest.mark.parametrize("prevalence", [None, 0.05])
+def test_patients_of_one_kind_have_their_page(case, prevalence):
+    """At another prevalence the model's net benefit is not known, so that its curve is not drawn."""
+    page = build_clinical_section(described_at(case, prevalence), {"C1": "#123456"})
+    ((title, chart),) = page["curves"]
+    assert title == "Net benefit, tumor" and ("C1" in chart.alt) == (prevalence is None)
+    assert page["cells"][0]["AUROC"] == "–"
+
+
+@pytest.mark.parametrize("n_classes", [1, 3, 5])
+def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
+    rng, names = np.random.default_rng(0), np.array([f"p{k}" for k in range(60)])
+    said, truth = rng.dirichlet(np.ones(n_classes), 60), rng.integers(0, n_classes, 60)
+    outputs = tuple(f"grade {k}" for k in range(n_classes))
+    part, patients = np.full(60, "C1"), clinical_metrics.aggregate_patients(said, truth, names)
+    table = PredictionTable("C1", "proxy", part, names, names, truth, {"proxy": said}, outputs)
+    asked = stage._SitePatients(patients, said.argmax(1), None, None, table, None)
+    found = stage._describe_site("C1", [asked], None, 10)["classes"]
+    assert [*found] == [*outputs]
+    for k, one in enumerate(found.values()):
+        recall = recall_score(truth == k, said.argmax(1) == k)
+        assert (one["cases"], one["sensitivity"]["value"]) == ((truth == k).sum(), recall)
+        area = one["auroc"] and one["auroc"]["value"]
+        assert area == (None if n_classes == 1 else pytest.approx(roc_auc_score(truth == k, said[:, k])))
+
+
+@pytest.mark.parametrize(
+    "score", [[0.1, 0.3, 0.1, 0.2, 0.1], [0.0], [0.9, 0.9, 0.8]], ids=["low", "of one patient", "high"]
+)
+def test_no_precision_is_told_of_cases_alone(score):
+    """Of cases alone every model has an average precision of 1."""
+    score = np.array(score)
+    for case in (np.ones(len(score), bool), np.zeros(len(score), bool)):
+        assert clinical_metrics.describe_class(score, score >= 0.5, case)["auprc"] is None
+    if len(score) > 1:
+        case = np.arange(len(score)) == 1
+        assert clinical_metrics.describe_class(score, score >= 0.5, case)["auprc"] == average_precision_score(
+            case, score
+        )
+
+
+@pytest.mark.parametrize(
+    ("prevalence", "words"), [(0.004, "0.4 %"), (0.015, "1.5 %"), (0.07, "7 %"), (0.9995, "99.95 %")]
+)
+def test_a_stated_prevalence_is_told_as_it_was_stated(tumours, prevalence, words):
+    case = tumours[1]
+    document = described_at(case, prevalence)
+    assert {f"PPV at {words}", f"NPV at {words}"} <= set(build_clinical_cells(document)[0])
+    assert build_clinical_section(document, {"C1": "#123456"})["share"] == f"{words} of patients"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(0.0, "0 %"), (1e-5, "under 1 %"), (0.5, "50 %"), (0.9999, "over 99 %"), (1.0, "100 %")]
+)
+def test_a_share_of_patches_is_none_or_all_only_where_it_is(share, words):
+    assert predict._format_percent(share) == words
+
+
+@pytest.mark.parametrize(("best", "least"), [(0.499, 0.5), (0.6996, 0.7), (0.004, 0.005)])
+def test_too_little_tissue_is_not_told_as_enough(best, least):
+    _, note = _find_candidates(np.array([best, 0], np.float32), least, 3)
+    assert f"{100 * least:g}% tissue" in note and f"({100 * best:g}%)" in note

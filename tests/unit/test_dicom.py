@@ -1,0 +1,198 @@
+"""DICOM slides: which files are one slide, and what is refused by name."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from builders import halves, refused
+from dicom_files import DEFLATED, write_dicom
+from simplejpeg import encode_jpeg
+
+from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
+from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, read_header
+from wsi_fl.slides.reading.reader import Slide
+
+MPP = 0.5
+PICTURE = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+"""uint8[192, 256, 3]"""
+
+
+def write_pyramid(folder, n=2, picture=PICTURE, prefix="", **more):
+    for k, level in enumerate(halves(picture, n)):
+        write_dicom(folder / f"{prefix}{k}.dcm", level, mpp=MPP * 2**k, **more)
+    return folder
+
+
+def test_a_folder_is_the_slide_of_its_files_and_so_is_each_of_them(tmp_path):
+    folder = write_pyramid(tmp_path / "1.2.840.7", 3)
+    kinds = {"LABEL": PICTURE[:64, :64], "OVERVIEW": PICTURE[:64, :128], "THUMBNAIL": PICTURE[::4, ::4]}
+    for kind, picture in kinds.items():  # whose names come first
+        write_dicom(folder / f"${kind}.dcm", picture, kind=f"ORIGINAL\\PRIMARY\\{kind}\\NONE")
+    (folder / ".DS_Store").write_bytes(b"no slide")
+    (folder / "notes.txt").write_text("no slide either")
+    for path in (folder, folder / "0.dcm", folder / "2.dcm"):
+        with Slide(path) as slide:
+            assert (slide.size_l0, slide.level_downsamples, slide.mpp) == ((256, 192), (1, 2, 4), MPP)
+            np.testing.assert_array_equal(slide.read((40, 30), 100, MPP), PICTURE[30:130, 40:140])
+    assert is_slide_folder(folder) and slide_name(folder) == "1.2.840.7"
+    assert not is_slide_folder(tmp_path) and slide_name(folder / "0.dcm") == "0"
+
+
+def test_several_series_in_a_folder_are_named_and_each_file_is_still_a_slide(tmp_path):
+    write_pyramid(tmp_path, prefix="a", series="1.2.3.80")
+    write_pyramid(tmp_path, prefix="b", series="1.2.3.81", picture=255 - PICTURE)
+    refused(lambda: Slide(tmp_path), "holds 2 DICOM slides", "1.2.3.80 (a0.dcm)", "1.2.3.81 (b0.dcm)")
+    for name, meant in (("a1.dcm", PICTURE), ("b0.dcm", 255 - PICTURE)):
+        with Slide(tmp_path / name) as slide:  # as the line says
+            np.testing.assert_array_equal(slide.read((0, 0), 128, MPP), meant[:128, :128])
+
+
+OTHER = 255 - PICTURE
+PYRAMIDS = {
+    "by their UID": (halves(PICTURE)[1], {"pyramid": "1.2.9.2"}),
+    "by their shape": (OTHER[:128, :128], {}),
+    "of one shape": (OTHER, {}),
+}
+
+
+@pytest.mark.parametrize("how", PYRAMIDS)
+def test_two_pyramids_of_one_series_are_told_apart(tmp_path, how):
+    picture, more = PYRAMIDS[how]
+    write_dicom(tmp_path / "first.dcm", PICTURE, pyramid="1.2.9.1" if more else "")
+    write_dicom(tmp_path / "second.dcm", picture, **more)
+    for path in (tmp_path, tmp_path / "first.dcm", tmp_path / "second.dcm"):
+        refused(lambda path=path: Slide(path), "several pyramids", "first.dcm (256 × 192)", "second.dcm")
+
+
+REFUSED = {
+    "HTJ2K": {"syntax": "1.2.840.10008.1.2.4.201"},
+    "JPEG-LS": {"syntax": "1.2.840.10008.1.2.4.80"},
+    "RLE": {"syntax": "1.2.840.10008.1.2.5"},
+    "a deflated file": {"syntax": DEFLATED},
+    "2 optical paths": {"paths": 2},
+    "3 focal planes": {"planes": 3},
+    "16-bit MONOCHROME2": {"samples": 1, "bits": 16, "colours": "MONOCHROME2"},
+    "YBR_FULL": {"colours": "YBR_FULL"},
+    "RGB in planes": {"planar": 1},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_openslide_does_not_read_is_refused_by_its_name(tmp_path, what):
+    write_dicom(tmp_path / "a.dcm", PICTURE, **REFUSED[what])
+    for path in (tmp_path, tmp_path / "a.dcm"):
+        refused(lambda path=path: Slide(path, MPP), "a.dcm", what)
+
+
+JPEG, JPEG_2000 = "1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.91"
+
+
+def jpeg(tile):
+    """YCbCr, as the segment of JFIF says."""
+    return encode_jpeg(np.ascontiguousarray(tile), quality=98, colorsubsampling="444")
+
+
+def adobe_rgb(tile):
+    """A stream that says by Adobe's segment that it holds RGB; only its head is right."""
+    return b"\xff\xd8\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\0" + jpeg(tile)[2:]
+
+
+def rgb_by_name(tile):
+    """A stream without segments that says by its components' names that it holds RGB."""
+    stream = jpeg(tile)
+    stream = b"\xff\xd8" + stream[4 + int.from_bytes(stream[4:6], "big") :]
+    at = stream.index(b"\xff\xc0") + 10
+    return stream[:at] + b"R" + stream[at + 1 : at + 3] + b"G" + stream[at + 4 : at + 6] + b"B" + stream[at + 7 :]
+
+
+def jpeg_2000(tile, mct=False):
+    encode = pytest.importorskip("imagecodecs").jpeg2k_encode
+    return bytes(encode(np.ascontiguousarray(tile), level=0, reversible=True, codecformat="j2k", mct=mct))
+
+
+LIES = {
+    "RGB of YCbCr": ("RGB", JPEG, jpeg, "first frame holds YCbCr"),
+    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "first frame holds RGB"),
+    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "first frame holds RGB"),
+    "transformed of not": ("YBR_ICT", JPEG_2000, jpeg_2000, "that it did not transform"),
+    "reversibly of not": ("YBR_RCT", JPEG_2000, jpeg_2000, "that it did not transform"),
+}
+
+
+@pytest.mark.parametrize("how", LIES)
+def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
+    colours, syntax, pack, what = LIES[how]
+    write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
+    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header states {colours}", what)
+
+
+TRUTHS = {
+    "YCbCr": ("YBR_FULL_422", JPEG, jpeg),
+    "RGB": ("RGB", JPEG_2000, jpeg_2000),
+    "transformed": ("YBR_ICT", JPEG_2000, partial(jpeg_2000, mct=True)),
+    "RGB that is transformed": ("RGB", JPEG_2000, partial(jpeg_2000, mct=True)),
+}
+
+
+@pytest.mark.parametrize("how", TRUTHS)
+def test_packed_frames_have_the_colours_of_their_picture(tmp_path, how):
+    colours, syntax, pack = TRUTHS[how]
+    write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
+    with Slide(tmp_path, MPP) as slide:
+        apart = np.abs(slide.read((0, 0), 192, MPP).astype(int) - PICTURE[:, :192])
+    assert apart.mean() < 4
+
+
+@pytest.mark.parametrize("head", [bytes(8), b"II*\0\x08\0\0\0"])
+def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
+    """Some begin as a TIFF too."""
+    path = write_dicom(tmp_path / "ct.dcm", PICTURE)
+    path.write_bytes(head + path.read_bytes()[8:].replace(b"1.1.77.1.6", b"1.1.77.1.4"))  # a photograph
+    refused(lambda: Slide(path), "ct.dcm: a DICOM file, but no whole-slide image")
+
+
+@pytest.mark.parametrize("n", [132, 200, 400])
+def test_a_cut_header_says_nothing_and_is_no_error(tmp_path, n):
+    whole = write_dicom(tmp_path / "a.dcm", PICTURE)
+    assert read_header(whole).series == "1.2.3.2" and is_dicom(whole)
+    whole.write_bytes(whole.read_bytes()[:n])
+    assert read_header(whole) is None
+    refused(lambda: Slide(tmp_path), "without DICOM slide files")
+    refused(lambda: Slide(whole), "a.dcm")
+
+
+def test_a_sparse_slide_has_background_where_nothing_was_scanned(tmp_path):
+    write_dicom(tmp_path / "a.dcm", PICTURE, lacking=(5,))
+    with Slide(tmp_path) as slide:
+        seen = slide.read((0, 0), 192, MPP)
+    meant = PICTURE[:, :192].copy()
+    meant[64:128, 64:128] = 255
+    np.testing.assert_array_equal(seen, meant)
+
+
+def test_tiles_that_level_0_of_a_sparse_slide_lacks_and_level_1_shows_are_no_background(tmp_path):
+    picture = np.full((384, 512, 3), (190, 110, 170), np.uint8)
+    write_dicom(tmp_path / "0.dcm", picture, lacking=(10, 11, 12))
+    write_dicom(tmp_path / "1.dcm", halves(picture)[1], mpp=2 * MPP)
+    with Slide(tmp_path) as slide:
+        refused(lambda: slide.read((128, 64), 64, MPP), "(128, 64)", "lacks pixels")
+        np.testing.assert_array_equal(slide.read((0, 0), 64, MPP), picture[:64, :64])
+        assert (slide.read((128, 64), 64, 2 * MPP) == picture[0, 0]).all()
+
+
+def test_frames_that_level_1_lacks_come_from_level_0(tmp_path):
+    write_dicom(tmp_path / "0.dcm", PICTURE)
+    write_dicom(tmp_path / "1.dcm", halves(PICTURE)[1], mpp=2 * MPP, frames="1")
+    with Slide(tmp_path) as slide:
+        seen = slide.read((0, 0), 90, 2 * MPP)
+        assert slide.level_downsamples == (1, 2) and "its level 1 is damaged" in slide.notes[0]
+        np.testing.assert_array_equal(seen, halves(PICTURE)[1][:90, :90])
+
+
+def test_a_folder_of_other_files_is_no_slide(tmp_path):
+    for k in range(300):
+        (tmp_path / f"{k:03}.png").write_bytes(b"\x89PNG" + bytes(200))
+    write_dicom(tmp_path / "zzz.dcm", PICTURE)
+    assert not is_slide_folder(tmp_path)
+    with Slide(tmp_path / "zzz.dcm") as slide:
+        assert slide.size_l0 == (256, 192)

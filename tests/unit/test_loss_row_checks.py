@@ -1,0 +1,351 @@
+"""What a loss may use of a batch: labels in arrays, tables and lists, labels of other rows, the model's weights; and
+functions that a model holds. One row moves the clipped sum by at most C, or it is refused in one line."""
+
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache, partial, wraps
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from builders import Net, refused
+from row_dependent_losses import B, Case, D, cross_entropy, data, mlp
+from test_dpsgd_sensitivity import Recorder, clipped_sum, looped_sum, step, trainer_of, worst_move
+from torch import nn
+from torch.nn import functional
+
+from wsi_fl.models.mil import build_deepset
+from wsi_fl.privacy import row_independence
+from wsi_fl.privacy.dpsgd import DPTrainer
+from wsi_fl.types import UsageError
+
+CLIPS = (0.01, 0.3, 5.0)
+LABELS = np.zeros(B)
+"""Of the batch, as a notebook has them."""
+
+
+def weighted(out, y, weights):
+    return (functional.cross_entropy(out, y, reduction="none") * weights.float()).mean()
+
+
+def by_frequency(y):
+    labels = y.numpy()
+    return lambda out: weighted(out, y, torch.from_numpy(1 / np.bincount(labels, minlength=2)[labels]))
+
+
+def of_list(y):
+    labels = y.tolist()
+    return lambda out: functional.mse_loss(out[:, 0], torch.tensor([k - sum(labels) / 3 for k in labels]))
+
+
+def of_ranks(y):
+    table = pd.Series(y.numpy() + np.arange(len(y)) / 10)
+    return lambda out: functional.mse_loss(out[:, 0], torch.tensor(table.rank(pct=True).to_numpy()).float())
+
+
+def of_default(y):
+    def loss(out, labels):
+        return functional.mse_loss(out[:, 0], torch.from_numpy((labels - labels.mean()) * 4))
+
+    loss.__defaults__ = (y.float().numpy(),)
+    return loss
+
+
+def of_partial(y):
+    def loss(out, labels):
+        return functional.mse_loss(out[:, 0], torch.from_numpy(labels / labels.max() * 4))
+
+    return partial(loss, labels=y.float().numpy() + np.arange(len(y), dtype=np.float32))
+
+
+@dataclass
+class Standardised:
+    labels: np.ndarray
+
+    def __call__(self, out):
+        centred = self.labels - self.labels.mean()
+        return functional.mse_loss(out[:, 0], torch.from_numpy(4 * centred))
+
+
+def of_method(y):
+    return Standardised(y.float().numpy()).__call__
+
+
+def of_helper(y):
+    labels = y.float().numpy()
+
+    def centred():
+        return torch.from_numpy(4 * (labels - labels.mean()))
+
+    return lambda out: functional.mse_loss(out[:, 0], centred())
+
+
+def of_notebook(y):
+    globals()["LABELS"] = y.float().numpy()
+    return lambda out: functional.mse_loss(out[:, 0], torch.from_numpy(4 * (LABELS - LABELS.mean())))
+
+
+class Inside(nn.Module):
+    """Holds labels in a module within a module."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.inner = loss
+
+    def forward(self, out):
+        return self.inner(out)
+
+
+class Centred(nn.Module):
+    def __init__(self, labels):
+        super().__init__()
+        self.labels = labels
+
+    def forward(self, out):
+        return functional.mse_loss(out[:, 0], torch.from_numpy(4 * (self.labels - self.labels.mean())))
+
+
+def labels_of(table):
+    return table["train"]["labels"]
+
+
+def of_table(y):
+    table = {"train": {"labels": y.float().numpy()}}
+    return lambda out: functional.mse_loss(
+        out[:, 0], torch.from_numpy(4 * (labels_of(table) - labels_of(table).mean()))
+    )
+
+
+def of_numbers(y):
+    numbers = array("f", y.tolist())
+    return lambda out: functional.mse_loss(out[:, 0], torch.tensor([k - sum(numbers) / 3 for k in numbers]))
+
+
+def of_another_name(y):
+    inner = of_method(y)
+
+    @wraps(functional.mse_loss)
+    def loss(out):
+        return inner(out)
+
+    return loss
+
+
+def of_page(y):
+    """A function of an example in a page, whose names belong to no file."""
+    names = {"labels": y.float().numpy(), "torch": torch, "functional": functional}
+    exec("def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))", names)
+    return names["loss"]
+
+
+def penalised(make):
+    """A penalty of the model's weights, which is no function of rows."""
+    model = make()
+    return (model, lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum())
+
+
+def consistent(make):
+    """The model called again, on rows that were changed."""
+    model, (x, y) = make(), data("vectors")
+    return model, lambda out: functional.cross_entropy(out, y) + (out - model(x + 0.1)).square().mean()
+
+
+def of_places(n, turned):
+    """A loss that takes its rows from all there are, n times the batch, by places in a list or an array."""
+
+    def loss_for(y):
+        everybody, rows = y.float().repeat(n), turned(len(y))
+        return lambda out: functional.mse_loss(out[:, 0], everybody[rows] * 2)
+
+    return loss_for
+
+
+TIED = {
+    "softmax over rows, of one logit each": lambda y: lambda out: functional.cross_entropy(out[:, 0], y.float()),
+    "weights by frequency of an array": by_frequency,
+    "an array that is a default": of_default,
+    "an array that is an argument": of_partial,
+    "an array in an attribute": lambda y: Standardised(y.float().numpy()),
+    "an array of a method": of_method,
+    "an array in a helper": of_helper,
+    "an array of the notebook": of_notebook,
+    "an array in a module within a module": lambda y: Inside(Centred(y.float().numpy())),
+    "an array in a table of tables": of_table,
+    "an array of Python": of_numbers,
+    "a function by another name": of_another_name,
+    "an array of a page": of_page,
+    "a list": of_list,
+    "a table": of_ranks,
+    "the first label": lambda y: lambda out: functional.cross_entropy(out, y[0].expand(len(out))),
+    "the first label as a number": lambda y: lambda out: weighted(out, y, torch.tensor(1.0 + 10 * y[0].item())),
+    "the first label as a slice": lambda y: lambda out: weighted(out, y, 1.0 + y[:1]),
+    "labels turned round": lambda y: lambda out: functional.cross_entropy(out, y[[*range(len(y))][::-1]]),
+    "labels of neighbours": lambda y: lambda out: functional.cross_entropy(out, y[torch.arange(len(y)) - 1]),
+    "places of others in a list": of_places(1, lambda n: [(k + 1) % n for k in range(n)]),
+    "mixed labels": lambda y: (
+        lambda out: functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_what_a_loss_computes_of_other_rows_is_refused(name, clip):
+    with pytest.raises(UsageError, match=r"^loss cannot be used with differential privacy: [^\n]*$"):
+        worst_move(mlp, TIED[name], "vectors", "row", clip)
+
+
+def table_of_classes(y):
+    weight = [1.0, 5.0]
+    return lambda out: weighted(out, y, torch.tensor(weight)[y])
+
+
+def of_column(y):
+    both = torch.stack([y, 1 - y], 1).float()
+    return lambda out: functional.mse_loss(out[:, 0], both[:, 1])
+
+
+def of_sequences(y):
+    lengths, ones = (3,) * len(y), (1,) * len(y)
+
+    def loss(out):
+        steps = out[:, None].expand(-1, 3, -1).transpose(0, 1).log_softmax(2)
+        return functional.ctc_loss(steps, torch.ones(len(out), 1, dtype=torch.long), lengths, ones)
+
+    return loss
+
+
+def held(turned):
+    """Cross-entropy with labels that a loss holds as something else than a tensor."""
+    return lambda y: partial(lambda out, labels: functional.cross_entropy(out, as_tensor(labels)), labels=turned(y))
+
+
+def as_tensor(labels):
+    return torch.tensor(np.asarray(labels))
+
+
+ALONE = {
+    "places in a list": of_places(2, lambda n: list(range(n))),
+    "places in an array": of_places(2, np.arange),
+    "all places in a list": of_places(1, lambda n: list(range(n))),
+    "all places in an array": of_places(1, np.arange),
+    "labels of an array": held(lambda y: y.numpy()),
+    "labels of a list": held(lambda y: y.tolist()),
+    "labels of a table": held(lambda y: pd.Series(y.numpy())),
+    "all in their order": lambda y: lambda out: functional.cross_entropy(out, y[torch.arange(len(y))]),
+    "columns of targets": of_column,
+    "a list for classes": table_of_classes,
+    "lengths in a list": of_sequences,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_labels_that_are_no_tensors_are_learned_as_a_loop_would(name):
+    case, (x, y) = Case(mlp, ALONE[name]), data("vectors")
+    assert worst_move(mlp, case.loss, "vectors", "row", 0.3) <= 1 + 1e-5
+    found = clipped_sum(mlp, case.loss, x, y, 0.3)
+    wanted = looped_sum(case, x, y, 0.3, torch.arange(B))
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-5)
+
+
+def test_a_list_of_as_many_classes_as_a_batch_has_rows_is_no_rows():
+    x, y = data("vectors")
+    trainer, _ = trainer_of(nn.Linear(D, 2))
+    assert step(trainer, x[:2], table_of_classes(y[:2])) > 0
+
+
+@pytest.mark.parametrize("of", [penalised, consistent])
+def test_a_loss_that_uses_the_weights_is_refused_and_not_cut_short(of):
+    model, loss = of(mlp)
+    trainer, _ = trainer_of(model)
+    refused(lambda: step(trainer, data("vectors")[0], loss), "depends on the model's weights", "weight_decay")
+
+
+def test_a_loss_that_cannot_be_computed_is_told_in_one_line():
+    trainer, _ = trainer_of(mlp())
+    x, y = data("vectors")
+    refused(lambda: step(trainer, x, lambda out: functional.mse_loss(out, y.float())), "must match the size")
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused():
+    model, centres = mlp(), nn.Parameter(torch.zeros(2, 2))
+    for parameters, words in (
+        ([*model.parameters(), centres], "1 parameters that are not the model's"),
+        (list(mlp().parameters()), "4 parameters that are not the model's"),
+        (list(model[0].parameters()), "lacks 2 of the model's trained parameters"),
+    ):
+        recorder = Recorder(parameters)
+        refused(lambda r=recorder: DPTrainer(model, r, sigma=0.0, clip=1.0, batch_size=B), words)
+    model[1].requires_grad_(False)
+    DPTrainer(model, Recorder(model[0].parameters()), sigma=0.0, clip=1.0, batch_size=B)
+
+
+# Models
+
+
+def centre(z):
+    return z - z.mean(0) if len(z) > 4 else z
+
+
+class Pool:
+    def __call__(self, phi, present):
+        return centre(phi.sum(1))
+
+
+@lru_cache
+def remembered(phi, present):
+    return centre(phi.sum(1))
+
+
+@torch.jit.script
+def compiled(phi: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    z = phi.sum(1)
+    return z - z.mean(0) if len(z) > 4 else z
+
+
+@pytest.mark.parametrize("pool", [Pool(), Pool().__call__, remembered, compiled, partial(Pool())])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_function_of_whatever_kind_that_a_model_holds_is_somebody_elses(pool, clip):
+    make = partial(build_deepset, 2, D, hidden=8, pool=pool)
+    assert row_independence.model_origin(make()) == "custom"
+    with pytest.raises(UsageError, match="ties the rows"):
+        worst_move(make, cross_entropy, "bags", "row", clip)
+
+
+@pytest.mark.parametrize("attribute", ["hook", "hooks", "table"])
+def test_functions_in_lists_and_tables_of_a_model_are_somebody_elses(attribute):
+    model = build_deepset(2, D, hidden=8)
+    assert row_independence.model_origin(model) == "built-in"
+    setattr(model, attribute, {"hook": Pool(), "hooks": [centre], "table": {"a": (centre,)}}[attribute])
+    assert row_independence.model_origin(model) == "custom"
+
+
+def test_a_class_of_pytorch_that_was_given_another_forward_is_somebody_elses(monkeypatch):
+    model = mlp(nn.Tanh())
+    assert row_independence.model_origin(model) == "built-in"
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, z: centre(z))
+    assert row_independence.model_origin(model) == "custom"
+
+
+def test_a_model_without_weights_yet_is_refused_and_taken_once_it_has_them():
+    (x, y), model = data("vectors"), nn.Sequential(nn.LazyLinear(D), nn.Linear(D, 2))
+    refused(lambda: trainer_of(model), "LazyLinear (0) has no weights yet", "before the optimizer is made")
+    model(torch.zeros(1, D))
+    trainer, _ = trainer_of(model)
+    assert step(trainer, x, lambda out: functional.cross_entropy(out, y)) > 0
+
+
+def test_a_table_of_shapes_that_was_filled_before_is_taken():
+    def run(net, x):
+        if x.shape[1] not in net.cache:
+            net.cache[x.shape[1]] = torch.linspace(0, 1, x.shape[1])
+        return net.last(x * net.cache[x.shape[1]])
+
+    (x, y), model = data("vectors"), Net(run, last=nn.Linear(D, 2))
+    model.cache = {}
+    trainer, _ = trainer_of(model)
+    refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "changes its cache", "on zeros")
+    model.cache.clear()
+    model(torch.zeros(1, D))
+    assert step(trainer, x, lambda out: functional.cross_entropy(out, y)) > 0

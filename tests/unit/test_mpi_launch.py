@@ -1,0 +1,164 @@
+"""Where mpiexec, srun and a resource manager's variables meet: ranks start here, or say at once why not."""
+
+import os
+import stat
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from wsi_fl.federation.comm import load_mpi
+from wsi_fl.stages import doctor
+from wsi_fl.stages.runtime.rank_job import take_threads
+from wsi_fl.stages.training import launch
+from wsi_fl.system.machine import count_ranks, launcher_reason, read_thread_setting, threads_per_rank
+from wsi_fl.types import UsageError, WsiFlError
+
+BOX = "-" * 75
+ELSEWHERE = "node17.invalid"
+MANAGERS = {
+    "Slurm": {"SLURM_JOBID": "9", "SLURM_JOB_ID": "9", "SLURM_NODELIST": ELSEWHERE, "SLURM_TASKS_PER_NODE": "2(x2)"},
+    "PBS": {"PBS_JOBID": "9.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "HOSTS"},
+    "Cobalt": {"COBALT_JOBID": "9"},
+    "LSF": {"LSB_JOBID": "9", "LSB_HOSTS": ELSEWHERE, "LSB_DJOB_HOSTFILE": "HOSTS"},
+    "SGE": {"SGE_ROOT": "/opt/sge", "ARC": "lx-amd64", "PE_HOSTFILE": "HOSTS", "JOB_ID": "9"},
+    "Flux": {"FLUX_JOB_ID": "9", "FLUX_URI": "local:///none"},
+}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No launcher, and nobody who asks for threads."""
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT")
+    for name in (*names, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def within(monkeypatch, tmp_path):
+    """Put a resource manager's job on other machines into the environment."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{ELSEWHERE}\n")
+
+    def put(manager):
+        for name, value in MANAGERS[manager].items():
+            monkeypatch.setenv(name, str(hosts) if value == "HOSTS" else value)
+
+    return put
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_ranks_of_this_machine_hear_nothing_of_a_managers_other_machines(within, manager, tmp_path):
+    within(manager)
+    environment = launch.rank_environment(2)
+    assert not {ELSEWHERE, str(tmp_path / "hosts")} & set(environment.values())
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("manager", ["Slurm", "PBS", "Cobalt"])  # those that Open MPI follows to the last
+def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
+    within(manager)
+    assert "two ranks communicate" in doctor._check_mpi()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (f"sh: 1: srun: not found\nssh: no host node17\n{BOX}\nA daemon failed\n{BOX}\n", "ssh: no host node17"),
+        (f"{BOX}\nToo few\nslots: 2.\n{BOX}\n[vm:1] ERROR in file x.c\n", "Too few slots: 2."),
+        (f"Traceback\n  File\nImportError: no libmpi\n{BOX}\nexited on 1\n{BOX}", "ImportError: no libmpi"),
+        ("", "it printed nothing"),
+        (f"{BOX}\n", "it printed nothing"),
+        (f"{BOX}\n{'slot ' * 100}\n{BOX}\n", ("slot " * 40)),
+    ],
+)
+def test_what_a_launcher_says_last_is_its_reason_and_no_frame(said, reason):
+    assert launcher_reason(said) == reason
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'no such slot' >&2; exit 213", "^no site's process began: no such slot .*exit code 213.*doctor"),
+        ("exit 1", "^no site's process began: it printed nothing "),
+        ("""echo '{"site": "A", "pid": 1}'; exit 7""", "^a site's process died .*; continue with `again`$"),
+    ],
+)
+def test_a_job_that_never_began_is_no_job_to_go_on_with(monkeypatch, tmp_path, script, said):
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(f"#!/bin/sh\n{script}\n")
+    launcher.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(launch, "find_mpiexec", lambda: str(launcher))
+    watcher = SimpleNamespace(say=lambda _: None)
+    with pytest.raises(WsiFlError, match=said) as caught:
+        launch.run_ranks(["A"], [], log=tmp_path / "log", timeout_s=9, watcher=watcher, resume="again")
+    assert ("again" in str(caught.value)) == ("pid" in script)
+
+
+class _NoLibrary:
+    @property
+    def MPI(self):
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "said"),
+    [
+        (
+            SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))),
+            UsageError,
+            "MPI sees 1; .*-n 4`",
+        ),
+        (_NoLibrary(), WsiFlError, "no MPI in this rank .cannot load MPI library"),
+        (None, WsiFlError, "no MPI in this rank"),
+    ],
+)
+def test_ranks_without_their_mpi_say_so_in_a_line(monkeypatch, module, error, said):
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    with pytest.raises(error, match=said):
+        load_mpi(4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_terminal_of_srun_is_no_rank(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert count_ranks() == 4
+    monkeypatch.setenv("SLURM_PTY_PORT", "40123")
+    assert count_ranks() is None
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # one's own mpiexec in that terminal
+    assert count_ranks() == 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("asked", "ranks", "taken"),
+    [
+        ({}, 2, 4),
+        ({"OMP_NUM_THREADS": "1"}, 2, 1),
+        ({"MKL_NUM_THREADS": "3"}, 2, 3),
+        ({"OMP_NUM_THREADS": "9,2"}, 4, 2),
+    ],
+)
+def test_a_rank_takes_its_share_of_the_cores_whatever_mkl_made_of_open_mpi(monkeypatch, asked, ranks, taken):
+    threads = []
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name in ("SIZE", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(ranks))
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    launch.share_threads()
+    take_threads(threads_per_rank())  # as encoders do
+    assert threads == [taken, taken]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_alone_takes_as_many_threads_as_pytorch_would(monkeypatch):
+    threads = []
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    take_threads(8)
+    take_threads(2)
+    assert threads == [3, 2] and read_thread_setting() is None

@@ -1,0 +1,321 @@
+"""Objectives, examples, transforms and the local step, each against its definition."""
+
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+from conftest import planned, refused
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from wsi_fl.federation.methods import METHODS, Weights
+from wsi_fl.learning.examples import (
+    Examples,
+    build_augmentation,
+    build_tensor,
+    concatenate_examples,
+    draw_epoch_rows,
+    load_batches,
+    resize_images,
+)
+from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_mutual_step, take_supervised_step
+from wsi_fl.learning.tasks import kl_divergence, mutual_loss
+from wsi_fl.models import create_model
+from wsi_fl.privacy import row_independence
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.system import direct_io
+from wsi_fl.types import Images, WsiFlError
+
+CPU = torch.device("cpu")
+
+
+def logits(seed, b=5, k=4):
+    return torch.randn(b, k, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def pixels_of(n, size=8, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (n, size, size, 3)).astype(np.uint8)
+
+
+def examples_of(pixels, seed=0):
+    n = len(pixels)
+    label = np.random.default_rng(seed).integers(0, 2, n)
+    names = np.array([f"s{seed}_{k}" for k in range(n)])
+    return Examples(lambda rows: pixels[rows], label, names, names)
+
+
+def learner(seed=0, *, dp=None, kind="mlp", size=8):
+    model = create_model(kind, n_classes=2, shape=Images(3, size), seed=seed)
+    return Learner(model, lr=0.01, weight_decay=0.0, device=CPU, dp=dp)
+
+
+def one_batch(b=6):
+    return next(load_batches(examples_of(pixels_of(b)), iter([np.arange(b)]), augment=None, device=CPU))
+
+
+@given(st.integers(0, 999), st.integers(1000, 1999))
+def test_divergence_is_torchs_with_the_student_as_the_target(a, b):
+    """torch.kl_div(input, target) is KL[target ‖ input]: the student is the distribution that is averaged over."""
+    f, h = logits(a), logits(b)
+    oracle = functional.kl_div(h.log_softmax(1), f.log_softmax(1), log_target=True, reduction="batchmean")
+    torch.testing.assert_close(kl_divergence(f, h), oracle, rtol=1e-4, atol=1e-6)
+
+
+@given(st.floats(0.01, 1))
+def test_mutual_is_the_weighted_sum_a_mean_over_examples_and_teaches_the_student_alone(weight):
+    f, h, y = logits(0).requires_grad_(), logits(1).requires_grad_(), torch.tensor([0, 1, 2, 3, 0])
+    loss = mutual_loss(f, y, h, weight)
+    wanted = (1 - weight) * functional.cross_entropy(f, y) + weight * kl_divergence(f, h)
+    torch.testing.assert_close(loss, wanted)
+    single = [mutual_loss(f[k : k + 1], y[k : k + 1], h[k : k + 1], weight) for k in range(5)]
+    torch.testing.assert_close(loss, torch.stack(single).mean())
+    loss.backward()
+    assert h.grad is None and f.grad.abs().sum() > 0
+
+
+def test_weight_zero_asks_no_teacher(monkeypatch):
+    private, proxy, plain = learner(), learner(1), learner()
+    monkeypatch.setattr(proxy, "predict_logits", lambda _: pytest.fail("a teacher was asked"))
+    step, learners = METHODS["proxyfl"].step, {"private": private, "proxy": proxy}
+    step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
+    take_supervised_step(plain, one_batch(), CipherStream.from_entropy())
+    assert private.parameter_vector().tobytes() == plain.parameter_vector().tobytes()
+    with pytest.raises(pytest.fail.Exception, match="was asked"):
+        step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.from_entropy())
+
+
+@pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
+def test_the_proxy_of_strict_mode_is_the_same_whatever_the_private_model_knows(beta, independent):
+    proxies = []
+    for private_seed in (1, 2):
+        learners = {
+            "private": learner(private_seed, kind="cnn1", size=16),
+            "proxy": learner(0, dp=DPSettings(1.4, 0.7, 6), size=16),
+        }
+        noise = CipherStream.from_seed(5)
+        batch = (torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2)
+        for _ in range(3):
+            METHODS["proxyfl"].step(learners, batch, Weights(0.3, beta), noise)
+        proxies.append(learners["proxy"].parameter_vector())
+    assert (proxies[0].tobytes() == proxies[1].tobytes()) is independent
+
+
+def test_the_proxy_steps_first_and_the_private_model_learns_from_the_moved_proxy():
+    """Algorithm 1, lines 3–4."""
+    learners = {"private": learner(1), "proxy": learner(2)}
+    by_hand = {"private": learner(1), "proxy": learner(2)}
+    batch, noise = one_batch(), CipherStream.from_entropy()
+    METHODS["proxyfl"].step(learners, batch, Weights(0.3, 0.4), noise)
+    x, y = batch
+    for student, teacher, weight in (("proxy", "private", 0.4), ("private", "proxy", 0.3)):
+        with torch.no_grad():
+            answers = by_hand[teacher].model(x)
+        by_hand[student].optimizer.zero_grad()
+        mutual_loss(by_hand[student].model(x), y, answers, weight).backward()
+        by_hand[student].optimizer.step()
+    for role, mine in learners.items():
+        np.testing.assert_allclose(mine.parameter_vector(), by_hand[role].parameter_vector(), atol=1e-6)
+
+
+def test_an_empty_batch_moves_only_a_learner_under_privacy():
+    x, y = torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64)
+    for dp, moves in ((None, False), (DPSettings(1.0, 1.0, 4), True)):
+        mine = learner(dp=dp)
+        before = mine.parameter_vector()
+        assert np.isnan(take_mutual_step(mine, None, 0.5, (x, y), CipherStream.from_entropy()))
+        assert (mine.parameter_vector() != before).any() == moves and np.isfinite(mine.parameter_vector()).all()
+
+
+@pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, 6)])
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
+    def steps(mine, n, seed):
+        noise = CipherStream.from_seed(seed)
+        for _ in range(n):
+            take_supervised_step(mine, one_batch(), noise)
+
+    straight, first, second = learner(dp=dp), learner(dp=dp), learner(3, dp=dp)
+    steps(straight, 2, 0)
+    steps(straight, 2, 1)
+    steps(first, 2, 0)
+    second.load_state({k: v.clone() for k, v in first.state_tensors().items()})
+    steps(second, 2, 1)
+    assert second.parameter_vector().tobytes() == straight.parameter_vector().tobytes()
+
+
+def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
+    mine, other = learner(0), learner(1)
+    take_supervised_step(mine, one_batch(), CipherStream.from_entropy())
+    state = {k: v for k, v in mine.state_tensors().items() if k.startswith("optimizer/")}
+    mine.load_vector(other.parameter_vector())
+    assert (
+        mine.parameter_vector().tobytes() == other.parameter_vector().tobytes()
+        and mine.parameter_vector().dtype == np.float32
+    )
+    assert state and all(torch.equal(mine.state_tensors()[k], v) for k, v in state.items())
+
+
+def test_probabilities_are_in_order_and_independent_of_the_batch_size():
+    mine, data = learner(), examples_of(pixels_of(23))
+    p = predict_examples(mine.predict_logits, data, CPU, batch_size=5)
+    x = build_tensor(data.read(np.arange(23)))
+    np.testing.assert_allclose(p, torch.softmax(mine.predict_logits(x), 1).numpy(), atol=1e-6)
+    np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 3))
+def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
+    drawn = list(draw_epoch_rows(n, batch_size, epochs, sampler=CipherStream.from_seed(0)))
+    per_epoch = -(-n // batch_size)
+    assert len(drawn) == epochs * per_epoch
+    for e in range(epochs):
+        rows = np.concatenate(drawn[e * per_epoch : (e + 1) * per_epoch])
+        assert sorted(rows) == list(range(n))
+    assert max(map(len, drawn)) <= batch_size
+
+
+def test_poisson_epochs_have_the_planned_steps_and_rate():
+    n, batch_size = 100, 32
+    drawn = list(planned(n, batch_size, 500).draw_batches(CipherStream.from_seed(0)))
+    assert len(drawn) == 500 * 4
+    sizes = np.array([len(rows) for rows in drawn])
+    assert sizes.mean() == pytest.approx(n / 4, rel=0.02)
+    assert sizes.var() == pytest.approx(n * 0.25 * 0.75, rel=0.15)
+    assert len(next(planned(5, 8).draw_batches(CipherStream.from_entropy()))) == 5  # q = 1
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_resized_is_the_mean_over_areas(factor):
+    pixels = pixels_of(5, 16)
+    small = resize_images(examples_of(pixels), 16 // factor).read(np.array([3, 0]))
+    wanted = pixels[[3, 0]].reshape(2, 16 // factor, factor, 16 // factor, factor, 3).mean((2, 4))
+    assert small.dtype == np.uint8 and np.abs(small - wanted).max() <= 0.5
+    assert resize_images(examples_of(pixels), 4).read(np.empty(0, np.int64)).shape[0] == 0
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.integers(0, 99))
+def test_joined_reads_like_the_concatenation(sizes, seed):
+    parts = [pixels_of(n, 4, seed=k) for k, n in enumerate(sizes)]
+    both = concatenate_examples([examples_of(p, seed=k) for k, p in enumerate(parts)])
+    everything = np.concatenate(parts)
+    rows = np.random.default_rng(seed).integers(0, len(everything), 7)
+    np.testing.assert_array_equal(both.read(rows), everything[rows])
+    assert len(both) == len(everything) and both.read(np.empty(0, np.int64)).shape == (0, 4, 4, 3)
+
+
+def test_batches_are_normalised_by_constants_and_may_be_empty():
+    pixels = pixels_of(6)
+    pixels[0], pixels[1] = 0, 255
+    data = examples_of(pixels)
+    rows = [np.array([0, 1, 4]), np.empty(0, np.int64)]
+    (x, y), (nothing, none) = load_batches(data, iter(rows), augment=lambda image: image, device=CPU)
+    assert x.shape == (3, 3, 8, 8) and (float(x[0].max()), float(x[1].min())) == (-1.0, 1.0)
+    np.testing.assert_allclose(x[2].permute(1, 2, 0).numpy(), pixels[4] / 127.5 - 1, atol=1e-6)
+    assert y.tolist() == data.label[[0, 1, 4]].tolist() and nothing.shape == (0, 3, 8, 8)
+    assert none.shape == (0,)
+
+
+@pytest.mark.parametrize(("name", "digest"), [("flips", "6076fa1b9586a66c"), ("stain", "62fd27f84b40c266")])
+def test_an_augmentation_is_what_it_was(name, digest):
+    """Number for number what MONAI's flips, scaling and shifts made of these draws; old plans rest on it."""
+    augment = build_augmentation(name, CipherStream.from_seed(3))
+    out = torch.stack([augment(image.clone()) for image in build_tensor(pixels_of(60, 8))])
+    assert sha256((out * 1000).round().to(torch.int16).numpy().tobytes()).hexdigest()[:16] == digest
+
+
+def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
+    dark, light = (
+        torch.stack(
+            [build_augmentation("stain", CipherStream.from_seed(k))(torch.full((3, 6, 6), at)) for k in range(40)]
+        )
+        for at in (0.0, 1.0)
+    )
+    offset = dark.mean((2, 3))
+    gain = light.mean((2, 3)) - offset
+    torch.testing.assert_close(dark, offset[..., None, None].expand_as(dark))
+    assert 0.3 < float(offset.abs().max()) <= 0.5 + 1e-5
+    assert 0.3 < float((gain - 1).abs().max()) <= 0.4 + 1e-5
+    assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
+
+
+def holding(model, most):
+    """Let the model run out of memory for more rows than that, and note how many it was shown."""
+    shown = []
+
+    def refuse(_, inputs):
+        shown.append(len(inputs[0]))
+        if len(inputs[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(refuse)
+    return shown
+
+
+PRIVATE = DPSettings(sigma=0.0, clip=0.3, batch_size=6)
+WAYS = {
+    "plain": None,
+    "ghost": PRIVATE,
+    "hooks": replace(PRIVATE, engine="hooks"),
+    "patients": replace(PRIVATE, unit="patient"),
+}
+
+
+def alike(whole, parts, batch, answers):
+    """A step of both has the same loss, and both then answer alike."""
+    losses = [take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    said = [predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)]
+    np.testing.assert_allclose(*said, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_memory_does_not_hold_is_taken_in_parts(way, monkeypatch):
+    monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
+    whole, parts = (learner(dp=WAYS[way], kind="gn_cnn_small", size=16) for _ in range(2))
+    x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), one_batch()
+    batch = (x, y, torch.tensor([0, 0, 0, 1, 1, 1])) if way == "patients" else (x, y)
+    shown = holding(parts.model, 2)
+    for _ in range(2):
+        alike(whole, parts, batch, logits(1, b=6, k=2))
+    assert {6, 3} & set(shown) and max(shown[-3:]) <= 2  # the second step knows what fits
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # a step is 0.01
+
+
+@pytest.mark.parametrize("dp", [None, replace(PRIVATE, batch_size=5)], ids=["plain", "dp"])
+def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, monkeypatch):
+    monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
+    whole, parts = (learner(dp=dp, kind="gn_cnn_small", size=16) for _ in range(2))
+    x, y = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
+    answers = whole.predict_logits(x)
+    loss = take_mutual_step(whole, answers, 0.4, (x, y), CipherStream.from_entropy())
+    said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
+    monkeypatch.setattr(direct_io, "_PIXELS_AT_ONCE", 2 * 16 * 16)
+    shown = holding(parts.model, 5)
+    assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
+    found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
+    np.testing.assert_allclose(found, said, atol=1e-4)
+    assert shown[-6:] == 2 * [2, 2, 1]  # after two rows that the model is measured on
+    assert (
+        direct_io.rows_at_once(250, (3, 16, 16), gpu=True) == direct_io.rows_at_once(250, (1000, 16), gpu=False) == 250
+    )
+
+
+def test_memory_that_does_not_hold_one_example_is_told_in_one_line():
+    one = learner()
+    holding(one.model, 0)
+    words = "the GPU's memory does not hold one example; lower train.input_px"
+    refused(lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
+
+
+def test_a_model_may_learn_in_bfloat16_and_answers_in_float32():
+    model = create_model("lenet5", n_classes=3, shape=Images(1, 28), seed=0)
+    one = Learner(model, lr=1e-3, weight_decay=0.0, device=CPU, dp=None, bfloat16=True)
+    x, y = torch.randn(5, 1, 28, 28), torch.arange(5) % 3
+    assert one.predict_logits(x).dtype == torch.float32 and not torch.equal(one.predict_logits(x), model(x))
+    before = functional.cross_entropy(one.predict_logits(x), y)
+    for _ in range(20):
+        take_supervised_step(one, (x, y), CipherStream.from_entropy())
+    assert functional.cross_entropy(one.predict_logits(x), y) < before
