@@ -120,7 +120,7 @@ def test_who_is_late_is_left_out_and_what_it_said_is_never_read(identities):
 def test_hospitals_finish_without_one_that_was_killed_at_no_second_charge(tmp_path, federation, monkeypatch):
     """S3 is killed as it masks its sums; the others keep theirs, and go on without it when they are told to."""
     four, furnish = ("S0", "S1", "S2", "S3"), test_folder_transport.furnish
-    monkeypatch.setattr(test_folder_line, "furnish", lambda *given: furnish(*given[:-1], given[-1] % 3))
+    monkeypatch.setattr(test_folder_transport, "furnish", lambda *given: furnish(*given[:-1], given[-1] % 3))
     settings = [*SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1"]
     group = Group(tmp_path / "hospitals", "oneshot", settings, federation, sites=four)
     first, again = [{**job} for job in group.jobs], [job | {"without": ["S3"]} for job in group.jobs[:3]]

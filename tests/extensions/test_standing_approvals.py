@@ -172,7 +172,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     stranger = made(study, identities, S1="0" * 64)
     refused(lambda: admit_plan(study, me, stranger), "partners")
     edited = FederationPlan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
-    refused(lambda: admit_plan(study, me, edited), "S0 cannot approve", "frame.log says why")
+    refused(lambda: admit_plan(study, me, edited), "S0 cannot approve", "preapproval.log says why")
     assert "changed by hand" in log_of(study).read_text()
     assert load_approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
@@ -231,7 +231,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
         monkeypatch.setattr("wsi_fl.hospitals.plans.preapproval_check.review_plan", why)
         with pytest.raises(UsageError) as told:
             admit_plan(study, me, plan)
-        log = "its own federation/frame.log says why"
+        log = "its own federation/preapproval.log says why"
         words = f"site S0 cannot approve plan {plan.digest[:8]} by its standing approval; {log}"
         assert (type(told.value), str(told.value)) == (UsageError, words)
     log = log_of(study).read_text()

@@ -16,7 +16,7 @@ from test_oneshot import HEADS
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.privacy import privacy_plan as privacy_plan
+from wsi_fl.privacy import privacy_plan
 from wsi_fl.privacy.class_statistics import NoisyStatistics
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger

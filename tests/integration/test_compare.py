@@ -433,7 +433,8 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
         f"over {comparison_page.LOCAL_BASELINE}: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
     )
     page = html.unescape(write_report(study, "1").read_text(encoding="utf-8"))
-    said = f"{benefit_figure.gain_words(gain)} over a local model without DP: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
+    verdict = benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)
+    said = f"{benefit_figure.gain_words(gain)} over a local model without DP: {verdict}."
     assert said in page
     assert f"Gain in {gain['measure']}" in page and "federation helped" not in page
 

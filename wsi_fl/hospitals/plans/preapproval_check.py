@@ -278,7 +278,7 @@ def _explain_rejection(approval: StandingApproval, review: PlanReview) -> str:
 def admit_plan(study: Study, identity: Identity, plan: FederationPlan) -> None:
     """Approve a plan by the hospital's standing approval; do nothing without one, or if the plan is approved already.
 
-    The outcome is printed, and logged in `federation/frame.log`; the plan is kept in `federation/plans/`.
+    The outcome is printed, and logged in `federation/preapproval.log`; the plan is kept in `federation/plans/`.
 
     Raises:
         UsageError: in one line that may be disclosed: how the plan's own text exceeds the limits, and otherwise nothing
@@ -315,7 +315,7 @@ def admit_plan(study: Study, identity: Identity, plan: FederationPlan) -> None:
         sign_plan(study, review, identity, approval)
     except Exception as error:  # may name and depend on the store's content
         report(f"{plan_label} was refused: {single_line(error)}")
-        log_hint = "its own federation/frame.log says why"
+        log_hint = "its own federation/preapproval.log says why"
         raise UsageError(
             f"site {identity.name} cannot approve {plan_label} by its standing approval; {log_hint}"
         ) from None

@@ -21,7 +21,7 @@ from wsi_fl.learning.metrics import choose_classes
 from wsi_fl.learning.privacy_units import Canaries, PrivacyUnits
 from wsi_fl.learning.validation import COMMON
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy import attacks as attacks
+from wsi_fl.privacy import attacks
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 from wsi_fl.report.audit_section import build_statistics_tables, list_audit_findings

@@ -150,14 +150,16 @@ def _estimate_benefit(scores: Mapping[str, _BySeed]) -> Gain:
     if bounded:
         estimates = {kind: value and value.clip_interval(0.0, 1.0) for kind, value in estimates.items()}
     gains = _subtract_scores(scores["federated"], scores["local"])
-    rooms = _subtract_scores(scores.get("pooled", {}), {seed: scores["local"][seed] for seed in gains})
-    gain, room = _estimate_mean(gains), _estimate_mean(rooms)
+    pooled_gains = _subtract_scores(scores.get("pooled", {}), {seed: scores["local"][seed] for seed in gains})
+    gain, pooled_gain = _estimate_mean(gains), _estimate_mean(pooled_gains)
     if bounded:
-        gain, room = gain and gain.clip_interval(-1.0, 1.0), room and room.clip_interval(-1.0, 1.0)
-    share = _estimate_gap_closed(gains, rooms, room) if room and has_pooled_gain(room) else None
-    estimates |= {"gain": gain, "pooled_gain": room, "gap_closed": share}
+        gain, pooled_gain = gain and gain.clip_interval(-1.0, 1.0), pooled_gain and pooled_gain.clip_interval(-1.0, 1.0)
+    share = (
+        _estimate_gap_closed(gains, pooled_gains, pooled_gain) if pooled_gain and has_pooled_gain(pooled_gain) else None
+    )
+    estimates |= {"gain": gain, "pooled_gain": pooled_gain, "gap_closed": share}
     document = {name: None if value is None else value.build_document() for name, value in estimates.items()}
-    return document | {"verdict": decide_verdict(gain, room)}
+    return document | {"verdict": decide_verdict(gain, pooled_gain)}
 
 
 def _subtract_scores(scores: _BySeed, other_scores: _BySeed) -> dict[int, SeedScores]:

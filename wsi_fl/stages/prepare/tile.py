@@ -30,7 +30,7 @@ from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.slides.pictures.qc_thumbnail import draw_overview
 from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare import slide_lists as sources
+from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_quality, plan_slides, sample_patches
 from wsi_fl.stages.runtime.console import (
@@ -74,7 +74,7 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
     """
     job = RankJob()
     progress = job.select_watcher(watcher)
-    slide_lists = job.run_on_ranks(lambda: sources.list_slides(study, job, **scope))
+    slide_lists = job.run_on_ranks(lambda: slide_lists.list_slides(study, job, **scope))
     for slides in slide_lists:
         weak = sum(record.supervision == "weak" for record in slides.records)
         if weak:
@@ -125,7 +125,7 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
     failed = list(slides.excluded)
     with job.hold_on_first(site_lock(store.parent, name)):
         n_slides = len(records)
-        plan_outcomes = sources.share_slides(
+        plan_outcomes = slide_lists.share_slides(
             job,
             range(n_slides),
             lambda share: plan_slides(share, slides, plans, job.threads),
@@ -144,24 +144,24 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
 
         selected = job.run_on_ranks(choose_rows)
         n_planned = len(selected)
-        shard_outcomes = sources.share_slides(
+        shard_outcomes = slide_lists.share_slides(
             job,
             selected,
             shards.write_shards,
             lambda n_done, item: watcher.update(name, (n_planned + n_done) / 2, n_planned, plans.slide_name(item[0])),
         )
-        failed += sources.list_excluded((*plan_outcomes, *shard_outcomes))
+        failed += slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))
 
         def write_columns(outcomes: list[Outcome]) -> stored.Counts:
             paths = [shards.shard_path(outcome.slide) for outcome in outcomes if outcome.patches]
             if not paths:
-                raise WsiFlError(f"site {name}: no slide gave a patch; {sources.first_failure(failed)}")
+                raise WsiFlError(f"site {name}: no slide gave a patch; {slide_lists.first_failure(failed)}")
             classes = UNLABELLED if slides.site.is_receiver else CLASSES
             meta = StoreMeta(name, classes, plans.spec, min_tissue=pipeline.tile.min_tissue)
             return stored.read_linked_counts(store, meta, paths) or stored.link_shards(store, meta, paths)
 
         folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
-        counts = sources.finish_site(job, shard_outcomes, write_columns, folders)
+        counts = slide_lists.finish_site(job, shard_outcomes, write_columns, folders)
     stored_names = {outcome.slide for outcome in shard_outcomes if outcome.patches}
     site_scans = [scan for scan in site_scans if scan.slide in stored_names]
     scans += site_scans
@@ -251,9 +251,9 @@ def render_tile_lines(document: dict[str, Any]) -> Lines:
             names = dict.fromkeys(name for count in counts for name in count)
             lines += [[f"{split} {name}", *(count.get(name, 0) for count in counts)] for name in names]
             lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
-    yield sources.build_sum_table("patches", rows, lines)
-    yield from sources.render_excluded_lines(rows, "patch")
-    yield from sources.render_copy_lines(document)
+    yield slide_lists.build_sum_table("patches", rows, lines)
+    yield from slide_lists.render_excluded_lines(rows, "patch")
+    yield from slide_lists.render_copy_lines(document)
     for row in rows:
         yield from render_quality_lines(row)
         missing = [name for name in CLASSES if not row[name]]
@@ -336,7 +336,7 @@ def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Un
         WsiFlError: when none of these slides gives a patch.
     """
     job, progress = RankJob(), watcher or SilentProgress()
-    rows = [_estimate_site(slides, job, progress) for slides in sources.list_slides(study, **scope)]
+    rows = [_estimate_site(slides, job, progress) for slides in slide_lists.list_slides(study, **scope)]
     totals = {key: sum(row[key] for row in rows) for key in ("slides", "patches", "bytes", "seconds")}
     return {"sites": rows, **totals, "free_bytes": shutil.disk_usage(study.root).free}
 
@@ -354,10 +354,10 @@ def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> dict[st
         for outcome in plan_slides(range(n_sampled), slides, plans, job.threads):
             outcomes.append(outcome)
             watcher.update(name, len(outcomes) / 2, n_sampled, "finding tissue")
-        planning, failed = time.perf_counter() - start, sources.list_excluded(outcomes)
+        planning, failed = time.perf_counter() - start, slide_lists.list_excluded(outcomes)
         selected = _select_patches(plans, outcomes, pipeline)
         if not selected:
-            raise WsiFlError(f"site {name}: no slide gave a patch; {sources.first_failure(failed)}")
+            raise WsiFlError(f"site {name}: no slide gave a patch; {slide_lists.first_failure(failed)}")
         counts = {number: int(rows.sum()) for number, rows in selected}
         # 2. the pixels of some of their patches
         start, n_read = time.perf_counter(), 0
