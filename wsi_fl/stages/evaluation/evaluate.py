@@ -495,5 +495,5 @@ def _render_table(document: Evaluation) -> TextTable:
         spreads += [(group or {}).get(first) or {} for group in groups]
         rows += [None, ["mean ± sd", "", *map(format_spread, spreads)]]
     model_words = "models" if several else "private models"
-    headings += ["internal", "external", *["model"] * several]
+    headings += ["own test set", "other sites", *["model"] * several]
     return TextTable(f"{model_words} on the {test_set} ({examples})", headings, rows)
