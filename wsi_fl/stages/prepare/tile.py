@@ -74,8 +74,8 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
     """
     job = RankJob()
     progress = job.select_watcher(watcher)
-    slide_lists = job.run_on_ranks(lambda: slide_lists.list_slides(study, job, **scope))
-    for slides in slide_lists:
+    site_lists = job.run_on_ranks(lambda: slide_lists.list_slides(study, job, **scope))
+    for slides in site_lists:
         weak = sum(record.supervision == "weak" for record in slides.records)
         if weak:
             job.print_message(
@@ -85,12 +85,12 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
             )
         progress.update(slides.site.name, 0, len(slides.records))
     scans: list[Scan] = []
-    rows = [_tile_site(slides, job, progress, scans) for slides in slide_lists]
+    rows = [_tile_site(slides, job, progress, scans) for slides in site_lists]
     site, name = scope["site"], scope.get("pipeline_name")
     pipeline_option = "" if name is None else f" --pipeline {name}"
     sites_option, is_only_site = "--all" if site is None else f"--site {site}", len(study.site_names()) == 1
-    steps = _next_steps(slide_lists[0].pipeline, sites_option, pipeline_option, is_only_site=is_only_site)
-    if slide_lists[0].site.real and is_only_site:  # one site of a federation
+    steps = _next_steps(site_lists[0].pipeline, sites_option, pipeline_option, is_only_site=is_only_site)
+    if site_lists[0].site.real and is_only_site:  # one site of a federation
         steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
     return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.is_first else {}
 
