@@ -37,14 +37,14 @@ from wsi_fl.types import WsiFlError
 LONGEST = 500
 MODULES = (
     "federation.preflight",
-    "federation.roster",
-    "federation.shared",
+    "federation.membership",
+    "federation.secure_aggregation",
     "federation.cross_site_evaluation",
-    "hospitals.trust.letters",
-    "hospitals.work.taking_part",
-    "stages.training.carrying",
+    "hospitals.trust.sealed_messages",
+    "hospitals.work.client",
+    "stages.training.sync_statistics",
     "stages.training.ranks",
-    "stages.training.going_on",
+    "stages.training.resume",
 )
 SLOW_MODULES = ("synthesis.stages.mpcpa",)
 """It takes seconds to import."""

@@ -48,7 +48,7 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
     }
     names = {".".join(path.relative_to(root).with_suffix("").parts) for path in callers}
     # the kinds of the loop are the roster's, and ranks that tile are those of one site
-    assert names - {"federation.loop", "stages.work.job"} <= {*fuzz_peers.MODULES, *fuzz_peers.SLOW_MODULES}
+    assert names - {"federation.loop", "stages.runtime.rank_job"} <= {*fuzz_peers.MODULES, *fuzz_peers.SLOW_MODULES}
 
 
 def kept(values, rest=b""):
