@@ -42,7 +42,7 @@ def one_installation():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "plugin_versions", cache(plugins.plugin_versions))
         once = cache(code_digest)
-        for name in ("signed", "making", "admitting"):
+        for name in ("signed_plan", "build_plan", "preapproval_check"):
             patch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", once)
         yield
 

@@ -37,7 +37,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import append_line
 from wsi_fl.types import WsiFlError
 
-DOCS = Path(__file__).parents[2] / "docs" / "hospitals"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 NOW = datetime(2026, 7, 1, 12, tzinfo=UTC)
 YEAR = NOW + timedelta(days=365)
 
@@ -163,16 +163,16 @@ NAME = r"(?P<site>[\w.-]+)"
 
 
 def test_every_remedy_is_for_something_that_is_said():
-    files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "account.py"]
-    trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "board"]
+    files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "privacy_account.py"]
+    trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "dashboard"]
     said = "\n".join(" ".join(text.split()) for tree in trees for _, text in _texts(tree))
     for problem, _ in _REMEDIES:
         assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
 
 
 def test_every_failure_that_the_pages_name_has_a_remedy_whose_commands_can_be_given():
-    table = (DOCS / "index.md").read_text("utf-8").split("## When something fails")[1].split("\n## ")[0]
-    rows = [row.split("|")[2] for row in table.splitlines() if row.count("|") > 3]
+    table = (DOCS / "operate-federation.md").read_text("utf-8").split("### Federation")[1].split("\n### ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.count("|") > 3]
     lines = [one for row in rows for one in re.findall(r"\*([^*]+)\*", row)]
     assert len(lines) >= 8
     for line in lines:

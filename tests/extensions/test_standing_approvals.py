@@ -289,7 +289,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, ide
 def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
-    for name in ("signed", "admitting", "making"):
+    for name in ("signed_plan", "preapproval_check", "build_plan"):
         monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
     refused(lambda: review_plan(study, plan, "S0", frame), "install the plan's version")
     write_preapproval(study, add_codes(frame), me)
