@@ -16,10 +16,10 @@ from wsi_fl.hospitals.work.job_replies import _is_complete
 from wsi_fl.learning.cross_site_counts import (
     MIN_EXAMPLES,
     _score_counts,
-    count_bytes,
     count_predictions,
     empty_counts,
     pack_counts,
+    packed_size,
     score_cross_site,
     unpack_counts,
 )
@@ -139,7 +139,7 @@ def test_counts_travel_as_bytes_of_a_known_length(n_classes):
     p = rng.dirichlet(np.ones(n_classes), 40)
     some = [count_predictions(p, rng.integers(0, n_classes, 40)), empty_counts(n_classes)]
     values = pack_counts(some)
-    assert values.dtype == np.uint8 and len(values) == count_bytes(2, n_classes)
+    assert values.dtype == np.uint8 and len(values) == packed_size(2, n_classes)
     assert unpack_counts(values, 2, n_classes) == some
 
 

@@ -32,10 +32,10 @@ from wsi_fl.learning.cross_site_counts import (
     N_BINS,
     CrossSiteCounts,
     PredictionCounts,
-    count_bytes,
     count_predictions,
     empty_counts,
     pack_counts,
+    packed_size,
     unpack_counts,
 )
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
@@ -100,7 +100,7 @@ class _ScoringPlan:
 
     @property
     def n_bytes(self) -> int:
-        return count_bytes(*self.shape)
+        return packed_size(*self.shape)
 
     @property
     def schema(self) -> str:

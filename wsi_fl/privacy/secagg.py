@@ -267,7 +267,7 @@ class SecureSum:
         Raises:
             WsiFlError: when too few are left, or this site is not among them; it has sent nothing yet.
         """
-        self._take_step(0)
+        self._advance_to(0)
         self.participants = self._find_common(self._received, reports)
         if self._local_site not in self.participants:
             raise WsiFlError(
@@ -281,7 +281,7 @@ class SecureSum:
 
     def mask_values(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return uint64[n], the values int64[n] under both masks."""
-        self._take_step(1)
+        self._advance_to(1)
         paired, self_seed = (
             self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS]),
             self._seeds[_SELF_MASK],
@@ -295,7 +295,7 @@ class SecureSum:
             received: senders of the messages at this site with its own context.
             reports: senders of the messages at each other site that reports them.
         """
-        self._take_step(2)
+        self._advance_to(2)
         self.survivors = self._find_common(set(received) & set(self.participants), reports)
         self._vote = (hashlib.sha256(self.sum_context + f" survived by {self.survivors}".encode()).digest(),)
         return self._vote
@@ -308,7 +308,7 @@ class SecureSum:
         Raises:
             _SumVoid: when fewer than `vote_threshold` are for the same survivors.
         """
-        self._take_step(3)
+        self._advance_to(3)
         agree = {self._local_site} | {site for site in self._sites if votes.get(site) == self._vote}
         if len(agree) < self._threshold:
             raise _SumVoid(f"{len(agree)} sites agree on the messages received, and {self._threshold} must")
@@ -327,7 +327,7 @@ class SecureSum:
             messages: uint64[n] of each survivor.
             openings: seed and shares opened by each site, this one included.
         """
-        self._take_step(4)
+        self._advance_to(4)
         opening_lengths = [_SEED_BYTES] * (1 + len(self.participants))
         openings = {site: opening for site, opening in openings.items() if [len(k) for k in opening] == opening_lengths}
         seeds = {site: self._recover_seed(site, openings) for site in self.participants}
@@ -350,7 +350,7 @@ class SecureSum:
         return [site for site in self._sites if site in common]
 
     def _seed_kind(self, site: int) -> int:
-        """Return the seed of a site to be opened; the other never is."""
+        """Return which of a site's two seeds is opened, as its index; the other never is."""
         return _SELF_MASK if site in self.survivors else _PAIR_MASKS
 
     def _mask_pairs(self, values: NDArray[np.int64], site: int, seed: bytes) -> NDArray[np.uint64]:
@@ -370,7 +370,7 @@ class SecureSum:
             raise _SumVoid(f"the opened shares of site {site} do not fit its key")
         return seed
 
-    def _take_step(self, step: int) -> None:
+    def _advance_to(self, step: int) -> None:
         if step != self._step:
             raise WsiFlError(f"a site {_STEP_NAMES[step]} once in a sum, and in order; every sum needs fresh keys")
         self._step += 1

@@ -195,13 +195,13 @@ def _relative_parts(path: Path, folder: Path) -> list[Path]:
     return [Path(part) for part in path.relative_to(folder).parts]
 
 
-def _group_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
+def _index_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     slide_files: dict[str, Path] = {}
     for path in sorted(files):
         if (other := slide_files.setdefault(slide_of(path), path)) != path:
             folder_names = sorted({str(_relative_parts(slide_path, folder)[0]) for slide_path in (other, path)})
             if len(folder_names) > 1 and len(path.relative_to(folder).parts) > 1:
-                raise UsageError(f"{folder}: {_describe_folders(folder_names)}")
+                raise UsageError(f"{folder}: {_several_folders_message(folder_names)}")
             raise UsageError(
                 f"slide {slide_of(path)} has two files, {other} and {path}; name the folder of one kind with --from, "
                 "or rename one"
@@ -209,20 +209,20 @@ def _group_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     return dict(sorted(slide_files.items()))
 
 
-def _describe_folders(folders: Sequence[str]) -> str:
+def _several_folders_message(folders: Sequence[str]) -> str:
     return f"several folders of features ({', '.join(folders)}); name one of them with --from"
 
 
 def _find_trident(folder: Path) -> dict[str, Path]:
     # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides
     if files := _list_files(folder, ".h5"):
-        return _group_by_slide(folder, files)
+        return _index_by_slide(folder, files)
     subfolders = [path for path in folder.rglob(f"*{_PREFIX}*") if path.is_dir() and _list_files(path, ".h5")]
     folders = [path for path in subfolders if path.name.startswith(_PREFIX)] or subfolders
     if len(folders) != 1:
-        listing = _describe_folders(sorted(path.name for path in folders))
+        listing = _several_folders_message(sorted(path.name for path in folders))
         raise UsageError(f"{folder}: {listing if folders else f'no {_PREFIX}<encoder>/*.h5 in it'}")
-    return _group_by_slide(folders[0], _list_files(folders[0], ".h5"))
+    return _index_by_slide(folders[0], _list_files(folders[0], ".h5"))
 
 
 def _find_clam(folder: Path) -> dict[str, Path]:
@@ -230,7 +230,7 @@ def _find_clam(folder: Path) -> dict[str, Path]:
     slide_files: dict[str, Path] = {}
     for suffix in (".pt", ".h5"):
         for subfolder in (folder, folder / f"{suffix[1:]}_files"):
-            slide_files |= _group_by_slide(subfolder, _list_files(subfolder, suffix))
+            slide_files |= _index_by_slide(subfolder, _list_files(subfolder, suffix))
     if not slide_files:
         raise UsageError(f"{folder}: neither h5_files/*.h5 nor pt_files/*.pt in it")
     return dict(sorted(slide_files.items()))
@@ -239,13 +239,13 @@ def _find_clam(folder: Path) -> dict[str, Path]:
 def _find_stamp(folder: Path) -> dict[str, Path]:
     if not (files := _list_files(folder, ".h5", is_deep=True)):
         raise UsageError(f"{folder}: no .h5 file in it")
-    return _group_by_slide(folder, files)
+    return _index_by_slide(folder, files)
 
 
 def _find_anndata(folder: Path) -> dict[str, Path]:
     if not (files := _list_files(folder, ".h5ad")):
         raise UsageError(f"{folder}: {_NO_H5AD}")
-    return _group_by_slide(folder, files)
+    return _index_by_slide(folder, files)
 
 
 def _read_trident(path: Path) -> _ForeignSlide:
@@ -253,7 +253,7 @@ def _read_trident(path: Path) -> _ForeignSlide:
         dataset = read_dataset(file, "features")
         features = _check_features(dataset[:], path.name)
         is_slide_vector = dataset.ndim == 1  # one vector of the whole slide, beside the places of its patches
-        coords = None if is_slide_vector and not _has_entry(file, "coords") else read_dataset(file, "coords")
+        coords = None if is_slide_vector and not _has_values(file, "coords") else read_dataset(file, "coords")
         places = None if is_slide_vector or coords is None else _check_places(coords[:], len(features), path.name)
         _, prefix, encoder_name = path.parent.name.partition(_PREFIX)
         encoder = _read_text(dataset.attrs, "encoder") or (encoder_name if prefix else None)
@@ -334,7 +334,7 @@ def _read_stamp(path: Path) -> _ForeignSlide:
         return _ForeignSlide(features, places, facts, is_in_um=True, **_read_extra_columns(file, len(features)))
 
 
-def _has_entry(group: h5py.Group, name: str) -> bool:
+def _has_values(group: h5py.Group, name: str) -> bool:
     """Return whether a group has a non-empty entry: AnnData writes None as a null, and empty groups."""
     if not has_entry(group, name):
         return False
@@ -372,7 +372,7 @@ def _read_matrix(file: h5py.File, name: str) -> NDArray[Any]:
 def _read_anndata(path: Path) -> _ForeignSlide:
     with _open_foreign(path) as file:
         features, xy = _check_features(_read_matrix(file, "X"), path.name), None
-        if _has_entry(file, "obsm") and _has_entry(places := read_group(file, "obsm"), "spatial"):
+        if _has_values(file, "obsm") and _has_values(places := read_group(file, "obsm"), "spatial"):
             xy = _check_places(read_dataset(places, "spatial")[:], len(features), path.name)
         tile = _read_stated(file, "tile_spec", ("width", "stride_width", "mpp"))
         size, stride = _read_number(tile, "width"), _read_number(tile, "stride_width")
@@ -387,10 +387,10 @@ def _read_anndata(path: Path) -> _ForeignSlide:
 
 def _read_stated(file: h5py.File, name: str, keys: Sequence[str]) -> dict[str, float]:
     """Return the existing numbers of these keys in a group of `uns`."""
-    if not _has_entry(file, "uns") or not _has_entry(uns := read_group(file, "uns"), name):
+    if not _has_values(file, "uns") or not _has_values(uns := read_group(file, "uns"), name):
         return {}
     group = read_group(uns, name)
-    stated = {key: read_dataset(group, key)[()] for key in keys if _has_entry(group, key)}
+    stated = {key: read_dataset(group, key)[()] for key in keys if _has_values(group, key)}
     return {key: float(value.item()) for key, value in stated.items() if value.size == 1}
 
 

@@ -116,7 +116,7 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
     generator, privacy = _train_generator(state, real, labels, keepaway)
     path = None
     if terms.path_weight > 0 and state.iteration % _PATH_EVERY == 0:
-        path = _shorten_paths(state, labels)
+        path = _regularize_paths(state, labels)
     # 3. moving average of the generator, and the augmentation's probability
     state.iteration += 1
     move_average(state.average, state.generator, _ema_decay(state.iteration * terms.batch_size, terms))
@@ -202,8 +202,8 @@ def _train_generator(
     return float(loss.detach()), None if distance_loss is None else float(distance_loss.detach())
 
 
-def _shorten_paths(state: GanState, labels: Tensor) -> float:
-    """Take a step of the generator on its path-length penalty; return it."""
+def _regularize_paths(state: GanState, labels: Tensor) -> float:
+    """Take a generator step on the path-length penalty, which evens lengths; update `path_mean`, return the penalty."""
     state.generator_optimizer.zero_grad(set_to_none=True)
     classes = labels[state.draw_rows(len(labels), max(1, state.terms.batch_size // _PATH_SHRINK))]
     styles = _draw_styles(state, classes)

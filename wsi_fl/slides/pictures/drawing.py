@@ -106,8 +106,8 @@ def draw_title(draw: ImageDraw.ImageDraw, y: int, slide: str, caption: str, widt
     draw.text((12, y), name, INK, load_font(), anchor="lm", stroke_width=0.4)
 
 
-def enlarge_picture(picture: Image.Image, long_side_px: int) -> tuple[Image.Image, float]:
-    """Return the picture enlarged to a longer side of that length, and the zoom."""
+def resize_picture(picture: Image.Image, long_side_px: int) -> tuple[Image.Image, float]:
+    """Return the picture scaled to a longer side of that length, and the zoom."""
     zoom = long_side_px / max(picture.size)
     width, height = (max(1, round(side * zoom)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC), zoom

@@ -28,8 +28,8 @@ from wsi_fl.slides.pictures.drawing import (
     Color,
     draw_scale_bar,
     encode_png,
-    enlarge_picture,
     load_font,
+    resize_picture,
     shorten_to_fit,
     wrap_rows,
 )
@@ -202,7 +202,7 @@ def draw_heatmap(
         mpp: µm per level-0 pixel.
         colors: of each class, for outlines of more than two.
     """
-    gray, zoom = enlarge_picture(Image.fromarray(thumbnail).convert("L"), _LONG_SIDE_PX)
+    gray, zoom = resize_picture(Image.fromarray(thumbnail).convert("L"), _LONG_SIDE_PX)
     size, picture_scale = gray.size, zoom / downsample
     # Grey and light, so that only probability has colour.
     picture = _tint_patches(

@@ -19,8 +19,8 @@ from wsi_fl.slides.pictures.drawing import (
     draw_scale_bar,
     draw_title,
     encode_png,
-    enlarge_picture,
     load_font,
+    resize_picture,
     shorten_to_fit,
     wrap_rows,
 )
@@ -65,7 +65,7 @@ def draw_overview(plan: SlidePlan, rows: _Rows) -> bytes:
     image = Image.fromarray(plan.thumbnail)
     grey = Image.blend(image, image.convert("L").convert("RGB"), 0.5)
     faded = Image.blend(grey, Image.new("RGB", image.size, PAPER), 0.25)  # so that only annotations stand out
-    picture, zoom = enlarge_picture(faded, _LONG_SIDE_PX)
+    picture, zoom = resize_picture(faded, _LONG_SIDE_PX)
     picture_scale = zoom / plan.downsample
     _draw_patches(picture, plan, rows, picture_scale)
     _draw_tissue(picture, plan.tissue)
@@ -189,7 +189,7 @@ def _group_color(cluster: int) -> tuple[int, int, int]:
 
 def _draw_slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
     """Return the thumbnail with candidates tinted and selected patches framed, and its µm per pixel."""
-    image, zoom = enlarge_picture(Image.fromarray(plan.survey.thumbnail), _MOSAIC_LONG_SIDE_PX)
+    image, zoom = resize_picture(Image.fromarray(plan.survey.thumbnail), _MOSAIC_LONG_SIDE_PX)
     scale, spec = zoom / plan.survey.downsample, plan.survey.spec
     side = spec.size_px * spec.mpp / plan.survey.mpp * scale
     layer = Image.new("RGBA", image.size)

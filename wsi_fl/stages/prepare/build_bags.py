@@ -37,9 +37,9 @@ from wsi_fl.stages.runtime.console import (
     TextTable,
     Watcher,
     describe_failure,
+    describe_unread_patches,
     print_message,
     render_speed_lines,
-    unread_note,
 )
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stages.site.encoders import describe_transform, load_encoder
@@ -227,7 +227,9 @@ class BagBuilder(Generic[_Item]):
 
 def _shard_outcome(shard: BagShard, encoded: int = 0, spent: dict[str, float] | None = None) -> Outcome:
     n = len(shard.bag.features)
-    return Outcome(shard.slide, n, unread_note(shard.unread, n + len(shard.unread)), shard.note, encoded, spent or {})
+    return Outcome(
+        shard.slide, n, describe_unread_patches(shard.unread, n + len(shard.unread)), shard.note, encoded, spent or {}
+    )
 
 
 class MosaicBuilder(BagBuilder[SlideRecord]):

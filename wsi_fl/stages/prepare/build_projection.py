@@ -118,7 +118,7 @@ def build_projection(
         origins.append(ProjectionSource(name=path.name, rows=len(features), sha256=_hash_source(path)))
         progress.update(path.name, 1, 1)
     if not rows:
-        raise WsiFlError(f"--from: no slide, picture or feature store{_format_names(skipped)}")
+        raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}")
     x = np.concatenate(rows)
     if n_dimensions is None:
         n_dimensions = (
@@ -200,7 +200,7 @@ def _sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
 
 
-def _format_names(files: Sequence[str]) -> str:
+def _name_examples(files: Sequence[str]) -> str:
     return f": {', '.join(files[:3])}{', …' if len(files) > 3 else ''}" if files else ""
 
 
@@ -212,7 +212,7 @@ def render_projection_lines(document: dict[str, Any]) -> Lines:
         f"{rows} patches of {len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
     if skipped := document["excluded"]:
-        yield TextLine(f"  {len(skipped)} other files were skipped{_format_names(skipped)}", "yellow")
+        yield TextLine(f"  {len(skipped)} other files were skipped{_name_examples(skipped)}", "yellow")
     yield TextLine(
         f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
     )

@@ -21,7 +21,7 @@ def list_encoders(study: Study | None, pipeline_name: str | None = None) -> dict
         study: its pipeline may name files of weights; None without a study.
     """
     weight_files = _find_weights(study, pipeline_name) if study else {}
-    memory = _available_memory()
+    memory = _total_memory()
     rows = []
     for name, preset in PRESETS.items():
         cached = find_cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
@@ -47,8 +47,8 @@ def list_encoders(study: Study | None, pipeline_name: str | None = None) -> dict
     return {"encoders": rows, "memory_bytes": memory}
 
 
-def _available_memory() -> int:
-    """Return the memory of this machine, or of its GPU if smaller, in bytes."""
+def _total_memory() -> int:
+    """Return the total memory of this machine, or of its GPU if smaller, in bytes."""
     import torch
 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -40,8 +40,8 @@ from wsi_fl.stages.runtime.console import (
     TextTable,
     Watcher,
     describe_failure,
+    describe_unread_patches,
     print_message,
-    unread_note,
 )
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stores import patch_shards as stored
@@ -466,7 +466,12 @@ class _Shards:
         notes = {*plan.notes, *self._notes.get(slide, ()), *_describe_lost_tumor(plan, is_stored)}
         note = "; ".join(sorted(notes))
         return Outcome(
-            slide, n_patches - len(unread), unread_note(unread, n_patches), note, content=content, quality=quality
+            slide,
+            n_patches - len(unread),
+            describe_unread_patches(unread, n_patches),
+            note,
+            content=content,
+            quality=quality,
         )
 
     def _picture_path(self, slide: str) -> Path:

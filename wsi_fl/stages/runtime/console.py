@@ -295,7 +295,7 @@ def describe_failure(error: BaseException, place: Path | None = None) -> str:
 _MAX_SHOWN_PLACES = 5
 
 
-def unread_note(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
+def describe_unread_patches(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
     """Return a line on the unread patches (x, y, reason) of n; None when all were read.
 
     Example:
