@@ -221,13 +221,15 @@ def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize(
     ("unit", "said", "not_said"),
-    [("row", "one row", "all rows of one patient"), ("patient", "all rows of one patient", "one row")],
+    [
+        ("row", "one training row", "all training rows of one patient"),
+        ("patient", "all training rows of one patient", "one training row"),
+    ],
 )
-def test_the_coordinators_page_says_whom_epsilon_is_about(unit, said, not_said):
+def test_the_coordinators_page_states_the_privacy_unit(unit, said, not_said):
     row = {"site": "S0", "epsilon": 1.0, "rounds": 1, "guarantee": "guaranteed", "unit": unit}
     page = words_of(render_coordinator(SUMMARY | {"sites": [row]}, None))
-    assert f"ε is about {said}" in page and f"ε is about {not_said}" not in page
-    assert "ε is about the patients" not in page
+    assert f"The privacy unit is {said}" in page and f"The privacy unit is {not_said}" not in page
 
 
 def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
