@@ -99,9 +99,8 @@ class PrivacyTerms:
         least = min((e.delta for e in scope if e.mechanism and e.delta), default=1.0)
         if self.lifetime and self.max_epsilon is not None and self.delta > least:
             raise WsiFlError(
-                f"{path}: the account of site {site} is priced at delta = {least:g}, this run at "
-                f"{self.delta:g}; δ is part of the budget, so set delta = {least:g} or less in sites/{site}.toml "
-                "and start a new run"
+                f"{path}: the account of site {site} is priced at delta = {least:g}, this run at {self.delta:g}; δ is "
+                f"part of the budget, so set delta = {least:g} or less in sites/{site}.toml and start a new run"
             )
 
 

@@ -197,9 +197,8 @@ def _summarize_aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, o
     mean = evaluation["merged"]["accuracy"]["mean"]
     accuracy = aggregated["rules"][aggregated["rule"]]["accuracy"]
     text = (
-        f"Aggregated predictions reach an accuracy of {format_number(accuracy)}, "
-        f"those of one site {format_number(mean)} on average. "
-        "In a single run a difference of a few points means nothing."
+        f"Aggregated predictions reach an accuracy of {format_number(accuracy)}, those of one site "
+        f"{format_number(mean)} on average. In a single run a difference of a few points means nothing."
     )
     section: dict[str, object] = {
         "used": _RULES[aggregated["rule"]],

@@ -75,8 +75,7 @@ def _describe_flow(dossier: Mapping[str, Any]) -> dict[str, object]:
         "others": names or "nobody",
         "alt": (
             f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed messages with "
-            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {names or 'nobody'}. "
-            "Theirs come back."
+            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {names or 'nobody'}. Theirs come back."
         ),
     }
 

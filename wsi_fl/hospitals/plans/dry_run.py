@@ -161,9 +161,8 @@ def dry_run_lines(document: _DryRunResult) -> Lines:
     """Report resources and cost of the real run."""
     wrong = ", ".join(document["not_finite"])
     yield TextLine(
-        f"  {document['rounds']} rounds, {format_duration(document['seconds_per_round'])} each at "
-        f"{document['site']} alone; "
-        f"at most {format_size(document['peak_bytes'])} of memory for all sites in one process"
+        f"  {document['rounds']} rounds, {format_duration(document['seconds_per_round'])} each at {document['site']} "
+        f"alone; at most {format_size(document['peak_bytes'])} of memory for all sites in one process"
     )
     sent, by_all = format_size(document["sent_bytes"]), format_size(document["all_bytes"])
     yield TextLine(f"  {document['site']} would send {sent}, all {by_all}")

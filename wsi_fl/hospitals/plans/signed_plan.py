@@ -335,9 +335,8 @@ def check_site_terms(plan_terms: Mapping[str, Any], file: SiteFile) -> None:
             sorted(local_value) != sorted(plan_value or ()) if key == "allow" else local_value != plan_value
         ):
             raise UsageError(
-                f"the plan says {key} = {format_value(plan_value)} of {file.name}, "
-                f"and sites/{file.name}.toml says {format_value(local_value)}; "
-                "have the plan made with your site file, or change your site file"
+                f"the plan says {key} = {format_value(plan_value)} of {file.name}, and sites/{file.name}.toml says "
+                f"{format_value(local_value)}; have the plan made with your site file, or change your site file"
             )
 
 

@@ -214,15 +214,13 @@ def _explain_no_patch(
     rows = tissue >= params.min_tissue
     if not rows.any():
         return (
-            f"of {len(tissue)} grid positions none holds {100 * params.min_tissue:.4g}% tissue "
-            f"(most {100 * tissue.max():.4g}%); "
-            f"lower tile.min_tissue or tile.size_px"
+            f"of {len(tissue)} grid positions none holds {100 * params.min_tissue:.4g}% tissue (most "
+            f"{100 * tissue.max():.4g}%); lower tile.min_tissue or tile.size_px"
         )
     touches_tumor = rows & (tumor > 0)
     return (
         f"{rows.sum()} of {len(tissue)} grid positions hold {100 * params.min_tissue:.4g}% tissue, of these "
-        f"{touches_tumor.sum()} are less than {100 * params.min_tumor:.4g}% tumour, "
-        f"{(rows & (unsure > 0)).sum()} touch outlines "
-        f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
+        f"{touches_tumor.sum()} are less than {100 * params.min_tumor:.4g}% tumour, {(rows & (unsure > 0)).sum()} "
+        f"touch outlines without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
         f"{survey.record.supervision}; lower tile.size_px"
     )

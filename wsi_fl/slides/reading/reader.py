@@ -475,9 +475,8 @@ def _read_mpp(properties: Mapping[str, str], name: str) -> float:
         value = _read_number(properties, "openslide.mpp-x")
         hint = "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
         raise WsiFlError(
-            f"{name}: the slide does not state its µm per pixel{hint}; "
-            f"give it in the column mpp of the site's table, or for all its slides with mpp_override = 0.5 in "
-            f"sites/<site>.toml"
+            f"{name}: the slide does not state its µm per pixel{hint}; give it in the column mpp of the site's table, "
+            "or for all its slides with mpp_override = 0.5 in sites/<site>.toml"
         )
     if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
         raise WsiFlError(

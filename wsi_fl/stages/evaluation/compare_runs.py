@@ -168,18 +168,16 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
             )
         if run.division != first.division:
             raise UsageError(
-                f"{run_path}: tests other patients than {first_path}, "
-                f"by {_describe_division(run)} and not by {_describe_division(first)}; "
-                "compare runs of one division"
+                f"{run_path}: tests other patients than {first_path}, by {_describe_division(run)} and not by "
+                f"{_describe_division(first)}; compare runs of one division"
             )
         if not _has_same_inputs(run, first.inputs):
             a, b = first.inputs, run.inputs
             names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
             differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
             raise UsageError(
-                f"{run_path}: was trained on other {find_example_kind(run.pipeline).plural} "
-                f"than {first_path} (site {differing_site}); "
-                "compare runs on the same stores"
+                f"{run_path}: was trained on other {find_example_kind(run.pipeline).plural} than {first_path} (site "
+                f"{differing_site}); compare runs on the same stores"
             )
     return runs
 

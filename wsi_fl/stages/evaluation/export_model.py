@@ -283,9 +283,8 @@ def _load_encoder(request: ExportRequest) -> Any:
     advice = "use --format onnx, which needs the head only"
     if any(encoder_differences([context.pipeline.encoder_settings.encoder, encoder_label])):
         raise UsageError(
-            f"--format wsinfer: the model was trained on features of {encoder_label}, "
-            "which is no encoder of the study; "
-            f"{advice}"
+            f"--format wsinfer: the model was trained on features of {encoder_label}, which is no encoder of the "
+            f"study; {advice}"
         )
     try:
         encoder = load_encoder(context.study, context.pipeline, "features", 1, device=cpu)

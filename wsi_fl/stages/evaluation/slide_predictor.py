@@ -210,11 +210,10 @@ class Predictor:
             return
         receiver_hint = 'import its features as a site with role = "receiver" and train again, or '
         raise WsiFlError(
-            f"{record.slide}: not in the store of site {self.site.name}, "
-            f"whose features of {encoder_label} were imported, so "
-            "a new slide can't be encoded here; "
-            f"{receiver_hint if METHODS[self.run.manifest['method']].is_oneshot else ''}"
-            f"give its features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
+            f"{record.slide}: not in the store of site {self.site.name}, whose features of {encoder_label} were "
+            "imported, so a new slide can't be encoded here; "
+            f"{receiver_hint if METHODS[self.run.manifest['method']].is_oneshot else ''}give its features to the file "
+            f"of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
         )
 
     @property

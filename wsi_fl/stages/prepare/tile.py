@@ -399,9 +399,8 @@ def render_estimate_lines(document: dict[str, Any]) -> Lines:
     yield TextTable("estimate", ["site", "slides", "tried", "patches", "GB", "minutes"], rows)
     minutes = document["seconds"] / 60
     yield TextLine(
-        f"about {document['patches']:,} patches, {document['bytes'] / 1e9:.1f} GB "
-        f"({document['free_bytes'] / 1e9:.0f} GB are free) and "
-        f"{f'{minutes / 60:.1f} h' if minutes > 90 else f'{minutes:.1f} min'} on this machine; "
+        f"about {document['patches']:,} patches, {document['bytes'] / 1e9:.1f} GB ({document['free_bytes'] / 1e9:.0f} "
+        f"GB are free) and {f'{minutes / 60:.1f} h' if minutes > 90 else f'{minutes:.1f} min'} on this machine; "
         "nothing was written"
     )
 

@@ -261,26 +261,23 @@ def open_ledger(
     released = _read_claims(study, [file for file in sums if file.exists()])
     if not path.exists() and (rounds or released):
         raise UsageError(
-            f"{study.relative_path(path)} is missing, though site {site.name} has released before; restore it: "
-            "it is the "
-            "site's budget"
+            f"{study.relative_path(path)} is missing, though site {site.name} has released before; restore it: it is "
+            "the site's budget"
         )
     ledger = load_ledger(heads=list_heads(study, site.name))
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.entries_of_run(identity)), default=0) < last:
             raise UsageError(
-                f"{study.relative_path(path)}: lacks rounds of {folder}, which reached round {last}; put the "
-                "newest backup "
-                "of the ledger back: it is the site's budget (or take the folder away, if that run is another "
+                f"{study.relative_path(path)}: lacks rounds of {folder}, which reached round {last}; put the newest "
+                "backup of the ledger back: it is the site's budget (or take the folder away, if that run is another "
                 "hospital's)"
             )
     known_digests = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
     for file, digest in released:
         if digest not in known_digests:
             raise UsageError(
-                f"{study.relative_path(path)}: lacks the release of {file}; restore both from the same backup: "
-                "the ledger "
-                "is the site's budget"
+                f"{study.relative_path(path)}: lacks the release of {file}; restore both from the same backup: the "
+                "ledger is the site's budget"
             )
     return ledger
 

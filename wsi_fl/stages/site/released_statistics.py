@@ -148,9 +148,8 @@ def refuse_another_site(header: StatisticsHeader, site: str, label: str) -> None
 def describe_missing(study: Study, site: str) -> str:
     """Describe that a site has no file here, and what to do."""
     return (
-        f"{study.relative_path(study.release_path(site))}: no statistics of site {site} yet; run `wsi-fl "
-        f"statistics --site {site}` "
-        "where its store is, and copy the file here"
+        f"{study.relative_path(study.release_path(site))}: no statistics of site {site} yet; run `wsi-fl statistics "
+        f"--site {site}` where its store is, and copy the file here"
     )
 
 

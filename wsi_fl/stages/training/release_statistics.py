@@ -131,9 +131,8 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
     if charged and not copies:
         raise WsiFlError(
             f"site {ledger.site}: its ledger has a release of statistics, and no copy is here; put "
-            f"{study.relative_path(files[-1])} back (from a backup, or from a site that has it), or spend as "
-            "much once more "
-            f"with `wsi-fl statistics --site {ledger.site} --again`"
+            f"{study.relative_path(files[-1])} back (from a backup, or from a site that has it), or spend as much once "
+            f"more with `wsi-fl statistics --site {ledger.site} --again`"
         )
     return next(iter([*by_ledger, *copies]), None)
 

@@ -159,8 +159,7 @@ def render_baseline_lines(document: dict[str, Any]) -> Lines:
         for point in document["curve"]:
             yield TextLine(
                 f"  {point['per_class']} generated images of each class: mean {format_number(point['mean'])}, "
-                "aggregated "
-                f"{format_number(point['aggregated'])}"
+                f"aggregated {format_number(point['aggregated'])}"
             )
     yield TextLine(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
     for row in document["memorization"]:
