@@ -153,8 +153,7 @@ class Replay(Section):
     compared = True
     variant: Literal["replay", "buffer_only", "synthetic_only", "no_buffer", "central"] = "replay"
     """Exchanged parts and training data: models and buffers (`replay`), buffers alone (`buffer_only`), synthetic
-    samples in place of real patches (`synthetic_only`), models alone (`no_buffer`), or all buffers once
-    (`central`)."""
+    samples in place of real patches (`synthetic_only`), models alone (`no_buffer`), or all buffers once (`central`)."""
     buffer: int = Field(512, ge=1, le=10_000_000)
     """Number of shared samples of a site's generator, equally many of each class."""
     unchecked: bool = False

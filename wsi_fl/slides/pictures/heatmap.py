@@ -1,9 +1,8 @@
 """A model's predictions on a slide, patch by patch, as a heatmap and as QuPath's GeoJSON.
 
-The structure of the latter is that of QuPath 0.4 and later (`QuPathTypeAdapters` in QuPath's source,
-"Exporting annotations" in its manual): coordinates are level-0 pixels from the corner of the scanned area, `objectType`
-is the kind of an object, `classification` has a name and a colour [red, green, blue], `measurements` is an object of
-numbers.
+The structure of the latter is that of QuPath 0.4 and later (`QuPathTypeAdapters` in QuPath's source, "Exporting
+annotations" in its manual): coordinates are level-0 pixels from the corner of the scanned area, `objectType` is the
+kind of an object, `classification` has a name and a colour [red, green, blue], `measurements` is an object of numbers.
 """
 
 from __future__ import annotations
