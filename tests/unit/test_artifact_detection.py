@@ -128,7 +128,7 @@ EVERYDAY = ("black pen", "translucent pen", "blur", "thin black")
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("fault", [*EVERYDAY, *nightly(*sorted(FAULTS.keys() - {*EVERYDAY}))])
-def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
+def test_pen_black_and_blur_artifacts_are_found(tissue, tmp_path, fault):
     kind, place, hurt, least = FAULTS[fault]
     thin = fault.startswith("thin")
     found = np.zeros(4)
@@ -144,13 +144,13 @@ def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
     assert recall >= least and false <= 0.02, (recall, false)
 
 
-def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
+def test_no_artifact_is_found_on_sound_tissue(painted, tmp_path):
     plan = planned(tmp_path, painted[0], tuple(kind for kind in KINDS if kind != "fold"))
     assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
     assert len(planned(tmp_path, painted[0]).aside_xy_l0) == 0
 
 
-def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
+def test_a_slide_of_artifacts_alone_is_excluded_with_their_counts(painted, tmp_path, monkeypatch):
     monkeypatch.setattr("wsi_fl.slides.patching.artifacts._LEAST_FINE", 1e9)  # all tissue is out of focus
     with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
         planned(tmp_path, painted[0], ("blur",))
@@ -216,7 +216,7 @@ def test_a_blue_stain_is_no_pen(tissue, tmp_path):
     assert kept > 25 and blamed <= 0.05 * kept, (blamed, kept)
 
 
-def test_what_only_absorbs_light_is_found_by_density_and_its_gain_is_told():
+def test_translucent_ink_is_found_by_density_and_its_gain_is_reported():
     rng = np.random.default_rng(0)
     grey = np.full((300, 400, 3), 240.0)
     grey[60:240, 80:320] = 225 + rng.normal(0, 8, (180, 240, 1))
@@ -265,7 +265,7 @@ def draw(path, *squares):
     Image.fromarray(mask).save(path)
 
 
-def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
+def test_tile_excludes_patches_and_reports_them_everywhere(hurt, monkeypatch):
     study, slide = hurt
     row = tiled(study, QC)
     with h5py.File(shard(study, slide)) as file:
@@ -294,7 +294,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
+def test_stores_without_qc_are_unchanged_and_qc_thresholds_count(hurt):
     study, slide = hurt
 
     def counted(*overrides):
@@ -313,7 +313,7 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
 
 
 @pytest.mark.slow
-def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_them(hurt):
+def test_artifact_counts_of_an_excluded_slide_are_kept_and_shown_by_the_viewer(hurt):
     study, slide = hurt
     path = next((study.root.parent / "archive").rglob(f"{slide}.tif"))
     with Slide(path) as one:
@@ -347,7 +347,7 @@ def drawn(folder, slide):
 
 
 @pytest.mark.parametrize("write", [outlined, drawn])
-def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
+def test_imported_masks_define_the_tissue(hurt, tmp_path, write):
     study, _ = hurt
     row = tiled(study, masked(study, tmp_path, write))
     assert set(row["tissue"]) == {"masks"} and row["tissue"]["masks"]["gain"] is None
@@ -367,7 +367,7 @@ def whole(side, downsample):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path, order):
+def test_an_island_in_a_hole_is_tissue_in_any_order_of_outlines(tmp_path, order):
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
     (tmp_path / "a.geojson").write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
     mask, _ = _read_mask(tmp_path / "a.geojson", whole(1000, 10.0))
@@ -391,13 +391,13 @@ ALL = np.full((100, 100), 255, np.uint8)
     ],
     ids=["labels", "16 bits", "overlay", "opaque"],
 )
-def test_a_mask_says_by_labels_brightness_or_opacity_where_tissue_is(tmp_path, pixels):
+def test_a_mask_defines_tissue_by_labels_brightness_or_opacity(tmp_path, pixels):
     Image.fromarray(pixels).save(tmp_path / "a.png")
     mask, _ = _read_mask(tmp_path / "a.png", whole(100, 2.0))
     np.testing.assert_array_equal(mask, np.pad(np.ones((30, 30), bool), 10))
 
 
-def test_a_changed_mask_is_noticed_and_what_is_no_mask_is_named(hurt, tmp_path):
+def test_a_changed_mask_is_noticed_and_an_unusable_mask_is_named(hurt, tmp_path):
     study, slide = hurt
     masks, path = masked(study, tmp_path, drawn), tmp_path / "masks" / f"{slide}.png"
     tiled(study, masks)

@@ -60,7 +60,7 @@ def saved(folder, model, said=FACTS):
     return path
 
 
-def test_shares_are_those_of_the_plain_network(study, model, tmp_path):
+def test_artifact_shares_are_those_of_the_plain_network(study, model, tmp_path):
     segmenter = load_segmenter(saved(tmp_path, model))
     patches = pixels(study)
     with torch.inference_mode():
@@ -70,7 +70,7 @@ def test_shares_are_those_of_the_plain_network(study, model, tmp_path):
     assert (found > 0.02).sum() > 3, "a network of one answer would prove nothing"
 
 
-def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, model, tmp_path):
+def test_tile_excludes_segmented_artifacts_and_measures_the_rest(study, model, tmp_path):
     path = saved(tmp_path, model)
     qc = [*SETTINGS, "tile.qc={fold=0.3,blur=0.4}", f"tile.segmenter={str(path)!r}"]
     tile_slides(study, site="C1", overrides=qc)
@@ -101,6 +101,6 @@ def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, m
         ({**FACTS, "std": [0.5, 0.0, 0.5]}, ("std",)),
     ],
 )
-def test_a_file_that_does_not_say_what_it_is_is_refused(model, tmp_path, said, words):
+def test_a_segmenter_file_without_metadata_is_refused(model, tmp_path, said, words):
     path = saved(tmp_path, model, said)
     refused(lambda: load_segmenter(path), "faults.safetensors", *words, error=WsiFlError)

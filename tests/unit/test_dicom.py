@@ -56,7 +56,7 @@ PYRAMIDS = {
 
 
 @pytest.mark.parametrize("how", PYRAMIDS)
-def test_two_pyramids_of_one_series_are_told_apart(tmp_path, how):
+def test_two_pyramids_of_one_series_are_distinguished(tmp_path, how):
     picture, more = PYRAMIDS[how]
     write_dicom(tmp_path / "first.dcm", PICTURE, pyramid="1.2.9.1" if more else "")
     write_dicom(tmp_path / "second.dcm", picture, **more)
@@ -78,7 +78,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_openslide_does_not_read_is_refused_by_its_name(tmp_path, what):
+def test_dicom_that_openslide_cannot_read_is_refused_by_name(tmp_path, what):
     write_dicom(tmp_path / "a.dcm", PICTURE, **REFUSED[what])
     for path in (tmp_path, tmp_path / "a.dcm"):
         refused(lambda path=path: Slide(path, MPP), "a.dcm", what)
@@ -120,7 +120,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("how", LIES)
-def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
+def test_a_header_that_contradicts_the_colors_of_its_frames_is_refused(tmp_path, how):
     colours, syntax, pack, what = LIES[how]
     write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
     refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header states {colours}", what)
@@ -152,7 +152,7 @@ def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
 
 
 @pytest.mark.parametrize("n", [132, 200, 400])
-def test_a_cut_header_says_nothing_and_is_no_error(tmp_path, n):
+def test_a_truncated_header_gives_no_metadata_and_no_error(tmp_path, n):
     whole = write_dicom(tmp_path / "a.dcm", PICTURE)
     assert read_header(whole).series == "1.2.3.2" and is_dicom(whole)
     whole.write_bytes(whole.read_bytes()[:n])

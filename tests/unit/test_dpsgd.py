@@ -132,7 +132,7 @@ def test_the_check_passes_our_models_and_leaves_them_and_the_generator_as_they_w
     assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_check_looks_past_weights_that_begin_at_zero():
+def test_the_gradient_check_handles_weights_initialized_to_zero():
     silent = scaled(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
     nn.init.zeros_(silent.head.weight)
     refused(lambda: check_per_example_gradients(silent, (1, 8, 8), 3), "ties the rows")
@@ -161,7 +161,7 @@ def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_cla
     assert "\n" not in str(caught.value)
 
 
-def test_a_trainer_takes_no_batch_norm_whoever_checked():
+def test_a_private_trainer_refuses_batch_norm():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     with pytest.raises(UsageError, match="BatchNorm"):
         DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1), sigma=1.0, clip=1.0, batch_size=2)
@@ -197,7 +197,7 @@ def twisted(z):
         (lambda: Net(outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
     ],
 )
-def test_the_check_names_the_way_that_is_right(model, right):
+def test_the_check_selects_the_correct_engine(model, right):
     shape = (1, 16, 16) if right == "ghost" and not isinstance(model()[0], nn.Flatten) else (1, 8, 8)
     assert check_per_example_gradients(model(), shape, 3) == right
 
@@ -206,7 +206,7 @@ def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 3))
 
 
-def test_the_check_falls_back_on_what_is_right(monkeypatch):
+def test_the_check_falls_back_on_an_engine_that_works(monkeypatch):
     monkeypatch.setitem(ENGINES, "ghost", lambda *_: 1 / 0)
     assert check_per_example_gradients(net(), (1, 16, 16), 3) == "hooks"
     monkeypatch.setitem(ENGINES, "hooks", lambda *_: 1 / 0)
@@ -261,13 +261,13 @@ def test_what_another_thread_draws_is_not_blamed_on_a_model(another_thread_draws
         assert np.isfinite(step(Halved(0.0), x, y, sigma=1.0, clip=1.0, divisor=8))
 
 
-def test_random_numbers_of_a_model_are_refused_beside_other_threads_too(another_thread_draws):
+def test_random_numbers_of_a_model_are_refused_while_other_threads_draw(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     refused(lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
-def test_a_lone_row_is_computed_alike_in_the_first_step_and_later(kind):
+def test_a_single_row_is_computed_alike_in_the_first_step_and_later(kind):
     """A run that goes on may begin with a batch of one row, which the run that was not cut had in its midst."""
     (x, y), (lone, label) = batch(5), batch(1, seed=9)
     before = net(kind)

@@ -56,7 +56,7 @@ BOUNDED = {"tied on some rows", "tied from the fifth call on", "a gradient of th
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_ties_rows_is_refused_or_moves_the_sum_by_one_clip(name, clip):
+def test_a_row_dependent_model_is_refused_or_moves_the_sum_by_at_most_one_clip(name, clip):
     case = WRONG[name]
     try:
         move = worst_move(case.make, case.loss, case.kind, case.unit, clip)
@@ -68,7 +68,7 @@ def test_what_ties_rows_is_refused_or_moves_the_sum_by_one_clip(name, clip):
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_treats_rows_alone_is_taken_and_is_the_sum_of_a_loop(name, clip):
+def test_a_row_independent_model_is_accepted_and_gives_the_sum_of_a_loop(name, clip):
     case = RIGHT[name]
     assert worst_move(case.make, case.loss, case.kind, case.unit, clip) <= 1 + 1e-5
     x, y = data(case.kind)
@@ -135,7 +135,7 @@ def test_weights_of_as_many_classes_as_a_batch_has_rows_are_no_rows():
         assert loss > 0
 
 
-def test_a_model_that_is_changed_after_the_first_step_is_looked_at_again():
+def test_a_model_changed_after_the_first_step_is_checked_again():
     model = nn.Sequential(nn.Linear(D, D), nn.Identity(), nn.Linear(D, 2))
     (x, y), (trainer, _) = data("vectors"), trainer_of(model)
     step(trainer, x, lambda out: functional.cross_entropy(out, y))
@@ -160,7 +160,7 @@ def moves_of(trainer, x, y):
     return float((sums[0] - sums[1]).norm()) / trainer.clip
 
 
-def test_what_lies_in_the_gradients_before_a_step_has_no_part_in_it():
+def test_gradients_left_from_before_a_step_have_no_part_in_it():
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2))
     x, y = data("vectors")
     functional.cross_entropy(model(x), y).backward()
@@ -213,7 +213,7 @@ def test_autocast_around_a_step_changes_nothing():
     assert torch.equal(*found)
 
 
-def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch):
+def test_built_in_models_skip_the_row_by_row_check(monkeypatch):
     """The product's own models keep their fast engines, and callers' plain layers too."""
     monkeypatch.setattr(engine_selection, "ROW_BY_ROW", "nobody")
     for name, case in RIGHT.items():
@@ -225,7 +225,7 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "hooks"])
-def test_no_wish_for_an_engine_leads_round_the_check(engine):
+def test_a_requested_engine_does_not_bypass_the_check(engine):
     model = Net(lambda net, x: net.fc(x - x.mean(0)), fc=nn.Linear(D, 2))
     (x, y), recorder = data("vectors"), Recorder(model.parameters())
     trainer = DPTrainer(model, recorder, sigma=0.0, clip=1.0, batch_size=B, engine=engine)
@@ -233,7 +233,7 @@ def test_no_wish_for_an_engine_leads_round_the_check(engine):
     refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "ties the rows")
 
 
-def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
+def test_a_custom_pool_makes_a_built_in_model_custom():
     assert row_independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
     assert row_independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
     assert (

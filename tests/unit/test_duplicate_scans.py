@@ -35,7 +35,7 @@ def test_patients_who_share_a_scan_are_in_one_split(seed):
     )
 
 
-def test_nobody_at_all_is_divided_without_a_crash():
+def test_an_empty_list_of_slides_is_split_without_error():
     assert assign_splits([], test_fraction=0.2) == []
 
 
@@ -48,7 +48,7 @@ def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
     )
 
 
-def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
+def test_copies_are_grouped_by_any_shared_mark_and_slides_without_marks_by_none():
     scans = [scan("a", "p", "x"), scan("b", "q", "y"), scan("c", "r", "x y"), scan("d", "s", ""), scan("e", "t", "")]
     assert [[one.slide for one in group] for group in find_copies(scans)] == [["a", "b", "c"]]
 
@@ -63,13 +63,13 @@ def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
         ([scan(f"s{k}", f"p{k}", "x") for k in range(9)], ("and 3 more are one scan", "counts 9")),
     ],
 )
-def test_who_is_one_scan_is_said_by_name(scans, words):
+def test_copies_of_one_scan_are_reported_by_name(scans, words):
     (line,) = describe_copies(scans)
     assert all(word in line for word in words)
     assert describe_shared(scans) == ([line] if "site B" in line else [])
 
 
-def test_files_are_alike_by_content_however_they_are_called_or_linked(tmp_path):
+def test_files_are_compared_by_content_under_any_name_or_link(tmp_path):
     rng = np.random.default_rng(0)
     whole = rng.bytes(3_000_000)
     later = bytearray(whole)

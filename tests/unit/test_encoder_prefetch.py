@@ -43,7 +43,7 @@ class Marking:
         return 4
 
 
-def test_features_of_each_slide_are_its_own_in_order(encoder):
+def test_features_of_each_slide_are_returned_in_its_order(encoder):
     tiny = encoder(batch_size=4)
     slides = [(k, [patches(n, k)]) for k, n in enumerate((3, 0, 9, 1, 4))]
     found = list(encode_items(iter(slides), tiny))

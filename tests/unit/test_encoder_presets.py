@@ -77,7 +77,7 @@ def newer(key):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_transformers_names_become_timms_of_version_5_too(name):
+def test_transformers_5_weight_names_are_converted_to_timm(name):
     n_parameters, *sizes = SIZES[name]
     shapes, model = in_transformers(*sizes), build_preset_model(PRESETS[name])
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == n_parameters
@@ -93,11 +93,11 @@ def test_transformers_names_become_timms_of_version_5_too(name):
     ("name", "word"),
     [("UNI2", "did you mean 'uni2-h'?"), ("conch_v1", "wsi-fl import"), ("titan", "whole slide"), ("musk", "import")],
 )
-def test_who_asks_for_what_is_no_preset_is_told_what_to_do(name, word):
+def test_an_unknown_preset_is_refused_with_advice(name, word):
     refused(lambda: Encoder(name), word)
 
 
-def test_the_page_of_encoders_says_what_the_table_says():
+def test_the_documentation_of_encoders_matches_the_table():
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "prepare-data.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
     lines = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}

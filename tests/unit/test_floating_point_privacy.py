@@ -51,7 +51,7 @@ def loss_for(y):
     return lambda logits: functional.cross_entropy(logits, y)
 
 
-def test_noise_does_not_end_where_float32_numbers_do():
+def test_noise_exceeds_the_largest_float32_normal_number():
     """One in 10⁸ normal numbers lies beyond 5.77, where PyTorch's float32 ones end; this seed gives one."""
     drawn = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=73)
     assert 5.8 < float(drawn.abs().max()) < 7
@@ -80,7 +80,7 @@ def forgetful(net, x):
     return functional.linear(functional.dropout(x.flatten(1), 0.5, net.training), net.weight)
 
 
-def test_training_under_privacy_has_no_dropout():
+def test_private_training_has_no_dropout():
     """What it drew would have to stay secret. The same noise gives the same step, whatever PyTorch's generator does."""
     model, x, y = made("linear", 4)
     model, found = nn.Sequential(nn.Dropout(0.5), model), []
@@ -102,7 +102,7 @@ def test_a_gradient_of_millions_of_equal_numbers_is_clipped_to_C(way):
     assert 0.7 * (1 - 3e-6) < float(found.double().norm()) <= 0.7
 
 
-def test_positions_that_cancel_have_no_norm_below_their_sum():
+def test_the_norm_of_cancelling_positions_is_not_below_their_sum():
     """Alike inputs times output gradients of mean 0: all digits of the inner products go, not those of the sum."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64)

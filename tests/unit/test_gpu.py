@@ -65,7 +65,7 @@ def test_clipped_sums_are_those_of_double_precision(name, engine):
 
 
 @EVERY
-def test_norms_are_those_of_what_is_summed(name, engine):
+def test_norms_are_those_of_the_summed_gradients(name, engine):
     """Clipping rests on it, so TensorFloat-32 must have no part in it."""
     model, x = made(name)
     model, x, y = model.to(CUDA).train(), x.to(CUDA), torch.arange(len(x), device=CUDA) % 3
@@ -95,7 +95,7 @@ def test_noise_is_normal_and_the_same_whether_it_was_drawn_ahead():
 
 
 @pytest.mark.parametrize("dp", [False, True])
-def test_training_goes_the_same_way(dp):
+def test_training_on_the_gpu_matches_the_processor(dp):
     x = np.random.default_rng(0).integers(0, 256, (64, 28, 28, 1)).astype(np.uint8)
     examples = Examples.from_arrays(x, np.arange(64) % 2)
     found = []
@@ -120,7 +120,7 @@ def encoded(folder, name, **how):
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
-def test_features_are_those_of_the_processor(tmp_path, name):
+def test_features_on_the_gpu_are_those_of_the_processor(tmp_path, name):
     here, there = (encoded(tmp_path, name, device=device) for device in (CPU, CUDA))
     centred = [one - here.mean(0) for one in (here, there)]
     assert np.linalg.norm(centred[1] - centred[0]) <= 0.1 * np.linalg.norm(centred[0])  # bfloat16

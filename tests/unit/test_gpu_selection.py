@@ -52,25 +52,25 @@ def test_ranks_and_training_and_one_gpu_start_nothing(started, monkeypatch):
         ("0, 1", "0"),
     ],
 )
-def test_gpus_go_by_number_and_by_name_among_those_that_a_job_was_given(started, monkeypatch, given, wanted):
+def test_gpus_are_selected_by_number_or_name_among_those_of_a_job(started, monkeypatch, given, wanted):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     take_gpus(wanted, ranks=False)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
 
 
 @pytest.mark.parametrize(("given", "wanted"), [("2,3", "0,1"), ("2,3", "2,1"), ("GPU-1b2c", "0"), ("NoDevFiles", "0")])
-def test_gpus_that_a_job_was_not_given_are_not_taken_from_others(started, monkeypatch, given, wanted):
+def test_gpus_outside_a_job_are_not_taken(started, monkeypatch, given, wanted):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     refused(lambda: take_gpus(wanted), f"--gpus {wanted}: this process was given the GPUs {given}")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == given and started == []
 
 
 @pytest.mark.parametrize("gpus", ["", "a", "GPU-", "GPU-1;2", "gpu-1", "0,", "0,0", "-1", "0;1"])
-def test_what_is_no_list_of_gpus_is_refused(started, gpus):
+def test_a_malformed_list_of_gpus_is_refused(started, gpus):
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
 
 
 @pytest.mark.parametrize(("gpus", "here", "words"), [("0,1,2", 2, "this machine has 2"), ("0", 0, "has none")])
-def test_gpus_that_are_not_there_are_refused(started, monkeypatch, gpus, here, words):
+def test_missing_gpus_are_refused(started, monkeypatch, gpus, here, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: of these", words)

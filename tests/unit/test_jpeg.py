@@ -21,7 +21,7 @@ def encoded(picture=PICTURE, **options) -> bytes:
 
 
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
-def test_pixels_are_libjpegs(subsampling):
+def test_decoded_pixels_are_those_of_libjpeg(subsampling):
     stream = encoded(subsampling=subsampling)
     assert np.array_equal(jpeg.decode(stream), np.asarray(Image.open(io.BytesIO(stream))))
     assert jpeg.read_size(stream) == (96, 128)

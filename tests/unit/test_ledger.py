@@ -68,7 +68,7 @@ def test_only_a_ledger_makes_a_release_which_cannot_be_changed_on_its_way(open_l
     [(None, {}), (replace(ROUND, sigma=0.0), {}), (ROUND, {"insecure": True})],
     ids=["no DP", "no noise", "noise that others know"],
 )
-def test_what_is_not_protected_leaves_only_if_allowed_by_name(open_ledger, mechanism, terms):
+def test_unprotected_values_are_released_only_if_allowed_by_name(open_ledger, mechanism, terms):
     for allow in ((), ("buffer",)):
         ledger = open_ledger(allow=allow, **terms)
         with pytest.raises(WsiFlError, match=r"sites/C1\.toml.*allow = \[\"model\"\]"):
@@ -77,7 +77,7 @@ def test_what_is_not_protected_leaves_only_if_allowed_by_name(open_ledger, mecha
     assert release(open_ledger(allow=("model",), **terms), 1, mechanism).round == 1
 
 
-def test_what_is_not_finite_stays(open_ledger):
+def test_values_that_are_not_finite_are_not_released(open_ledger):
     ledger, spoilt = open_ledger(), np.array([0, np.nan], np.float32)
     words = ("not finite in round 3", "lower train.lr")
     refused(lambda: release(ledger, 3, vector=spoilt), *words, error=WsiFlError)
@@ -118,7 +118,7 @@ def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
     refused(open_ledger, "line 1 is damaged", error=WsiFlError)
 
 
-def test_a_round_redone_at_once_counts_once_but_one_sent_long_ago_counts_again(open_ledger):
+def test_a_round_redone_at_once_counts_once_and_an_older_round_counts_again(open_ledger):
     ledger = open_ledger()
     record(ledger, 1, 2, 2, 2, 3)
     assert ledger.epsilon() == spent(3)
@@ -135,7 +135,7 @@ def test_interleaved_runs_are_kept_apart(open_ledger):
     assert again.epsilon() == spent(2) and again.epsilon(lifetime=True) == spent(4)
 
 
-def test_epsilon_is_none_once_something_left_without_privacy(open_ledger):
+def test_epsilon_is_none_after_a_release_without_privacy(open_ledger):
     release(open_ledger("bare", allow=("model",)), 1, None)
     ledger = open_ledger("protected")
     release(ledger, 1)
@@ -173,7 +173,7 @@ def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
     assert not b.fits_budget(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
 
 
-def test_only_known_bytes_are_sent_again_at_no_cost_but_on_record(open_ledger):
+def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
     release(open_ledger(), 4)
     assert open_ledger().last_final_round() == 0
     again = open_ledger().release_again(4, VECTOR, schema=SCHEMA, weight=0.5)
@@ -195,7 +195,7 @@ def test_summary_counts_steps(open_ledger):
 
 
 @pytest.mark.parametrize("steps", [1, 20, 300])
-def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps):
+def test_the_ledger_costs_what_another_accountant_computes(open_ledger, steps):
     accountants = pytest.importorskip("dp_accounting")
     done = replace(ROUND, sample_rate=0.02, steps=steps)
     for round_ in (1, 2):
@@ -207,7 +207,7 @@ def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps)
     assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
 
 
-def test_what_a_run_includes_counts_for_it_alone(open_ledger):
+def test_included_entries_count_for_their_run_alone(open_ledger):
     release(open_ledger("oneshot"), 0, SUMS)
     both = epsilon([SUMS, ROUND], DELTA)
     mine = open_ledger(includes=["oneshot"], max_epsilon=both)

@@ -104,7 +104,7 @@ TIED = {
 
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_a_loss_reads_out_of_other_labels_is_refused(name, clip):
+def test_a_loss_that_reads_other_labels_is_refused(name, clip):
     with pytest.raises(UsageError, match=r"^loss cannot be used with differential privacy: [^\n]*$"):
         worst_move(mlp, TIED[name], "vectors", "row", clip)
 
@@ -226,7 +226,7 @@ def learn_in_slots(net, x):
 
 
 @pytest.mark.parametrize("run", [learn_by_data, learn_by_new_data, learn_in_slots])
-def test_a_memory_that_learns_slowly_is_refused_wherever_it_lies(run):
+def test_a_slowly_updated_memory_is_refused_wherever_it_is_stored(run):
     def make():
         net = Net(run, last=nn.Linear(D, 2), slots=Slots())
         net.register_buffer("mean", torch.zeros(D))
@@ -257,7 +257,7 @@ def permuted():
 
 
 @pytest.mark.parametrize("make", [far_apart, permuted])
-def test_layers_that_move_the_axis_of_rows_are_somebody_elses(make):
+def test_layers_that_move_the_axis_of_rows_are_custom(make):
     assert row_independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "images", "row", 0.3)
@@ -269,7 +269,7 @@ class Pool(nn.Module):
         return z - z.mean(0) if len(z) > 4 else z
 
 
-def test_a_module_that_a_model_only_calls_is_somebody_elses():
+def test_an_unregistered_module_makes_a_model_custom():
     model = build_deepset(2, D, hidden=8, pool=Pool().__call__)
     assert row_independence.model_origin(model) == "custom"
     model = build_deepset(2, D, hidden=8)

@@ -39,7 +39,7 @@ def named(p):
 
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12))
-def test_confusion_and_calibration_against_counting(case, n_bins):
+def test_confusion_and_calibration_match_counting(case, n_bins):
     p, y = case
     guess, k = named(p), range(p.shape[1])
     counted = [[sum(a == t and b == g for a, b in zip(y, guess, strict=True)) for g in k] for t in k]
@@ -58,7 +58,7 @@ def test_confusion_and_calibration_against_counting(case, n_bins):
 UNKNOWN = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
 
 
-def test_what_cannot_be_computed_is_none():
+def test_undefined_metrics_are_none():
     nothing = np.empty((0, 2)), np.empty(0, np.int64)
     assert score_predictions(*nothing) == {"n": 0, **UNKNOWN} and compute_calibration(*nothing)["ece"] is None
     one_class = score_predictions(np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64))
@@ -164,7 +164,7 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
 
 
 @pytest.mark.parametrize("right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))])
-def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_share(right, ends):
+def test_six_patients_all_correct_or_all_wrong_have_the_exact_binomial_interval(right, ends):
     labels = np.arange(6) % 2
     p = np.eye(2)[labels if right else 1 - labels]
     found = score_intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
@@ -173,7 +173,7 @@ def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_sh
 
 @pytest.mark.parametrize("n_rare", [1, 2, 3])
 @pytest.mark.parametrize("n_classes", [2, 3])
-def test_draws_without_a_class_do_not_count_as_right_about_it(n_rare, n_classes):
+def test_resamples_without_a_class_do_not_count_as_correct_for_it(n_rare, n_classes):
     labels = np.concatenate([np.arange(18) % (n_classes - 1), np.full(n_rare, n_classes - 1)])
     p = np.eye(n_classes)[np.where(labels == n_classes - 1, 0, labels)]  # the last class is always missed
     found = score_intervals(p, labels, np.arange(len(labels)).astype(str), repeats=200)["macro_accuracy"]
@@ -182,13 +182,13 @@ def test_draws_without_a_class_do_not_count_as_right_about_it(n_rare, n_classes)
     assert found[0] <= score_predictions(p, labels)["macro_accuracy"] == pytest.approx(1 - 1 / n_classes)
 
 
-def test_where_most_draws_lack_a_class_nothing_is_said_of_the_mean_over_classes():
+def test_macro_metrics_are_none_where_most_resamples_lack_a_class():
     labels, rng = np.repeat([0, 1, 2, 3], [30, 1, 1, 1]), np.random.default_rng(0)
     found = score_intervals(rng.dirichlet(np.ones(4), 33), labels, np.arange(33).astype(str), repeats=200)
     assert found["macro_accuracy"] is None and found["auroc"] is None and found["accuracy"] is not None
 
 
-def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
+def test_two_correct_patients_of_a_class_have_a_wide_interval():
     labels = np.repeat([0, 1], [20, 2])
     found = score_intervals(np.eye(2)[labels], labels, np.arange(22).astype(str), repeats=50)
     ends = [binomtest(n, n).proportion_ci(method="exact").low for n in (20, 2)]
@@ -208,7 +208,7 @@ def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
         [0.4999999, 0.49999995, 0.5, 0.50000001, 0.50000002, 0.7],
     ],
 )
-def test_a_point_that_was_chosen_to_part_slides_parts_them(score):
+def test_the_chosen_operating_point_separates_the_slides(score):
     score, truth = np.array(score), np.array([0, 0, 0, 1, 1, 1])
     point = find_operating_point(score, truth)
     assert ((score >= point) == truth).all()
@@ -221,7 +221,7 @@ def test_a_point_that_was_chosen_to_part_slides_parts_them(score):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.floats(-30, 30), st.floats(0.01, 8))
-def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
+def test_no_other_score_separates_slides_better_than_the_operating_point(seed, middle, width):
     """Of models that saturate too."""
     rng, truth = np.random.default_rng(seed), np.arange(16) % 2
     score = 1 / (1 + np.exp(-middle - width * rng.normal(truth, 1)))
@@ -234,7 +234,7 @@ def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
 
 @pytest.mark.parametrize("truth", [0, 1])
 @pytest.mark.parametrize("half", [0.5, np.nextafter(0.5, 0), np.nextafter(0.5, 1)])
-def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
+def test_a_probability_of_one_half_is_a_case_in_every_metric(truth, half):
     p, y = np.array([[1 - half, half]] * 3), np.full(3, truth)
     case = half >= 0.5
     assert choose_classes(p).tolist() == [case] * 3
@@ -248,5 +248,5 @@ def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
     assert _decide_classes(sites, "relative")[0].tolist() == [1]
 
 
-def test_of_more_classes_the_first_of_equals_is_named():
+def test_ties_among_more_classes_go_to_the_first():
     assert choose_classes(np.array([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4]])).tolist() == [0, 1]

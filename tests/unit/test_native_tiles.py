@@ -234,7 +234,7 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("stride", "reach"), [(100, 1), (60, 40), (60, 10_000), (7, 3), (131, 2)])
-def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, monkeypatch, stride, reach):
+def test_patches_are_correct_in_any_order_and_prefetching_is_bounded(tmp_path, monkeypatch, stride, reach):
     path = write_slide(tmp_path / "s.tif", tile_px=48)
     corners = grid(stride, -30)[:400]
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
@@ -282,6 +282,6 @@ def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, m
 
 @pytest.mark.skipif(not ODD.exists(), reason="the material beside the project is not there")
 @pytest.mark.parametrize("name", ["boxes.tiff", "boxes_0.dcm", "unreadable.svs"])
-def test_what_cannot_be_read_natively_says_so_where_native_is_demanded(name):
+def test_a_slide_without_native_tiles_is_refused_where_native_is_required(name):
     with pytest.raises(WsiFlError, match=r"reader = native cannot read level 0: [^\n]+; use auto or"):
         Slide(ODD / f"openslide-python_{name}", reader="native")

@@ -60,13 +60,13 @@ def found_all(told):
     return told["found"] and told["cosine"] > 0.999
 
 
-def test_the_noise_of_a_linear_generator_is_taken_off_a_release_and_that_of_a_cipher_stays_on(small):
+def test_the_noise_of_a_linear_generator_is_removed_from_a_release_and_that_of_a_cipher_is_not(small):
     told = attack(released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES), small)
     assert told["rank"] == small.n_bits == 521 and found_all(told)
     assert found_nothing(attack(released(CipherStream.from_entropy().normal(sum(SIZES)), SIZES), small), 521)
 
 
-def test_the_noise_written_down_in_the_attack_was_pytorchs():
+def test_the_noise_of_the_attack_is_that_of_pytorch():
     """Sizes with even and uneven ends, of several chunks, and too small to be filled in blocks."""
     sizes = (2, 100_000, 10, 200, 49_153, 37, 7)
     seeded = np.random.RandomState(5).get_state()[1].astype(np.uint32)  # as PyTorch takes 32 bits of a seed
@@ -93,7 +93,7 @@ def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
 
 
 @pytest.mark.slow
-def test_nothing_follows_from_a_step_of_ours():
+def test_the_attack_finds_no_state_from_a_step_of_wsi_fl():
     """The step and its noise are wsi-fl's own, on a batch of nobody."""
     model = create_model("mlp", n_classes=2, shape=Images(3, 64), seed=0)
     vector = torch.nn.utils.parameters_to_vector

@@ -103,7 +103,7 @@ def test_linked_and_packed_stores_give_back_what_was_written(odd_names):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(0, 20), max_size=30), packed=st.booleans())
-def test_rows_come_in_the_order_asked_for_with_repeats(odd_names, rows, packed):
+def test_rows_come_in_the_requested_order_with_repeats(odd_names, rows, packed):
     found = read(odd_names[int(packed)], rows)
     assert found.dtype == np.uint8 and found.shape == (len(rows), 8, 8, 3)
     np.testing.assert_array_equal(found, odd_names[2][rows])
@@ -145,7 +145,7 @@ def test_shard_written_after_its_columns_is_refused(tmp_path, change):
     refused(lambda: read(path, [0]), "slide a", "other patches", "wsi-fl tile")
 
 
-def test_what_is_no_store_of_this_version_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_store_of_this_version_is_refused_in_one_line(tmp_path):
     refused(lambda: PatchStore(tmp_path / "patches.h5"), str(tmp_path), "wsi-fl tile")
     path, _ = make_store(tmp_path, {"a": 2})
     for name, value, words in (
@@ -182,7 +182,7 @@ def interrupted():
 
 
 @pytest.mark.parametrize("had_one", [False, True])
-def test_interrupted_write_leaves_what_was_there(tmp_path, had_one):
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, had_one):
     shard = add_shard(tmp_path, "a", 3) if had_one else tmp_path / "slides" / "a.h5"
     before = shard.read_bytes() if had_one else None
     with pytest.raises(KeyboardInterrupt):
@@ -287,7 +287,7 @@ def test_a_damaged_stream_raises_and_names_its_row(tmp_path, damage):
 
 
 @pytest.mark.parametrize("kind", ["raw", "native", "none"])
-def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
+def test_unread_rows_are_omitted_and_recorded(tmp_path, kind):
     table, unread = table_of("a", 5), {1: "cut short", 3: "garbled ü"}
     kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, content=kind), tmp_path / "slides" / "a.h5"
     if kind == "raw":

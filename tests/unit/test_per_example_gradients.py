@@ -105,7 +105,7 @@ def check_layer(module, a):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_convolutions_of_any_shape(data):
+def test_gradients_of_convolutions_of_any_shape_match_autograd(data):
     def draw(*values):
         return data.draw(st.sampled_from(values))
 
@@ -165,7 +165,7 @@ SMALL = st.integers(1, 9)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=2), SMALL, SMALL, st.booleans(), st.integers(1, 4))
-def test_linear_layers_over_any_positions(positions, d, p, bias, b):
+def test_gradients_of_linear_layers_over_any_positions_match_autograd(positions, d, p, bias, b):
     taken = check_layer(nn.Linear(d, p, bias=bias), torch.randn(b, *positions, d))
     assert taken == (2 * torch.Size(positions).numel() ** 2 <= d * p)
 
@@ -268,7 +268,7 @@ def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(36, N_CLASSES))
 
 
-def test_models_that_ghost_does_not_suit_get_hooks():
+def test_models_unsuited_to_ghost_norms_use_hooks():
     tied = flat(nn.Linear(36, 36), nn.Linear(36, 36))
     tied[2].weight = tied[1].weight
     weighed = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(36, N_CLASSES)))
@@ -324,7 +324,7 @@ def test_a_network_of_timm_with_group_norms_goes_by_ghost():
 
 
 @EACH
-def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
+def test_a_model_is_left_unchanged_without_warnings(engine, recwarn):
     model = made("gn_cnn")
     x, y = images(3, 1, 16)
     ENGINES[engine](model, x, loss_for(y), torch.ones_like)
@@ -342,7 +342,7 @@ def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
     ("layers", "told", "engine"),
     [([nn.Dropout(0.5)], None, "ghost"), ([nn.Dropout(0.5)], "hooks", "hooks"), ([nn.PReLU()], None, "hooks")],
 )
-def test_a_learner_takes_ghost_wherever_it_can_unless_told_otherwise(layers, told, engine):
+def test_a_learner_uses_ghost_norms_where_possible_by_default(layers, told, engine):
     dp = DPSettings(1.0, 1.0, 4, engine=told)
     learner = Learner(flat(*layers), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
     assert learner.trainer.engine == engine

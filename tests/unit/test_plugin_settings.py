@@ -34,7 +34,7 @@ def study(tmp_path, monkeypatch):
     pipelines.pipeline_model.cache_clear()
 
 
-def test_a_section_joins_by_its_name(study, tmp_path):
+def test_a_plugin_section_is_registered_under_its_name(study, tmp_path):
     pipeline = study.load_pipeline("p")
     assert pipeline.find_section(Halo) == Halo(width_px=5) and read_setting(pipeline, "halo.width_px") == 5
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))

@@ -43,7 +43,7 @@ def table_of(task, truth, outputs, **about):
         (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), ("6", "12.5")),
     ],
 )
-def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
+def test_a_written_table_reads_back(tmp_path, task, truth, outputs):
     folder = SiteFolder(tmp_path / "S0")
     table = table_of(task, truth, outputs, x_l0=np.arange(6), y_l0=np.arange(6) * 7)
     write_predictions(folder, table)
@@ -59,7 +59,7 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     assert read_predictions(SiteFolder(tmp_path / "S1"), task) is None
 
 
-def test_a_table_of_nothing_is_read_as_nothing_and_one_of_another_version_is_refused(tmp_path):
+def test_an_empty_table_reads_back_empty_and_another_version_is_refused(tmp_path):
     folder = SiteFolder(tmp_path / "S0")
     write_predictions(folder, table_of(CLASSES, np.zeros(0, np.int64), ("a", "b")))
     found = read_predictions(folder)
@@ -105,7 +105,7 @@ def said(draw):
 
 @given(said())
 @settings(max_examples=30, deadline=None)
-def test_votes_are_what_counting_says(case):
+def test_votes_match_counting(case):
     sites, weights = case
     for i in range(len(sites[0])):
         votes = [int(p[i].argmax()) for p in sites]
@@ -127,7 +127,7 @@ def test_votes_are_what_counting_says(case):
 
 @given(said())
 @settings(max_examples=30, deadline=None)
-def test_means_are_means(case):
+def test_the_mean_rule_averages_probabilities(case):
     sites, weights = case
     by_hand = sum(w * p for w, p in zip(weights, sites, strict=True)) / weights.sum()
     for rule, wanted in (("mean", sum(sites) / len(sites)), ("weighted_mean", by_hand)):
@@ -135,7 +135,7 @@ def test_means_are_means(case):
         assert np.allclose(mean, wanted) and (choice == mean.argmax(1)).all()
 
 
-def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected_is_wrong():
+def test_two_uncertain_sites_win_the_vote_not_the_mean_and_rejected_examples_count_as_wrong():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
     assert _decide_classes(sites, "relative")[0].tolist() == _decide_classes(sites, "absolute")[0].tolist() == [1]
     assert _decide_classes(sites, "mean")[0].tolist() == [0]
@@ -205,7 +205,7 @@ def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, se
         (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "nan"),
     ],
 )
-def test_numbers_and_chances_that_nobody_can_say_are_refused(tmp_path, task, truth, value):
+def test_impossible_values_and_probabilities_are_refused(tmp_path, task, truth, value):
     outputs = ("burden",) if task.kind == "number" else ("6", "12.5")
     folder = evaluate_table(tmp_path, task, table_of(task, truth, outputs, x_l0=np.arange(6)), sealed=False)
     path = folder.path / "predictions.csv"

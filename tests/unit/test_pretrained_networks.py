@@ -94,7 +94,7 @@ def test_a_step_moves_the_trained_part_and_nothing_else(files, train):
     assert all("running" not in name for name in moved)
 
 
-def test_each_part_is_what_it_is_called(files):
+def test_each_trained_part_has_the_named_parameters(files):
     def names(name, train):
         model = made(files[name], train).model
         return {key.replace(".0.weight", ".weight") for key, p in model.named_parameters() if p.requires_grad}
@@ -111,7 +111,7 @@ def test_each_part_is_what_it_is_called(files):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
+def test_adapters_start_without_effect_and_alike_at_all_sites(files, name):
     plain, adapted, again = made(files[name]), made(files[name], "lora"), made(files[name], "lora")
     other = made(files[name], "lora", seed=1)
     assert all(map(torch.equal, trainable_parameters(adapted), trainable_parameters(again)))
@@ -122,7 +122,7 @@ def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
         torch.testing.assert_close(adapted(x), plain(x))
 
 
-def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
+def test_models_from_different_start_weights_have_different_digests(files, tmp_path):
     path = files["test_resnet"]
     other = published(tmp_path, "test_resnet", seed=1)
     assert schema_digest(made(path, "norm")) == schema_digest(made(path, "norm", seed=5))
@@ -198,6 +198,6 @@ def test_resnet18_takes_the_weights_of_torchvision(tmp_path):
         ("timm:test_vit", Images(3, 8), "test_vit", UsageError, "of images of 8 px"),
     ],
 )
-def test_what_cannot_start_is_refused_in_one_line(files, name, shape, start, error, words):
+def test_unusable_start_weights_are_refused_in_one_line(files, name, shape, start, error, words):
     start = StartWeights("norm", files["test_vit"].parent / f"{start}.safetensors")
     refused(lambda: create_model(name, n_classes=2, shape=shape, seed=0, start=start), words, error=error)

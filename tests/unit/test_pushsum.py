@@ -71,7 +71,7 @@ def test_mixing_over_any_graph_and_attendance_is_the_dense_product(topology, n, 
 
 
 @given(st.integers(2, 16), st.integers(0, 10))
-def test_a_permutation_hands_models_on_bit_for_bit(n, round_):
+def test_a_permutation_passes_models_on_bit_for_bit(n, round_):
     (matrix,) = exponential(n, round_)
     states = [PushSum(np.float32([k, 0.1 * k]), 1.0) for k in range(n)]
     mixed = exchange(states, matrix)
@@ -128,7 +128,7 @@ def cases(test):
 
 
 @cases
-def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(graph, n, n_away, seed):
+def test_remaining_sites_reach_the_mean_of_all_after_others_hand_over_and_leave(graph, n, n_away, seed):
     start, states, leaving, staying = some_sites(n, seed, n_away)
     states = exchange(mixed(states, graph, range(n), range(3)), graphs.build_handover(n, leaving, staying))
     assert [states[k].w for k in leaving] == [0] * len(leaving)
@@ -138,7 +138,7 @@ def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(gr
 
 
 @cases
-def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(graph, n, n_away, seed):
+def test_returning_sites_start_from_their_host_and_reach_the_mean_of_all(graph, n, n_away, seed):
     start, states, away, staying = some_sites(n, seed, n_away)
     states = exchange(mixed(states, graph, range(n), range(2)), graphs.build_handover(n, away, staying))
     before = mixed(states, graph, staying, range(2, 6))
@@ -153,7 +153,7 @@ def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(gra
 
 
 @cases
-def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_rest(graph, n, n_away, seed):
+def test_the_mass_of_a_crashed_site_is_lost_and_the_others_reach_the_mean_of_the_rest(graph, n, n_away, seed):
     _, states, crashed, staying = some_sites(n, seed, n_away)
     states = mixed(states, graph, range(n), range(2))
     x, w = mass([states[k] for k in staying])

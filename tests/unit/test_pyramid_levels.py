@@ -96,7 +96,7 @@ def assert_reduced(corners, pixels, factor):
 @pytest.mark.parametrize("reader", ["auto", "openslide"])
 @pytest.mark.parametrize("compression", ["jpeg", "deflate"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_damaged_level_costs_nothing_that_a_finer_one_gives(tmp_path, compression, reader, level):
+def test_a_damaged_level_is_replaced_by_a_finer_one(tmp_path, compression, reader, level):
     good, bad = (write(tmp_path / f"{name}.tif", compression) for name in ("good", "bad"))
     zeroed(bad, level)
     mpp = MPP * 4**level
@@ -122,7 +122,7 @@ def test_one_damaged_tile_of_a_coarse_level_is_made_from_the_next(tmp_path):
         assert slide.read_native_stream((256, 0), TILE, 4 * MPP) is not None
 
 
-def test_where_all_levels_are_damaged_the_finest_says_where(tmp_path):
+def test_the_finest_level_locates_the_damage_where_all_levels_are_damaged(tmp_path):
     path = write(tmp_path / "a.tif")
     for level in range(3):
         zeroed(path, level)
@@ -345,7 +345,7 @@ def test_a_level_is_filled_up_where_no_picture_but_its_tiles_have_its_size():
         assert not is_padded(whole, level, tile), (whole, level)
 
 
-def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():
+def test_unreadable_areas_are_reported_and_retries_are_bounded():
     asked = []
 
     def painter(area, bad):

@@ -63,7 +63,7 @@ def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
     assert not said, "".join(said)
 
 
-def test_a_name_is_imported_when_it_is_used():
+def test_a_public_name_is_imported_on_first_use():
     code = "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
@@ -75,13 +75,13 @@ def test_the_page_documents_every_public_name():
 
 
 @pytest.mark.parametrize("name", api.__all__)
-def test_every_name_is_there_and_another_is_not(name):
+def test_every_public_name_resolves_and_an_unknown_name_does_not(name):
     assert name in dir(wsi_fl) and getattr(wsi_fl, name) is getattr(api, name)
     with pytest.raises(AttributeError, match=f"no attribute '{name}s'"):
         getattr(wsi_fl, f"{name}s")
 
 
-def test_features_may_be_what_numpy_makes():
+def test_features_may_be_any_numpy_array():
     x, label = rows(0, n=20)
     sites = {name: api.Examples.from_arrays(x.astype(np.float64), label) for name in ("A", "B")}
     learned = api.federate(sites, "fedavg", private=lambda: torch.nn.Linear(8, 2), rounds=1, sigma=None)

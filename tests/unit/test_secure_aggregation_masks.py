@@ -62,7 +62,7 @@ def test_the_sum_is_exact(n_sites, n, seed, end):
     assert np.array_equal(values, given_) and np.array_equal(messages, sent)
 
 
-def test_one_message_alone_is_uniform_whatever_it_hides_and_says_nothing_beside_that_of_another_sum():
+def test_a_masked_message_is_uniform_for_any_value_and_independent_of_another_sum():
     values = [np.zeros(N, np.int64), np.full(N, 2**60), secret()]
     messages = messages_of(values)
     assert all(map(looks_random, messages))
@@ -71,7 +71,7 @@ def test_one_message_alone_is_uniform_whatever_it_hides_and_says_nothing_beside_
 
 
 @pytest.mark.parametrize("n_sites", [2, 3, 5])
-def test_all_messages_but_one_tell_nothing_of_any_value(n_sites):
+def test_all_messages_but_one_reveal_no_value(n_sites):
     """So a sum that lost a site cannot be read either, by whoever adds up what arrived."""
     values = [secret(k) for k in range(n_sites)]
     messages = messages_of(values)
@@ -164,13 +164,13 @@ ORDER_8 = bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd8662051
         (lambda own: bytes(32), "can be computed by others"),
     ],
 )
-def test_public_keys_that_are_no_good_are_refused(peer, words):
+def test_invalid_public_keys_are_refused(peer, words):
     keys = KeyPair.generate()
     publics = [keys.public, peer(keys.public)]
     refused(lambda: mask_values(np.zeros(2, np.int64), 0, keys, publics, CONTEXT), words, error=WsiFlError)
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_inconsistent_values_and_keys_are_refused():
     keys, zeros = KeyPair.generate(), np.zeros(2, np.int64)
     publics = [keys.public, KeyPair.generate().public]
 
@@ -188,7 +188,7 @@ def test_what_does_not_fit_together_is_refused():
     mask_values(zeros, 0, keys, publics, CONTEXT)  # nothing above has used the keys
 
 
-def test_messages_that_do_not_fit_together_are_refused():
+def test_inconsistent_messages_are_refused():
     first = np.zeros(3, np.uint64)
     for second in (np.zeros(2, np.uint64), np.zeros(3, np.int64), np.zeros(3), np.zeros((3, 1), np.uint64)):
         refused(lambda m=second: sum_messages([first, m]), "message 1", "uint64[3]", error=WsiFlError)
@@ -209,6 +209,6 @@ def test_noise_once_over_sites_that_add_up():
 
 
 @pytest.mark.parametrize("end", [-1, 1])
-def test_the_largest_values_do_not_run_over(end):
+def test_the_largest_values_do_not_overflow(end):
     values = [np.array([end * (2**63 // 3 - 1)])] * 3
     assert sum_messages(messages_of(values)).tolist() == [3 * end * (2**63 // 3 - 1)]

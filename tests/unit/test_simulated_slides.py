@@ -40,7 +40,7 @@ def rasterized(xml):
 
 
 @pytest.mark.parametrize("slide", SLIDES[::3], ids=lambda s: s.name)
-def test_openslide_reads_the_painted_colours_at_the_right_scale(archive, slide):
+def test_openslide_reads_the_simulated_colors_at_the_right_scale(archive, slide):
     with openslide.OpenSlide(archive / f"training/center_{slide.site}/{slide.name}.tif") as opened:
         assert opened.level_dimensions == ((1024, 1024), (512, 512))
         assert all(float(opened.properties[f"openslide.mpp-{axis}"]) == pytest.approx(0.5) for axis in "xy")
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive, t
 
 
 @pytest.mark.parametrize("slide", [s for s in SLIDES if s.is_positive], ids=lambda s: s.name)
-def test_outlines_are_the_truth_to_a_pixel_and_tumour_is_painted_there(archive, slide):
+def test_simulated_outlines_match_the_tumor_pixels_exactly(archive, slide):
     anatomy = slide.build_anatomy()
     truth = simulated_slides.tumor_mask(anatomy)
     border = sum(np.abs(np.diff(truth.astype(int), axis=axis)).sum() for axis in (0, 1))

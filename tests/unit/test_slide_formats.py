@@ -145,7 +145,7 @@ def test_size_mpp_levels_and_pixels_are_the_writers(form, picture, tmp_path):
         assert step == 4.0 and np.abs(small - mean).mean() <= error + 1.5
 
 
-def test_what_a_file_is_its_content_says(picture, tmp_path):
+def test_a_file_is_identified_by_its_content(picture, tmp_path):
     path = png(tmp_path, picture).rename(tmp_path / "a.svs")
     with Slide(path) as slide:
         assert slide.vendor == "plain picture" and slide.size_l0 == (1300, 1100)
@@ -155,7 +155,7 @@ def test_what_a_file_is_its_content_says(picture, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["png", "jpeg", "tiff", "ome-tiff", "czi"])
-def test_a_cut_file_is_one_line_and_no_wrong_pixel(form, picture, tmp_path):
+def test_a_truncated_file_is_refused_in_one_line_without_wrong_pixels(form, picture, tmp_path):
     path = WRITERS[form](tmp_path, picture)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -218,7 +218,7 @@ def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
 
 
 @pytest.mark.skipif(not DICOM.exists(), reason="the material beside the project is not there")
-def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_named(tmp_path):
+def test_parts_of_a_dicom_concatenation_are_read_together_and_a_single_part_is_named(tmp_path):
     whole = DICOM.read_bytes()
 
     def part(number):
@@ -278,7 +278,7 @@ def unlike(picture):
 
 
 @pytest.mark.parametrize("what", ["palette", "cmyk", "clear tiff", "turned png"])
-def test_a_plain_picture_is_seen_as_it_is_meant(unlike, tmp_path, what):
+def test_a_plain_picture_is_read_with_its_intended_colors(unlike, tmp_path, what):
     write, meant = unlike[what]
     with Slide(write(tmp_path), MPP) as slide:
         assert slide.size_l0 == (meant.shape[1], meant.shape[0])
@@ -339,7 +339,7 @@ NO_COLOURS = {
 
 
 @pytest.mark.parametrize("what", NO_COLOURS)
-def test_pixels_that_are_no_colours_are_refused(tmp_path, what):
+def test_pixels_without_colors_are_refused(tmp_path, what):
     write, words = NO_COLOURS[what]
     path = write(tmp_path)
     refused(lambda: Slide(path, MPP), path.name, "a slide has", words)

@@ -47,7 +47,7 @@ def group(tail, attacker, name, rate="0.01"):
     return one["found"][rate]
 
 
-def test_outliers_are_found_without_noise_where_the_average_shows_nothing():
+def test_outliers_are_found_in_statistics_without_noise_where_the_average_is_safe():
     parts, y = a_cohort()
     tail = measure_exposure(parts, 0.0, {"class 0": y == 0}, None)
     average, exposed = (group(tail, "population", name)["exact"] for name in ("all", "most exposed 1 %"))
@@ -56,7 +56,7 @@ def test_outliers_are_found_without_noise_where_the_average_shows_nothing():
     assert group(tail, "others", "all")["exact"] == 1.0 and tail["guaranteed"] is None and not tail["beyond"]
 
 
-def test_what_is_said_of_one_who_knows_no_others_is_what_such_an_attack_finds():
+def test_the_predicted_power_without_auxiliary_data_matches_the_attack():
     """Others are redrawn; the statistic is that of the likelihood ratio."""
     parts, _ = a_cohort()
     rng = np.random.default_rng(1)
@@ -93,7 +93,7 @@ def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
     assert exposed["exact"] / average > (2 if sigma < 1 else 1.2)  # which the average does not show
 
 
-def test_half_the_noise_that_was_promised_is_noticed():
+def test_half_the_guaranteed_noise_is_detected():
     parts, _ = a_cohort()
     noise = iter(np.random.default_rng(0).normal(size=(_NOISE_DRAWS, parts.shape[1])))
     assert "most exposed 1 %" in measure_exposure(parts, 2.0, {}, lambda: next(noise))["beyond"]
@@ -127,7 +127,7 @@ def released(head, exact, sigma, chance):
 
 
 @pytest.mark.parametrize(("n", "sigma", "rows"), [(60, 2.0, True), (400, 0.5, True), (40, 2.0, False)])
-def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
+def test_honest_class_statistics_are_refused_at_the_stated_rate(n, sigma, rows):
     head, _, exact = a_letter(n, sigma, rows=rows)
     chance = torch.Generator().manual_seed(1)
     letters = [released(head, exact, sigma, chance) for _ in range(500)]
@@ -138,7 +138,7 @@ def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
-def test_forged_letters_are_refused(sigma):
+def test_forged_class_statistics_are_refused(sigma):
     head, letter, _ = a_letter(sigma=sigma)
     assert explain_invalid_statistics(head, letter, 60, sigma) == ""
     flipped = torch.cat([letter[:-2].view(2, -1).flip(0).flatten(), letter[-2:].flip(0)])
@@ -160,7 +160,7 @@ def test_forged_letters_are_refused(sigma):
     assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)
 
 
-def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
+def test_accepted_statistics_move_the_sum_by_at_most_their_rows_and_noise():
     head, letter, _ = a_letter()
     worst_case = torch.zeros_like(letter)
     worst_case[0], worst_case[16] = 57.0, 17.0  # all rows of one class, in one direction
@@ -171,7 +171,7 @@ def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
     assert not explain_invalid_statistics(head, worst_case, 60, 2.0)
 
 
-def test_a_head_without_a_letter_is_that_of_the_others():
+def test_a_head_without_the_statistics_of_one_site_is_that_of_the_other_sites():
     heads = [a_letter(seed=k)[0] for k in range(3)]
     SharedHead.combine(heads)
     left = head_excluding_site(heads[0], heads[2].released)

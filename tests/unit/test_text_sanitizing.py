@@ -20,7 +20,7 @@ def shown(text):
     return text
 
 
-def test_what_letters_say_stays():
+def test_printable_text_is_unchanged():
     text = "Universitätsklinik 病院, site\tC1\nε = 1.0\u00a0(δ)"
     assert make_printable(text) == text and len(make_printable(EVIL)) == len(EVIL)
     shown(make_printable(EVIL + "\ud800"))
@@ -60,7 +60,7 @@ def failure():
     ],
     ids=["line", "bars", "table", "failure", "json"],
 )
-def test_nothing_on_a_terminal_has_escapes_or_takes_orders(capsys, monkeypatch, tell, times):
+def test_terminal_output_has_no_escapes_or_control_characters(capsys, monkeypatch, tell, times):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=200, highlight=False))
     monkeypatch.setattr(program, "app", fails)
     tell()

@@ -84,7 +84,7 @@ def test_specks_are_dropped_and_small_holes_filled():
 
 @pytest.mark.parametrize(("colour", "share"), [((243,) * 3, 0), ((0,) * 3, 100), (INKS["green"], 100)])
 @pytest.mark.parametrize("noise", [0.0, 3.0])
-def test_nothing_found_is_an_error_with_numbers(colour, share, noise):
+def test_a_slide_without_tissue_is_an_error_with_numbers(colour, share, noise):
     noisy = shown(np.full((H, W, 3), colour, float), np.random.default_rng(0).normal(0, noise, (H, W, 3)))
     words = f"{share}% of the thumbnail is black or ink"
     refused(lambda: tissue_mask(noisy, 30.0), words, error=NoTissueError)

@@ -49,7 +49,7 @@ def by_flare(kit, host, port):
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
+def test_a_server_with_another_host_name_is_refused(called, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
@@ -69,7 +69,7 @@ def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
 
 
 @pytest.mark.parametrize("module", ["client", "job", "jobs"])
-def test_all_that_connects_checks_names(module, monkeypatch):
+def test_every_connection_checks_host_names(module, monkeypatch):
     """A client and its jobs as soon as they are processes, the coordinator's commands as soon as they connect."""
     from wsi_fl.hospitals.flare import jobs, processes
 

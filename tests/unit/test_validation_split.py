@@ -61,7 +61,7 @@ def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
     assert len(drawn(holdout=HoldoutDraw(b"a"))) == pytest.approx(400 * fraction, abs=spread)
 
 
-def test_no_other_patient_decides_who_is_held_out():
+def test_the_validation_split_of_a_patient_is_independent_of_other_patients():
     names = np.array([f"p{k}" for k in range(24)])
     for lots in (HoldoutDraw(), HoldoutDraw(b"secret")):
         held = set(names[draw_held_out(names, 0.34, 0, lots)])
@@ -71,7 +71,7 @@ def test_no_other_patient_decides_who_is_held_out():
             assert set(rest[draw_held_out(rest, 0.34, 0, lots)]) == held - {gone}
 
 
-def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):
+def test_rows_without_a_patient_are_held_out_only_without_a_privacy_guarantee(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     with edited(study.store_path("S0")) as file:
         file["patient"][:5] = b""
@@ -87,7 +87,7 @@ def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):
     refused(lambda: run(study, "train.val_fraction=0.999"), "train.val_fraction", "lower it")
 
 
-def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model():
+def test_the_best_model_weighs_classes_alike_and_ties_go_to_the_private_model():
     labels = np.repeat([0, 1], [18, 2])
     always = certain(np.zeros(20, int))
     knows = 0.1 + 0.8 * certain([*[0] * 12, *[1] * 6, 1, 1])  # less sure, so that their mean is no tie
@@ -106,7 +106,7 @@ def validated(tmp_path_factory):
     return study, path, evaluate(study, str(path))
 
 
-def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
+def test_the_chosen_model_is_saved_logged_and_evaluated(validated):
     study, path, document = validated
     pipeline = load_run_settings(study, RunFolder(path), ())
     for row in document["sites"]:
@@ -130,14 +130,14 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
 
 
 @pytest.mark.parametrize("answer", ["private", "proxy", "mean", "local", "ensemble"])
-def test_evaluate_answers_as_asked(validated, answer):
+def test_evaluate_uses_the_configured_prediction_model(validated, answer):
     study, path, chosen = validated
     for row, before in zip(evaluated(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
         assert row["model"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
     evaluate(study, str(path))
 
 
-def test_every_round_answers_as_the_run_is_told(tmp_path):
+def test_every_round_predicts_with_the_configured_model(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "predict.model=mean", "train.rounds=1", "train.local_baseline=false")
     (line,), row = metrics(path, "S0"), evaluated(study, path)[0]
@@ -150,7 +150,7 @@ def test_every_round_answers_as_the_run_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(("alone", "answer"), [("true", "local"), ("false", "private")])
-def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path, alone, answer):
+def test_a_site_without_validation_rows_uses_its_default_prediction_model(tmp_path, alone, answer):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "train.rounds=1", f"train.local_baseline={alone}")
     assert [row["model"] for row in evaluated(study, path)] == [answer] * 2
@@ -159,7 +159,7 @@ def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_al
         assert (row["n_train"], row["n_validation"]) == n
 
 
-def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
+def test_a_run_predicts_with_an_ensemble_in_every_round_and_saves_it(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, *SPLIT, "predict.model=ensemble", "train.rounds=1")
     for row in evaluated(study, path):
@@ -169,7 +169,7 @@ def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
         assert row["accuracy"] == row["models"]["ensemble"]["accuracy"]
 
 
-def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
+def test_an_ensemble_needs_held_out_rows(study):
     stack = ("predict.model=ensemble", "train.local_baseline=false")
     refused(lambda: run(study, *stack), "predict.model = 'ensemble'", "val_fraction=0.15")
     open_hearts = (*stack, "privacy.enabled=false", "train.tune=true")
@@ -177,7 +177,7 @@ def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
+def test_a_resumed_run_predicts_with_the_same_ensemble(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
     settings = [*SPLIT, "predict.model=ensemble", "train.rounds=3", "privacy.sigma=0.05"]
     whole = run(study, *settings)
