@@ -1,4 +1,4 @@
-"""Outlines and masks lie where they were drawn, from whichever corner and in whichever unit a file counts."""
+"""Outlines and masks lie where they were drawn, for any origin and unit of a file."""
 
 import json
 from dataclasses import replace

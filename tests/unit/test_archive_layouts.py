@@ -1,4 +1,4 @@
-"""Archives as hospitals keep them: which slides, patients, labels and outlines they hold."""
+"""Known archive layouts are read with their slides, patients, labels and outlines."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Faults of patches are found where they were made, sound tissue is kept, and stores say what was set aside."""
+"""Simulated artifacts of patches are found, sound tissue is kept, and stores report excluded patches."""
 
 import csv
 import io
@@ -43,7 +43,7 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def painted(archive):
-    """The pixels of painted slides."""
+    """Return the pixels of simulated slides."""
     pictures = []
     for path in sorted(archive.rglob("*.tif")):
         with Slide(path) as slide:
@@ -53,7 +53,7 @@ def painted(archive):
 
 @pytest.fixture(scope="module")
 def tissue(painted):
-    """Real tissue at about 0.5 µm per pixel, on glass; painted tissue where there is none."""
+    """Return real tissue at about 0.5 µm per pixel on glass, or simulated tissue where there is none."""
     if not (SHARED / "data/centres").exists():
         return painted
     with Slide(SHARED / "data/slides/CMU-1-Small-Region.svs") as slide:
@@ -66,7 +66,7 @@ def tissue(painted):
 
 
 def planned(folder, picture, kinds=(), **params):
-    """The plan of a slide with this picture."""
+    """Return the plan of a slide with this picture."""
     path = folder / "a.tif"
     simulated_slides.write_pyramid(path, np.ascontiguousarray(picture), MPP, quality=92)
     record = SlideRecord(path, "a", "p", "C1", "negative", False)
@@ -82,7 +82,7 @@ _KEPT = {}
 
 
 def counts(folder, picture, hurt, where, kind, least=0.5):
-    """(found, hurt patches, wrongly found, sound patches) of the patches that the sound picture has.
+    """Return (found, artifact patches, wrongly found, sound patches) of the patches of the sound picture.
 
     Hurt are those that are at least so much fault.
     """
@@ -177,7 +177,7 @@ def test_a_fold_is_found_where_tissue_is_even(tmp_path):
 
 
 def pale(picture):
-    """The picture with its saturation divided by three."""
+    """Return the picture with its saturation divided by three."""
     hsv = np.asarray(Image.fromarray(picture).convert("HSV")).copy()
     hsv[..., 1] //= 3
     return np.asarray(Image.fromarray(hsv, "HSV").convert("RGB"))
@@ -188,7 +188,7 @@ def absorbed(over):
 
 
 def immunostained(picture):
-    """Haematoxylin stays, eosin becomes the brown of DAB."""
+    """Return the picture with eosin replaced by the brown of DAB."""
     density = -np.log((picture.astype(float) + 1) / 256)
     blue = density[..., :1] / 0.65
     brown = np.clip(density[..., 1:2] - 0.704 * blue, 0, None) / 0.95
@@ -196,7 +196,7 @@ def immunostained(picture):
 
 
 def stained_blue(picture):
-    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
+    """Return the picture stained by hematoxylin alone, bluer than with eosin."""
     density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
     return absorbed(density * np.array([1.3, 1.15, 0.55]))
 
@@ -232,7 +232,7 @@ QC = 'tile.qc=["pen","black","blur"]'
 
 @pytest.fixture
 def hurt(archive, tmp_path):
-    """A study whose first slide has a blue stroke across, and its record."""
+    """Return a study whose first slide has a blue stroke across, and its record."""
     copy = tmp_path / "archive"
     shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("patient_001_*"))  # one patient is enough
     path = sorted(copy.rglob("*.tif"))[0]
@@ -252,13 +252,13 @@ def tiled(study, *overrides):
 
 
 def quality_of(study):
-    """The lines of quality.csv by slide."""
+    """Return the lines of quality.csv by slide."""
     with (study.root / "stores/C1/quality.csv").open(newline="") as file:
         return {line["slide"]: line for line in csv.DictReader(file)}
 
 
 def draw(path, *squares):
-    """A mask in which these squares are tissue, and no tissue, in turn."""
+    """Write a mask of squares, alternately tissue and no tissue."""
     mask = np.zeros((96, 96), np.uint8)
     for k, (low, high) in enumerate(squares):
         mask[low:high, low:high] = 0 if k % 2 else 255
@@ -361,7 +361,7 @@ def test_imported_masks_define_the_tissue(hurt, tmp_path, write):
 
 
 def whole(side, downsample):
-    """A square slide that was scanned from edge to edge."""
+    """Return a square slide, scanned from edge to edge."""
     shape = (round(side / downsample),) * 2
     return SlideGeometry((side, side), (0, 0, side, side), 0.5, downsample, shape)
 

@@ -1,4 +1,4 @@
-"""A segmenter that a group has takes the place of the classical measures for the faults that it knows."""
+"""A custom artifact segmenter replaces the classical measures for the artifacts among its classes."""
 
 import json
 
@@ -33,7 +33,7 @@ def study(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(study):
-    """A network with chance weights whose classes are about equally frequent on the slides."""
+    """Return a network with random weights whose classes are about equally frequent on the slides."""
     from torchvision.models import get_model
 
     torch.manual_seed(0)

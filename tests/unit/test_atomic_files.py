@@ -1,4 +1,4 @@
-"""Files are whole or absent, also when the writer fails, is killed, or the disk is full."""
+"""Files are whole or absent, even when the writer fails, is killed, or the disk is full."""
 
 import errno
 import math
@@ -41,7 +41,7 @@ def test_content_appears_only_when_the_block_ends(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError, None])
 def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
-    """And one that wrote nothing fails."""
+    """A writer without any output fails as well."""
     path = tmp_path / "a.txt"
     write_text(path, "old")
     with pytest.raises(error or FileNotFoundError), atomic_path(path) as temporary:

@@ -1,4 +1,4 @@
-"""The study of where joining pays: which rows a drawn hospital has, and gains paired by seed and test row."""
+"""The benefit study draws hospitals by its settings, and pairs gains by seed and test row."""
 
 import importlib.util
 import sys

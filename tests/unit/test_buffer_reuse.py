@@ -1,4 +1,4 @@
-"""Memory that is used again, and only then."""
+"""Buffers are reused only when no array uses them."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""The numbers that guarantees rest on: known answers of the cipher, and statistics against scipy."""
+"""Random numbers of privacy guarantees: known answers of the cipher, and statistics against scipy."""
 
 import copy
 import multiprocessing
@@ -135,7 +135,7 @@ def test_normal_numbers_have_the_distribution_of_scipy():
 
 
 def test_the_tail_goes_on_beyond_where_float32_numbers_end():
-    """Beyond 5.77 lies one in 10⁸. Here the tail is looked at from 4 on, against its probability."""
+    """Beyond 5.77 lies one in 10⁸. The test compares the tail from 4 on with its probability."""
     stream, far, n = CipherStream.from_seed(4), [], 2**24
     for _ in range(8):
         drawn = np.abs(stream.normal(n // 8))

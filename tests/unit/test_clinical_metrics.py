@@ -1,4 +1,4 @@
-"""What clinics ask, on scikit-learn's table of breast tumours: every figure against the library that computes it."""
+"""Clinical metrics on scikit-learn's table of breast tumors agree with established libraries."""
 
 from dataclasses import asdict
 
@@ -28,7 +28,7 @@ from wsi_fl.stages.evaluation import predict
 
 @pytest.fixture(scope="module")
 def tumours():
-    """(score, whether malignant) of 569 patients, by two features that do not tell all."""
+    """Return (score, whether malignant) of 569 patients by two imperfect features."""
     x, y = load_breast_cancer(return_X_y=True)
     case = y == 0
     model = LogisticRegression(max_iter=1000)
@@ -83,7 +83,7 @@ def test_areas_are_those_of_scikit_learn_and_their_variance_that_of_the_bootstra
 
 
 def test_delong_is_its_definition():
-    """The areas of structural components, one pair of patients after the other, with ties counted half."""
+    """The definition: areas of structural components, pair by pair of patients, with ties counted half."""
     rng = np.random.default_rng(3)
     scores, case = rng.integers(6, size=(2, 25)).astype(float), np.arange(25) < 10
     areas, covariance = clinical_metrics._delong_covariance(scores, case)
@@ -286,7 +286,7 @@ def test_narrow_intervals_need_patients_in_inverse_square_of_their_width():
 
 
 def described_at(case, prevalence):
-    """The document of one site whose model is perfect, beside a lone one that says the same of everybody."""
+    """Return the document of one site with a perfect model beside a constant local one."""
     score, at = np.where(case, 0.9, 0.1), [0.1, 0.25, 0.5]
     more = clinical_metrics.auroc_difference(score, np.full(len(case), 0.5), case)
     one = clinical_metrics.describe_class(score, score > 0.5, case, prevalence) | {
@@ -312,7 +312,7 @@ def test_the_page_reports_the_gain_over_a_constant_local_model_with_its_interval
 @pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])
 @pytest.mark.parametrize("prevalence", [None, 0.05])
 def test_patients_of_one_class_alone_have_a_page(case, prevalence):
-    """At another prevalence the model's net benefit is not known, so that its curve is not drawn."""
+    """Net benefit at another prevalence is unknown, so the model's curve is not drawn."""
     page = build_clinical_section(described_at(case, prevalence), {"C1": "#123456"})
     ((title, chart),) = page["curves"]
     assert title == "Net benefit, tumor" and ("C1" in chart.alt) == (prevalence is None)

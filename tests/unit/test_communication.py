@@ -1,4 +1,4 @@
-"""What travels: the same messages by MPI as in process, and nothing that was not agreed on."""
+"""Messages by MPI equal those in process, and messages outside the plan are refused."""
 
 import json
 import re
@@ -165,7 +165,7 @@ together()
 
 
 def plan_of(folder, round_, sites):
-    """The same releases whoever makes them, on the exponential graph over three sites."""
+    """Return a plan with the same releases from any caller, on the exponential graph over three sites."""
     (matrix,) = exponential(3, round_, 0.3)
     outgoing, expected = [], []
     for site in sites:

@@ -1,4 +1,4 @@
-"""DICOM slides: which files are one slide, and what is refused by name."""
+"""DICOM files are grouped into slides, and unsupported ones are refused by name."""
 
 from functools import partial
 
@@ -88,17 +88,17 @@ JPEG, JPEG_2000 = "1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.91"
 
 
 def jpeg(tile):
-    """YCbCr, as the segment of JFIF says."""
+    """Return a stream of YCbCr by its JFIF segment."""
     return encode_jpeg(np.ascontiguousarray(tile), quality=98, colorsubsampling="444")
 
 
 def adobe_rgb(tile):
-    """A stream that says by Adobe's segment that it holds RGB; only its head is right."""
+    """Return a stream of RGB by Adobe's segment; only its header is right."""
     return b"\xff\xd8\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\0" + jpeg(tile)[2:]
 
 
 def rgb_by_name(tile):
-    """A stream without segments that says by its components' names that it holds RGB."""
+    """Return a stream without segments, of RGB by its components' names."""
     stream = jpeg(tile)
     stream = b"\xff\xd8" + stream[4 + int.from_bytes(stream[4:6], "big") :]
     at = stream.index(b"\xff\xc0") + 10
@@ -145,7 +145,7 @@ def test_packed_frames_have_the_colours_of_their_picture(tmp_path, how):
 
 @pytest.mark.parametrize("head", [bytes(8), b"II*\0\x08\0\0\0"])
 def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
-    """Some begin as a TIFF too."""
+    """Some of the files begin like a TIFF."""
     path = write_dicom(tmp_path / "ct.dcm", PICTURE)
     path.write_bytes(head + path.read_bytes()[8:].replace(b"1.1.77.1.6", b"1.1.77.1.4"))  # a photograph
     refused(lambda: Slide(path), "ct.dcm: a DICOM file, but no whole-slide image")

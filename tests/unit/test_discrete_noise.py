@@ -1,4 +1,4 @@
-"""Noise in shares against exact probabilities, and what it costs against the Gaussian mechanism."""
+"""Discrete noise in shares against exact probabilities, and its cost against the Gaussian mechanism."""
 
 from fractions import Fraction
 from functools import reduce
@@ -22,13 +22,13 @@ SURE = 1e-4
 
 
 def pmf(sigma, most):
-    """Probabilities of −most, …, most under the discrete Gaussian."""
+    """Return the probabilities of −most, …, most under the discrete Gaussian."""
     weights = np.exp(-(np.arange(-most, most + 1) ** 2) / (2 * float(sigma) ** 2))
     return weights / weights.sum()
 
 
 def compare(draws, expected):
-    """The p-value of counts of −m, …, m; neighbours that are rare go together."""
+    """Return the p-value of counts of −m, …, m; rare neighbors are pooled."""
     m = len(expected) // 2
     counts = np.bincount(np.clip(draws, -m, m) + m, minlength=2 * m + 1)
     bins = np.cumsum(expected) * len(draws) // 20
@@ -113,7 +113,7 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
 
 @pytest.mark.parametrize("n", [1, 4, 100])
 def test_the_sensitivity_is_reached(n):
-    """So that no smaller number would do."""
+    """A smaller bound would be wrong."""
     total, row = np.full(n, 0.5 / 8), np.full(n, 1 / 8)
     moved = np.linalg.norm(discrete_noise.quantize(total + row, 8.0) - discrete_noise.quantize(total, 8.0))
     assert moved == pytest.approx(quantization_sensitivity(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
@@ -152,7 +152,7 @@ def test_the_noise_multiplier_is_the_wanted_one_and_never_above_the_true_one(n_s
 
 
 def summed(one, n):
-    """The distribution of the sum of n draws."""
+    """Return the distribution of the sum of n draws."""
     return reduce(np.convolve, [one] * n)
 
 
@@ -184,7 +184,7 @@ def test_a_sum_of_shares_is_within_the_bound_of_one_discrete_gaussian(sigma, n_s
 
 
 def delta_discrete(sigma, eps, shift=1):
-    """δ of the discrete Gaussian mechanism by its definition: Σ max(0, P(x) − e^ε P(x − shift))."""
+    """Compute δ of the discrete Gaussian mechanism by its definition: Σ max(0, P(x) − e^ε P(x − shift))."""
     x = np.arange(-shift - int(14 * sigma), int(14 * sigma) + 2 * shift)
     weight = np.exp(-(x.astype(float) ** 2) / (2 * sigma**2))
     shifted = np.exp(-((x + shift).astype(float) ** 2) / (2 * sigma**2))
@@ -192,7 +192,7 @@ def delta_discrete(sigma, eps, shift=1):
 
 
 def delta_normal(sigma, eps, shift=1):
-    """δ of the Gaussian mechanism (Balle & Wang, 2018, theorem 8)."""
+    """Compute δ of the Gaussian mechanism (Balle & Wang, 2018, theorem 8)."""
     z = shift / sigma
     return norm.cdf(z / 2 - eps / z) - exp(eps) * norm.cdf(-z / 2 - eps / z)
 

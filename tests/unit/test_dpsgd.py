@@ -179,7 +179,7 @@ class Scale(nn.Module):
 
 
 def twisted(z):
-    """Reads what an operator changed in place again under another name."""
+    """Read an output under another name after an operator changed it in place."""
     z = z * 1
     same = z
     z *= 2.0
@@ -241,7 +241,7 @@ class Halved(nn.Module):
 
 @pytest.fixture
 def another_thread_draws():
-    """Draws from PyTorch's generator, which all threads of a process share, again and again."""
+    """Draw continually from PyTorch's generator, which all threads of a process share."""
     is_over = threading.Event()
 
     def draw():
@@ -268,7 +268,7 @@ def test_random_numbers_of_a_model_are_refused_while_other_threads_draw(another_
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
 def test_a_single_row_is_computed_alike_in_the_first_step_and_later(kind):
-    """A run that goes on may begin with a batch of one row, which the run that was not cut had in its midst."""
+    """A resumed run may begin with a batch of one row, which the uninterrupted run had in its midst."""
     (x, y), (lone, label) = batch(5), batch(1, seed=9)
     before = net(kind)
     after = net(kind)

@@ -1,5 +1,4 @@
-"""One row, or one patient, moves the clipped sum by at most C whatever model and loss somebody hands over, or these are
-refused in one line."""
+"""One row or patient moves the clipped sum by at most C for any accepted model and loss; others are refused."""
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def clipped_sum(make, loss_for, x, y, clip, patient=None):
 
 
 def worst_move(make, loss_for, kind, unit, clip):
-    """Return by how many C the removal of one of three units moves the sum, at most."""
+    """Return the largest change of the sum, in units of C, by the removal of one of three units."""
     x, y = data(kind)
     whose = patients(B) if unit == "patient" else torch.arange(B)
     given = (lambda rows: whose[rows]) if unit == "patient" else (lambda rows: None)
@@ -79,7 +78,7 @@ def test_a_row_independent_model_is_accepted_and_gives_the_sum_of_a_loop(name, c
 
 
 def looped_sum(case, x, y, clip, whose):
-    """Return what a loop over units says, float64[n], each of its rows alone in a batch."""
+    """Return the sum by a loop over units, float64[n], each of its rows in a batch of one."""
     torch.manual_seed(1)
     model = case.make()
     for module in model.modules():
@@ -152,7 +151,7 @@ def test_a_model_changed_after_the_first_step_is_checked_again():
 
 
 def moves_of(trainer, x, y):
-    """By how many C the first row moves the sum."""
+    """Return the change of the sum by the first row, in units of C."""
     sums = []
     for rows in (slice(0, B), slice(1, B)):
         step(trainer, x[rows], lambda out, rows=rows: functional.cross_entropy(out, y[rows]))

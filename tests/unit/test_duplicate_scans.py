@@ -1,4 +1,4 @@
-"""One scan under several names: found by its content, in one split, and told."""
+"""Copies of a scan under several names are found by content, kept in one split, and reported."""
 
 from pathlib import Path
 

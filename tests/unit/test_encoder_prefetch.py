@@ -1,4 +1,4 @@
-"""Encoders are kept fed: what is read meanwhile, in which order, how much of it, and what devices bring."""
+"""Encoders read slides ahead in order and within bounds, and adapt to the device's memory."""
 
 import time
 from functools import partial
@@ -84,7 +84,7 @@ def test_the_next_slides_are_read_while_one_is_encoded_and_no_more_than_a_few():
 
 
 def out_of_memory_above(encoder, most):
-    """The encoder runs out of memory for more patches than that."""
+    """Return an encoder that runs out of memory above a number of patches."""
     whole, tried = encoder.network.forward, []
 
     def forward(pixels):
@@ -115,7 +115,7 @@ def test_a_batch_too_large_is_halved_until_it_fits(encoder):
 
 
 def moved(network):
-    """Do to fake tensors what `.to("cuda")` does to whatever is registered."""
+    """Do to fake tensors what `.to("cuda")` does to registered ones."""
     for module in network.modules():
         for table in (module._parameters, module._buffers):
             for name, one in table.items():

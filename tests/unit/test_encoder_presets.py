@@ -1,4 +1,4 @@
-"""Published encoders: their names and shapes, what is done to pixels, and what files and hubs may bring."""
+"""Encoder presets: names and shapes of weights, normalization of pixels, and refusal of unsafe files."""
 
 import pickle
 from functools import partial
@@ -27,7 +27,7 @@ SIZES = {  # parameters as transformers counts them, blocks, d, hidden, side of 
 
 
 def in_transformers(blocks, d, hidden, side, patch, kind):
-    """Names and shapes of transformers' ViTModel, Dinov2Model, and Hibou's with registers."""
+    """Return names and shapes of transformers' ViTModel, Dinov2Model, and Hibou's with registers."""
     patches = "embeddings.patch_embeddings.projection"
     shapes = {
         "embeddings.cls_token": (1, 1, d),
@@ -65,7 +65,7 @@ NEWER |= {"intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2", "encoder.l
 
 
 def randomly(model, seed=0):
-    """Random weights under a model's names."""
+    """Return random weights under a model's names."""
     g = torch.Generator().manual_seed(seed)
     return {name: torch.randn(one.shape, generator=g) * 0.05 for name, one in model.state_dict().items()}
 
@@ -133,7 +133,7 @@ def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path
 
 
 def dinov2_by_hand(state, pixels, heads):
-    """A block of transformers' DINOv2 with registers and SwiGLU, written down from its paper."""
+    """Compute a block of transformers' DINOv2 with registers and SwiGLU, as in its paper."""
 
     def linear(x, name):
         return functional.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
@@ -192,7 +192,7 @@ def test_a_wrong_key_or_shape_is_named_with_shapes():
 
 
 class Harm:
-    """What a pickle may do when it is opened."""
+    """A pickle that runs code when opened."""
 
     def __reduce__(self):
         return (Path.touch, (Path("harm"),))

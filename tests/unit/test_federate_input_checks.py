@@ -1,4 +1,4 @@
-"""Arrays that a notebook hands over: what nobody can learn from is refused in one line, before the first round."""
+"""Unusable arrays of a caller are refused in one line before the first round."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Openings are noted, whichever way: in the process, in what it starts, of relative paths, and in vain."""
+"""File openings are traced in a process and its children, for relative and missing paths, too."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What DP-SGD promises, kept in floating point: noise without end or grid, norms that bound, no part for NaN."""
+"""DP-SGD keeps its guarantee in floating point: unbounded noise without a grid, bounding norms, no part for NaN."""
 
 import itertools
 from functools import partial
@@ -26,7 +26,7 @@ N_CLASSES = 3
 
 
 class Given:
-    """In place of an optimizer: keeps the gradient it is given, (sum + noise) / B."""
+    """A replacement of an optimizer that keeps its gradient, (sum + noise) / B."""
 
     def __init__(self, model):
         self.model = model
@@ -39,7 +39,7 @@ class Given:
 
 
 def gradient(model, x, loss_of, *, way="ghost", sigma=0.0, clip=1.0, divisor=1, seed=0):
-    """float32[d]: what one step gives the optimizer."""
+    """Return float32[d], the gradient that one step hands to the optimizer."""
     given, unit = Given(model), "patient" if way == "patient" else "row"
     engine = None if way == "patient" else way
     trainer = DPTrainer(model, given, sigma=sigma, clip=clip, batch_size=divisor, engine=engine, unit=unit)
@@ -81,7 +81,7 @@ def forgetful(net, x):
 
 
 def test_private_training_has_no_dropout():
-    """What it drew would have to stay secret. The same noise gives the same step, whatever PyTorch's generator does."""
+    """Dropout masks would have to stay secret. The same noise gives the same step for any state of PyTorch."""
     model, x, y = made("linear", 4)
     model, found = nn.Sequential(nn.Dropout(0.5), model), []
     for seed in (1, 2):
@@ -128,7 +128,7 @@ EVERY = pytest.mark.parametrize(("name", "way"), itertools.product(MODELS, WAYS)
 
 
 def made(name, b):
-    """The model, x[b, …], y."""
+    """Return the model, x[b, …] and y."""
     torch.manual_seed(0)
     model, shape = MODELS[name]
     x = torch.randn(b, *shape)

@@ -1,4 +1,4 @@
-"""What a GPU computes is what the processor computes; skipped where there is none."""
+"""Results on a GPU equal those of the processor; skipped without a GPU."""
 
 import copy
 import itertools
@@ -66,7 +66,7 @@ def test_clipped_sums_are_those_of_double_precision(name, engine):
 
 @EVERY
 def test_norms_are_those_of_the_summed_gradients(name, engine):
-    """Clipping rests on it, so TensorFloat-32 must have no part in it."""
+    """Clipping rests on these norms, so TensorFloat-32 must have no part in them."""
     model, x = made(name)
     model, x, y = model.to(CUDA).train(), x.to(CUDA), torch.arange(len(x), device=CUDA) % 3
     for k in range(len(x)):
@@ -111,7 +111,7 @@ def test_training_on_the_gpu_matches_the_processor(dp):
 
 
 def encoded(folder, name, **how):
-    """The features of forty patches by random weights."""
+    """Return the features of forty patches by random weights."""
     torch.manual_seed(0)
     path = folder / "weights.safetensors"
     save_file(timm.create_model(name, num_classes=0).state_dict(), path)
@@ -128,7 +128,7 @@ def test_features_on_the_gpu_are_those_of_the_processor(tmp_path, name):
 
 @pytest.fixture
 def little_memory():
-    """A GPU of which hardly more is left than what stands there already."""
+    """Limit the GPU to hardly more memory than is in use."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (2 << 30)) / total)

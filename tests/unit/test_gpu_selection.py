@@ -1,4 +1,4 @@
-"""Which GPUs a command takes, and what it starts on them."""
+"""Commands select GPUs and start ranks on them."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from wsi_fl.cli.options import take_gpus
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would be started in the place of this process, on a machine with two GPUs."""
+    """Record the command that would replace this process on a machine with two GPUs."""
     commands = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(os, "execvpe", lambda *command: commands.append(command))

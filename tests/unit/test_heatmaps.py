@@ -1,4 +1,4 @@
-"""Pictures of predictions: every class told from every other, a legend with room for all, colours where patches lie."""
+"""Heatmaps have distinct class colors, a complete legend, and colors at the places of patches."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""JPEG streams: the right pixels or an error."""
+"""JPEG streams decode to the right pixels or raise an error."""
 
 import io
 
@@ -61,7 +61,7 @@ def test_tables_kept_apart_are_put_back(rgb):
 
 
 def test_the_tag_wins_over_the_markers_in_the_stream():
-    """As in TIFF: a stream of red, green and blue that says it is YCbCr is read as the tag says."""
+    """In TIFF, a stream of red, green and blue whose markers mean YCbCr is read by the tag."""
     rgb = encoded(keep_rgb=True, subsampling="4:4:4")
     place = rgb.index(b"Adobe") - 4
     length = 2 + int.from_bytes(rgb[place + 2 : place + 4])

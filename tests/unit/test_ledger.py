@@ -1,4 +1,4 @@
-"""The ledger: the only door, an account that nothing forgets, a budget that is never crossed."""
+"""The ledger makes all releases, keeps a complete account, and enforces the budget."""
 
 import json
 from dataclasses import FrozenInstanceError, replace
@@ -21,7 +21,7 @@ UNKNOWN = "did not release these bytes"
 
 
 def spent(rounds):
-    """ε of so many rounds, as a test compares it."""
+    """Return ε of a number of rounds, rounded for comparison."""
     return pytest.approx(epsilon([ROUND] * rounds, DELTA))
 
 

@@ -1,5 +1,4 @@
-"""What a loss reads out of its labels while it is computed, what it learns of weights, and what a model holds besides:
-each is seen, and each row is learned as if it were alone."""
+"""Losses that read labels or learn weights are recognized: each row is learned as if alone in its batch, or refused."""
 
 from collections import namedtuple
 from functools import partial
@@ -66,7 +65,7 @@ def of_columns(y):
 
 
 def of_classes(y):
-    """One row for each class, as some libraries have them."""
+    """Return one row for each class, the convention of some libraries."""
     classes = functional.one_hot(y, 2).T.contiguous()
 
     def loss(out):
@@ -110,7 +109,7 @@ def test_a_loss_that_reads_other_labels_is_refused(name, clip):
 
 
 class Centres(nn.Module):
-    """Learns a centre for each class, which its loss draws rows to."""
+    """Learn a center for each class, to which its loss draws rows."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +237,7 @@ def test_a_slowly_updated_memory_is_refused_wherever_it_is_stored(run):
 
 
 def far_apart():
-    """Rows as the places of a sequence, of which every other one is seen."""
+    """Use rows as places of a sequence, of which every other one is read."""
     return nn.Sequential(
         nn.Flatten(1),
         nn.Unflatten(0, (1, 1, -1)),

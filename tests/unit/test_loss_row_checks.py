@@ -1,5 +1,4 @@
-"""What a loss may use of a batch: labels in arrays, tables and lists, labels of other rows, the model's weights; and
-functions that a model holds. One row moves the clipped sum by at most C, or it is refused in one line."""
+"""Losses that use other rows of a batch are refused in one line, or one row moves the clipped sum by at most C."""
 
 from array import array
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Metrics against their definitions, spelled out slowly."""
+"""Metrics against slow implementations of their definitions."""
 
 from unittest.mock import patch
 
@@ -33,7 +33,7 @@ def predictions(draw):
 
 
 def named(p):
-    """The classes of rows, one after the other: of two the second from one half on, else the first of the largest."""
+    """Return the classes of rows one by one: of two the second from one half on, else the first of the largest."""
     return np.array([int(row[1] >= 0.5) if len(row) == 2 else row.tolist().index(max(row)) for row in p], int)
 
 
@@ -68,7 +68,7 @@ def test_undefined_metrics_are_none():
 
 
 def noisy_case(*, by_patient):
-    """Predictions right in 70 %, for whole patients or for single patches; twenty patients of ten patches."""
+    """Return predictions right in 70 %, for whole patients or single patches of twenty patients with ten patches."""
     rng, y = np.random.default_rng(0), np.tile([0, 1], 100)
     right = np.repeat(rng.permutation(20) < 14, 10) if by_patient else rng.permutation(200) < 140
     score = np.where(right, y, 1 - y) * 0.6 + 0.2 + rng.uniform(-0.05, 0.05, 200)
@@ -96,7 +96,7 @@ def test_intervals_repeat_with_their_seed_and_need_two_patients():
 
 
 def slowly_scored(p, y, classes=()):
-    """Scores of rows that stand there as often as they were drawn, sorted anew; no mean over fewer classes."""
+    """Score rows repeated as in the resample and sorted anew; no mean over fewer classes."""
     if not len(y):
         return UNKNOWN
     right, present = named(p) == y, np.unique(y)
@@ -115,7 +115,7 @@ def slowly_scored(p, y, classes=()):
 
 
 def clopper(share, n):
-    """The interval of a share by its definition: tails of a binomial, or of a beta where n · share is not whole."""
+    """Return the interval of a share by definition: tails of a binomial, or of a beta where n · share is not whole."""
     if (k := share * n) == round(k):
         return list(binomtest(round(k), n).proportion_ci(method="exact"))
     return [beta.ppf(0.025, k, n - k + 1), beta.ppf(0.975, k + 1, n - k)]
@@ -124,7 +124,7 @@ def clopper(share, n):
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12), st.sampled_from([7, 10**6]))
 def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once):
-    """However many resamples are held at a time."""
+    """The result is the same for any number of resamples in memory."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
     right = named(p) == y
@@ -222,7 +222,7 @@ def test_the_chosen_operating_point_separates_the_slides(score):
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.floats(-30, 30), st.floats(0.01, 8))
 def test_no_other_score_separates_slides_better_than_the_operating_point(seed, middle, width):
-    """Of models that saturate too."""
+    """Saturated models are among the cases."""
     rng, truth = np.random.default_rng(seed), np.arange(16) % 2
     score = 1 / (1 + np.exp(-middle - width * rng.normal(truth, 1)))
     best = max(balanced_accuracy_score(truth, score >= one) for one in score)

@@ -1,4 +1,4 @@
-"""Where mpiexec, srun and a resource manager's variables meet: ranks start here, or say at once why not."""
+"""Ranks start on this machine under mpiexec, srun and resource managers, or fail with the reason."""
 
 import os
 import stat
@@ -28,7 +28,7 @@ MANAGERS = {
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No launcher, and nobody who asks for threads."""
+    """Remove launchers and settings of threads from the environment."""
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT")
     for name in (*names, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Noise whose bits are linear in a generator's state is solved for from one release; a cipher's is not."""
+"""Noise with bits linear in a generator's state is solved for from one release; a cipher's noise is not."""
 
 import sys
 from pathlib import Path
@@ -22,18 +22,18 @@ SIGMA, CLIP, BATCH_SIZE, LR, ADAM_EPS = 3.7, 0.01, 150, 1e-3, 1e-8
 
 @pytest.fixture
 def small():
-    """A Mersenne Twister like PyTorch's, of 521 bits, whose period is 2⁵²¹ − 1."""
+    """Return a Mersenne Twister like PyTorch's, of 521 bits and period 2⁵²¹ − 1."""
     return Twister(n=17, m=8, r=23, a=0xC14C343C)
 
 
 def outputs(twister, n):
-    """The first n outputs from one state: another would now and then let a certain sign be wrong."""
+    """Return the first n outputs from one fixed state: some other states make a certain sign wrong."""
     first = np.random.default_rng(0).integers(1 << 32, size=twister.n, dtype=np.uint32)
     return tempered(twister.words(first, twister.n + n)[twister.n :])
 
 
 def released(noise, sizes):
-    """What a peer knows after one step of Adam on gradients under this noise, float64[d] in units of σC."""
+    """Return a peer's view of one step of Adam on gradients under this noise, float64[d] in units of σC."""
     rng = np.random.default_rng(0)
     true = rng.standard_normal(len(noise))
     true *= 0.1 * BATCH_SIZE * CLIP / np.linalg.norm(true)  # gradients agree in part
@@ -47,7 +47,7 @@ def released(noise, sizes):
 
 
 def found_nothing(told, unknowns):
-    """Whether the equations have full rank, and half of the others contradict them, give or take five deviations."""
+    """Return whether the equations have full rank, and half of the others contradict them, within five deviations."""
     spare = told["beyond_the_rank"]
     assert told["rank"] == unknowns and spare > 400
     assert abs(told["contradictions"] - spare / 2) < 5 * spare**0.5 / 2

@@ -241,7 +241,7 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
 
 
 def holding(model, most):
-    """Let the model run out of memory for more rows than that, and note how many it was shown."""
+    """Limit the rows that fit the model's memory, and record the batch sizes."""
     shown = []
 
     def refuse(_, inputs):
@@ -263,7 +263,7 @@ WAYS = {
 
 
 def alike(whole, parts, batch, answers):
-    """A step of both has the same loss, and both then answer alike."""
+    """Check that a step of both has the same loss and leaves the same predictions."""
     losses = [take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     said = [predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)]

@@ -1,4 +1,4 @@
-"""OME-Zarr: which picture is the slide, what versions say of their axes, and what is refused by its name."""
+"""The slide of an OME-Zarr is found in all supported versions, and others are refused by name."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path)
 
 
 def outer_zarr(folder, version, images, series=None):
-    """A Zarr as bioformats2raw lays it: `images` by their groups, and what its OME group lists."""
+    """Write a Zarr in the layout of bioformats2raw: `images` by their groups, and the list of its OME group."""
     zarr = pytest.importorskip("zarr")
     path = folder / "outer.zarr"
     group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
@@ -53,7 +53,7 @@ def outer_zarr(folder, version, images, series=None):
 
 
 def rewrite(path, change):
-    """The Zarr with its NGFF changed by a function of it."""
+    """Replace the NGFF metadata of a Zarr by a function of it."""
     for file in (path / "zarr.json", path / ".zattrs"):
         if file.exists():
             said = json.loads(file.read_text())
@@ -63,7 +63,7 @@ def rewrite(path, change):
 
 
 def as_0_6(output, *, sequence):
-    """What makes 0.6 of 0.5: axes lie in systems, and a dataset has one transformation into such a system."""
+    """Return the 0.6 form of 0.5 metadata: axes in systems, and one transformation of a dataset into such a system."""
 
     def change(said):
         multiscale = said["multiscales"][0]

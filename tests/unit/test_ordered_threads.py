@@ -1,4 +1,4 @@
-"""Work in threads, in order."""
+"""Work in threads returns its results in order."""
 
 import threading
 import time

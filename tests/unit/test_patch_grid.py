@@ -1,4 +1,4 @@
-"""The lattice of patches, and which of them are kept with which label."""
+"""Patches lie on a grid, and overlap with outlines decides their labels."""
 
 import numpy as np
 import pytest

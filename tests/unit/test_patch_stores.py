@@ -1,4 +1,4 @@
-"""Patch stores: what goes in comes out, and nothing else ever does."""
+"""Patch stores return exactly the written patches, and damaged stores are refused."""
 
 import resource
 import shutil
@@ -63,7 +63,7 @@ def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool 
 
 
 def make_store(folder: Path, counts: dict[str, int], *, streams: bool = False) -> tuple[Path, np.ndarray]:
-    """A store, of JPEG streams or not, and the pixels of all its rows."""
+    """Write a store, of JPEG streams or not, and return the pixels of all its rows."""
     shards = [add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())]
     path = folder / "patches.h5"
     write_columns(path, META, shards)
@@ -80,7 +80,7 @@ def read(path: Path, rows, *how) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def odd_names(tmp_path_factory):
-    """A linked and a packed store of slides with odd names, and their pixels."""
+    """Return a linked and a packed store of slides with odd names, and their pixels."""
     folder = tmp_path_factory.mktemp("odd")
     path, pixels = make_store(folder, {name: k + 1 for k, name in enumerate(NAMES)})
     pack_store(path, folder / "elsewhere" / "packed.h5")
@@ -330,7 +330,7 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
 
 
 def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(tmp_path):
-    """By what trains and by what checks; images have such columns, and grids may have."""
+    """Training and checks both refuse them; images have such columns, and grids may have."""
     shards, table = [], table_of("a", 4)
     for k, (slide, split) in enumerate((("a", "train"), ("b", "test"))):
         mine = replace(table, slide=np.full(4, slide), patient=np.full(4, slide), split=np.full(4, split))

@@ -1,4 +1,4 @@
-"""Peers are not trusted: what one of them sends is valid, or ends in one line, whatever it is."""
+"""Messages of untrusted peers are valid or refused in one line."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_any_message_of_a_peer_is_valid_or_refused_in_many_cases():
 
 
 def test_every_kind_of_document_that_sites_gather_is_fuzzed():
-    """A module that calls `gather` with a kind of its own belongs to those that are looked through."""
+    """A module that calls `gather` with a kind of its own must be among the fuzzed ones."""
     root = Path(fuzz_peers.importlib.import_module("wsi_fl").__file__).parent
     callers = {
         path for path in root.rglob("*.py") if ".gather([" in path.read_text() or ".gather(mine" in path.read_text()
@@ -52,7 +52,7 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
 
 
 def kept(values, rest=b""):
-    """What a site may tell of its standing, with these values."""
+    """Return a site's membership report with these values."""
     return b'{"kept": [%s], "returning": true%s}' % (values, rest)
 
 

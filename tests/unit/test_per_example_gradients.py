@@ -1,4 +1,4 @@
-"""Both engines against a loop over single examples, ghost's rules layer by layer, and which engine a model gets."""
+"""Both gradient engines against a loop over single examples, ghost norms by layer, and the choice of the engine."""
 
 from unittest.mock import patch
 
@@ -33,7 +33,7 @@ def loss_for(y):
 
 
 def compare(engine, model, x, y, rtol=1e-3):
-    """The engine's sums, clipped so that some examples are and some are not, are those of the loop."""
+    """Check that the engine's sums, with some examples clipped, equal those of the loop."""
     each = each_gradient(model, x, y)
     norms, told = norms_of(each), []
     clip = float(norms.sort().values[: len(x) // 2 + 1].mean())
@@ -81,7 +81,7 @@ def test_every_engine_sums_the_clipped_gradients_of_bags(engine, n_instances):
 
 
 def check_layer(module, a):
-    """gradients_of by either way against autograd. Returns whether the rule prefers the ghost norm."""
+    """Check gradients_of by either way against autograd; return whether the rule prefers the ghost norm."""
     g = torch.randn(module(a).shape)
     rows = [torch.autograd.grad(module(x[None]), trainable(module), out[None]) for x, out in zip(a, g, strict=True)]
     each = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -230,7 +230,7 @@ def test_gradients_follow_what_a_model_does_with_its_layers(name, engine):
 
 
 def spoilt(net, x):
-    """Overwrites what a layer has read."""
+    """Overwrite a layer's input after its use."""
     z = net.first(x.flatten(1)) * 1.0
     logits = net.head(z)
     z.zero_()

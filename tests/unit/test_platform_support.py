@@ -1,4 +1,4 @@
-"""What Linux offers, and what stands in for it on macOS."""
+"""Functions of Linux and their replacements on macOS."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ with file_lock(Path(sys.argv[1])):
 
 @pytest.fixture(params=["here", "elsewhere"])
 def where(request, monkeypatch):
-    """This system, and one that lacks what Linux has."""
+    """Use this system, and one without the functions of Linux."""
     if request.param == "elsewhere":
         for name in ("sched_getaffinity", "posix_fallocate", "O_DIRECT", "sysconf"):
             monkeypatch.delattr(os, name)

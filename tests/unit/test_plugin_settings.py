@@ -1,4 +1,4 @@
-"""Sections of settings that join from elsewhere are keys like any other: read, checked, written and explained."""
+"""Settings of plugins are read, checked, written and documented like built-in ones."""
 
 import pytest
 from conftest import refused
@@ -11,14 +11,14 @@ from wsi_fl.study.toml import Section, dump_toml, find_clash, read_setting, sett
 
 
 class Halo(Section):
-    """The halo of a wing."""
+    """The halo of an extension."""
 
     width_px: int = settings_key(3, ge=1, needs={"train.balance": "it weighs halos"})
     """How wide a halo is."""
 
 
 def joining(monkeypatch, **sections):
-    """As when an installed package adds these sections."""
+    """Add sections as an installed plugin does."""
     real = pipelines.load_entries
     monkeypatch.setattr(pipelines, "load_entries", lambda group: real(group) | sections)
     pipelines.pipeline_model.cache_clear()

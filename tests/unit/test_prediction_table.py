@@ -1,4 +1,4 @@
-"""The one table of predictions: what is written is what is read, and every score of an evaluation is a group of it."""
+"""The prediction table reads back as written, and every score of an evaluation is a group of its rows."""
 
 from collections import Counter
 from dataclasses import replace
@@ -145,7 +145,7 @@ def test_two_uncertain_sites_win_the_vote_not_the_mean_and_rejected_examples_cou
 
 
 def evaluate_table(root, task, table, *, sealed):
-    """The folder of a site in a run that was evaluated; by a version that kept no seal where it is not sealed."""
+    """Return a site's folder in an evaluated run; unsealed ones are from a version without seals."""
     run = RunFolder(root / "runs" / "00001-x")
     folder = run.site_folder("S0")
     write_predictions(folder, table)
@@ -186,7 +186,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, sealed):
-    """With a length and a digest, and of earlier versions, which kept none, by what it holds."""
+    """Length and digest are checked, or the contents for earlier versions, which kept neither."""
     table = table_of(CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "tumor"), x_l0=np.arange(6))
     table = replace(table, slide=np.array([f"s{k}" for k in range(6)]), patient=np.array([*"abcdef"]))
     folder = evaluate_table(tmp_path, CLASSES, table, sealed=sealed)

@@ -1,4 +1,4 @@
-"""Networks from published weights: the numbers are timm's, and only what is trained has gradients and travels."""
+"""Networks from published weights give timm's numbers, and only their trained part has gradients and is sent."""
 
 import argparse
 import shlex
@@ -63,7 +63,7 @@ def test_features_are_those_of_timm_in_evaluation_mode_bit_for_bit_in_either_mod
 @pytest.mark.parametrize("train", PARTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train):
-    """Of rows by the engine that a learner gets and by hooks, and of patients."""
+    """Sums are of rows, by a learner's engine and by hooks, and of patients."""
     model = made(files[name], train)
     engine = check_per_example_gradients(model, (3, SIZE, SIZE), N_CLASSES)
     assert engine == ("hooks" if (name, train) == ("test_vit", "all") else "ghost")
@@ -147,7 +147,7 @@ def test_a_folder_holds_the_weights_of_several_architectures_and_pickles_are_rea
 
 
 def _pickles():
-    """Weights as training programs save them beside what is no tensor, and one that two names share."""
+    """Return weights as training programs save them beside other objects, and one with a tensor under two names."""
     table, arguments = torch.arange(12.0).reshape(3, 4).t(), argparse.Namespace(lr=0.1)
     yield {"state_dict": {"a": table, "n": torch.tensor(3)}, "best": np.float64(0.9)}
     yield {"model": OrderedDict(a=table, b=table), "args": arguments}

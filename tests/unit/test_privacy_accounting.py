@@ -1,4 +1,4 @@
-"""ε against published values, and as a property of its arguments; plans that spend a budget whole, and never more."""
+"""Privacy accounting against published values and its properties, and plans that spend a budget without excess."""
 
 import json
 from math import inf
@@ -24,7 +24,7 @@ steps = st.integers(1, 2000)
 
 
 def cost(sigma, rate, n, delta=DELTA, orders=None):
-    """ε of so many steps with this noise and sampling rate."""
+    """Compute ε of a number of steps with this noise and sampling rate."""
     return epsilon([Mechanism(sigma, 1.0, rate, n)], delta, *([orders] if orders else []))
 
 

@@ -1,4 +1,4 @@
-"""Directions of public tissue: what they are, what their file holds, and what is refused."""
+"""The projection from public reference slides: its components, its file, and refused inputs."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ ORIGIN = projection.ProjectionOrigin(
 
 
 def rows(n=300, d=20, seed=0):
-    """Features that vary along few directions."""
+    """Return features that vary along few directions."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, 4)) @ rng.normal(size=(4, d)) + 0.1 * rng.normal(size=(n, d))
     return x.astype(np.float32)

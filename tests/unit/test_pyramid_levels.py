@@ -1,4 +1,4 @@
-"""Levels of a pyramid: which are the slide's own, and what others give where one is damaged or lacks tiles."""
+"""The pyramid levels of a slide are recognized, and finer levels replace damaged or missing ones."""
 
 from functools import partial
 
@@ -61,7 +61,7 @@ def zeroed(path, level, numbers=None):
 
 
 def left_out(path, level, numbers, tags=(324, 325)):
-    """Have the file say that some tiles of a level are not there, by offset (324) or length (325) of 0."""
+    """Mark tiles of a level as missing by an offset (324) or length (325) of 0."""
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as tif:
         found = [tif.pages[level].tags[tag] for tag in tags]
@@ -74,7 +74,7 @@ def left_out(path, level, numbers, tags=(324, 325)):
 
 
 def patches(path, mpp=MPP, reader="auto", size=TILE):
-    """(patches [n, size, size, 3] at places [n, 2] that could be read, row → reason of the others, notes)"""
+    """Return (readable patches [n, size, size, 3] at places [n, 2], row → reason of the others, notes)."""
     step = round(size * mpp / MPP)
     corners = np.array([(x, y) for y in range(0, 512, step) for x in range(0, 512, step)])
     aside: dict[int, str] = {}
@@ -86,7 +86,7 @@ def patches(path, mpp=MPP, reader="auto", size=TILE):
 
 
 def assert_reduced(corners, pixels, factor):
-    """Patches are the whole picture's, reduced."""
+    """Check that patches are those of the reduced whole picture."""
     small = np.asarray(Image.fromarray(WHOLE).reduce(factor)).astype(int)
     for (x, y), patch in zip((corners // factor).tolist(), pixels, strict=True):
         height, width = small[y : y + len(patch), x : x + len(patch)].shape[:2]
@@ -254,7 +254,7 @@ def test_black_that_a_zarr_leaves_out_because_it_is_its_fill_value_is_black(tmp_
 
 @pytest.mark.parametrize("compression", ["jpeg", "deflate"])
 def test_a_file_whose_last_tiles_are_cut_off_leaves_them_out(tmp_path, compression):
-    """As where level 0 is the last in it: its tiles would lie beyond the end."""
+    """Level 0 may be the last in the file: its tiles would lie beyond the end."""
     path = write(tmp_path / "a.tif", compression)
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as tif:

@@ -1,4 +1,4 @@
-"""The public API: names imported on first use; the examples of `docs/reference/python-api.md` run as written."""
+"""The public API imports names on first use, and the examples of `docs/reference/python-api.md` run as written."""
 
 import doctest
 import re
@@ -24,14 +24,14 @@ SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.+?)(?=^## |\Z)", EXAMPLES, re.MULTI
 
 
 def rows(seed, n=200, d=8):
-    """Features float32[n, d] of two classes that lie apart, and their classes."""
+    """Return features float32[n, d] of two separate classes, and their classes."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, 2, n)
     return (rng.normal(size=(n, d)) + 2 * label[:, None]).astype(np.float32), label
 
 
 def given(section):
-    """What a section of the page says that it has; files lie in the current folder."""
+    """Return the names that a section of the page presumes; files lie in the current folder."""
     rng = np.random.default_rng(0)
     if section == "A slide":
         picture = np.full((512, 512, 3), 240, np.uint8)

@@ -1,4 +1,4 @@
-"""Run folders: numbers are never shared, checkpoints load back or say that they are damaged."""
+"""Run folders have unique numbers, and checkpoints load back or are reported as damaged."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def lines_of(run, site, rounds):
 
 
 def test_a_lost_site_is_recorded_in_the_round_that_noticed_it(tmp_path):
-    """Another hospital's rounds lie at that hospital, so the round is that of those who noticed."""
+    """Another hospital's rounds lie at that hospital, so the round is that of the remaining sites."""
     between = RunFolder(tmp_path / "00001-between")
     lines_of(between, "C1", 3)
     assert between.record_dropout("C3", "killed")["round"] == 4

@@ -1,4 +1,4 @@
-"""Sums that survive sites that go away: exact for those who stay, and never two sets nor both keys of a site."""
+"""Secure aggregation is exact for the remaining sites, and never opens two survivor sets or both keys of a site."""
 
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,7 @@ PHASES = ("hands out", "tells whose keys", "sends", "tells whose messages", "vot
 
 
 class Sum:
-    """A sum of sites of which some go away in one phase, or those of each phase in turn.
+    """A sum of sites, some of which drop out before given phases.
 
     Args:
         values: int64[n] of each site, or of how many sites.
@@ -47,7 +47,7 @@ class Sum:
         return self.alive
 
     def taken(self, site, handing):
-        """From whom a site has taken a parcel."""
+        """Return the sites whose parcels a site has taken."""
         return self.parts[site].take_parcels({j: self.parts[j].parcels[site] for j in handing if j != site})
 
     def join(self):
@@ -83,13 +83,13 @@ class Sum:
         return self.parts[reader].compute_total(self.messages, self.openings).tolist()
 
     def of(self, sites):
-        """What the sum of these sites is."""
+        """Return the sum of these sites' values."""
         return sum(self.values[k] for k in sites).tolist()
 
 
 @pytest.fixture(scope="module", params=[20, *nightly(50)])
 def dealt(request):
-    """Sites that have dealt their shares, which takes seconds; a fifth of them may go."""
+    """Return sites after dealing their shares, which takes seconds; a fifth of them may drop out."""
     n = request.param
     return {k: SecureSum(k, range(n), 1, n // 5, CONTEXT) for k in range(n)}
 
@@ -137,7 +137,7 @@ def test_noise_is_at_least_that_of_the_plan_despite_colluders_and_dropouts():
 
 
 def test_the_message_of_a_late_site_stays_masked():
-    """All that is ever opened of the others, its key of pairwise masks too, leaves its own mask on it."""
+    """The others' opened values, its key of pairwise masks included, leave its self mask on the message."""
     values = [np.zeros(N, np.int64) for _ in range(5)]
     sum_ = Sum(values)
     secrets = sum_.parts[4]._seeds
@@ -158,7 +158,7 @@ def test_the_message_of_a_late_site_stays_masked():
 
 
 class Adversary:
-    """Sites that put together what they know: all parcels that they were handed, and all that others open."""
+    """Colluding sites that combine their parcels and the others' openings."""
 
     def __init__(self, sum_, colluding):
         self.sum, self.sites = sum_, range(colluding)
@@ -169,13 +169,13 @@ class Adversary:
                     self.shares.setdefault((site, kind), {})[k + 1] = one[2 + kind]
 
     def hear(self, opener, opening):
-        """What an honest site opens, whichever seeds these are."""
+        """Record the openings of an honest site, of any seeds."""
         part = self.sum.parts[opener]
         for site, share in zip(part.participants, opening[1:], strict=True):
             self.shares[site, part._seed_kind(site)][opener + 1] = share
 
     def keys_of(self, site, votes):
-        """Which seeds of a site it can put together."""
+        """Return the seeds of a site that the adversary can recover."""
         key = self.sum.parts[0]._received[site]
         found = set()
         for kind in (0, 1):
@@ -186,7 +186,7 @@ class Adversary:
 
 
 def lied_to(n_sites, colluding, dropouts):
-    """Colluding sites tell one half of the honest ones that they have the last message, and the others that not."""
+    """Return honest sites, half of which colluding sites misinform about the last message."""
     sum_ = Sum(n_sites, colluding, dropouts).join()
     adversary = Adversary(sum_, colluding)
     sum_.send()
@@ -200,7 +200,7 @@ def lied_to(n_sites, colluding, dropouts):
 
 @pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(5, 1, 1), (6, 1, 2), (9, 2, 3), (9, 4, 2)])
 def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
-    """Colluding sites vote for both, to whom it suits; of no site do they get both keys, and one set at most opens."""
+    """Colluding sites vote for both sets; they recover both keys of no site, and at most one set opens."""
     sum_, adversary, honest, votes = lied_to(n_sites, colluding, dropouts)
     assert len(set(votes.values())) == 2
     opened_for = set()
@@ -217,7 +217,7 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
 
 
 def test_a_lower_vote_threshold_would_open_two_survivor_sets(monkeypatch):
-    """The same adversary wins where too few votes are asked for, so the test above can fail."""
+    """The same adversary wins with a lower threshold, so the test above can fail."""
     monkeypatch.setattr(secagg, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
     sum_, adversary, honest, votes = lied_to(6, 1, 2)
     for k in honest:
@@ -252,7 +252,7 @@ def test_no_key_is_opened_without_enough_votes():
 
 
 def test_a_site_that_masked_with_other_peers_is_left_out_of_the_vote():
-    """A site that was told that others had not joined masks with fewer; its message is bound to that."""
+    """A misinformed site masks with fewer peers; its message is bound to this set."""
     sum_ = Sum(5)
     held = {k: sum_.taken(k, range(5)) for k in range(5)}
     for k in range(4):

@@ -1,4 +1,4 @@
-"""Masked messages tell nothing alone, and their sum exactly."""
+"""A single masked message reveals no value, and the sum of all is exact."""
 
 import struct
 
@@ -24,19 +24,19 @@ N = 8000
 
 
 def pairs(n):
-    """(private keys, public keys) of so many sites."""
+    """Return (private keys, public keys) of a number of sites."""
     private = [X25519PrivateKey.generate() for _ in range(n)]
     return private, [KeyPair(one).public for one in private]
 
 
 def messages_of(values):
-    """What each site sends."""
+    """Return each site's message."""
     private, publics = pairs(len(values))
     return [mask_values(v, k, KeyPair(private[k]), publics, CONTEXT) for k, v in enumerate(values)]
 
 
 def looks_random(message):
-    """Each byte is as frequent as any other at each of the eight places of a number."""
+    """Return whether all bytes are equally frequent at each of the eight places of a number."""
     places = message.astype("<u8").view(np.uint8).reshape(-1, 8)
     counts = np.stack([np.bincount(place, minlength=256) for place in places.T])
     return all(p > SURE for p in chisquare(counts, axis=1).pvalue)
@@ -49,7 +49,7 @@ def secret(seed=0, n=N, most=2**30):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([-1, 1]))
 def test_the_sum_is_exact(n_sites, n, seed, end):
-    """Also of the largest values, and values and messages are left as they were."""
+    """The largest values are included, and values and messages stay unchanged."""
     most = 2**63 // n_sites
     values = np.random.default_rng(seed).integers(-most + 1, most, (n_sites, n))
     values[:, 0] = end * (most - 1)
@@ -72,7 +72,7 @@ def test_a_masked_message_is_uniform_for_any_value_and_independent_of_another_su
 
 @pytest.mark.parametrize("n_sites", [2, 3, 5])
 def test_all_messages_but_one_reveal_no_value(n_sites):
-    """So a sum that lost a site cannot be read either, by whoever adds up what arrived."""
+    """An incomplete sum of messages is therefore unreadable."""
     values = [secret(k) for k in range(n_sites)]
     messages = messages_of(values)
     assert not looks_random(sum_messages(messages).view(np.uint64))
@@ -105,7 +105,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("change", OTHERS)
 def test_another_context_or_other_public_keys_or_another_order_of_them_give_garbage(change):
-    """Of one of three sites."""
+    """One of three sites differs."""
     private, publics = pairs(3)
     place, theirs, context = 1, list(publics), OTHERS[change] or CONTEXT
     if change == "order":
@@ -130,7 +130,7 @@ def test_keys_mask_one_message_only():
 
 
 def mask_of(private, public, parts, n):
-    """X25519, HKDF (RFC 5869) and ChaCha20 (RFC 8439) with a nonce of zeros, the latter two by another library."""
+    """Compute X25519, HKDF (RFC 5869) and ChaCha20 (RFC 8439, nonce 0), the latter two by another library."""
     shared = private.exchange(X25519PublicKey.from_public_bytes(public))
     info = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
     key = HKDF(shared, 32, b"", SHA256, context=info)
@@ -138,7 +138,7 @@ def mask_of(private, public, parts, n):
 
 
 def test_masks_are_those_of_the_standards():
-    """So that another program can take part, and nothing is left out of what a key is derived from."""
+    """Another program can thus take part, and every input of the key derivation is covered."""
     private, publics = pairs(3)
     values, n = secret(3, 21), 21
     expected = values.view(np.uint64).copy()

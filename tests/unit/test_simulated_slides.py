@@ -1,4 +1,4 @@
-"""The imaginary hospitals: slides open like real ones, and their outlines tell the truth about what was painted."""
+"""Simulated slides open like real ones, and their outlines match the simulated tumor."""
 
 import hashlib
 import xml.etree.ElementTree as ET
@@ -29,7 +29,7 @@ def digests(folder):
 
 
 def rasterized(xml):
-    """The annotation as a reader would paint it: pixel centres inside islands, holes last."""
+    """Return the annotation as a mask: pixel centers inside islands, then holes."""
     mask = np.zeros((SIZE_PX, SIZE_PX), np.bool_)
     found = ET.parse(xml).getroot().findall("./Annotations/Annotation")
     for group, value in (("metastases", True), ("normal", False)):

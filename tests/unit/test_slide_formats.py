@@ -1,4 +1,4 @@
-"""Slides that OpenSlide does not read: size, mpp, levels and pixels are their writers'; what is wrong is one line."""
+"""Formats that OpenSlide lacks are read with the writer's size, mpp, levels and pixels, or refused in one line."""
 
 import struct
 from functools import partial
@@ -51,7 +51,7 @@ def strips(folder, picture):
 
 
 def ome_path(folder):
-    """Where an OME-TIFF is written, if the libraries are here that read it."""
+    """Return the path for an OME-TIFF, or skip the test without the libraries that read it."""
     for module in ("zarr", "imagecodecs"):
         pytest.importorskip(module)
     return folder / "a.ome.tif"
@@ -260,7 +260,7 @@ def written_tiff(pixels, **how):
 
 @pytest.fixture(scope="module")
 def unlike(picture):
-    """{what: (writer, the picture that is meant)}"""
+    """Return {description: (writer, the intended picture)}."""
     image, turn = Image.fromarray(picture), Image.Exif()
     palette, cmyk = image.quantize(64), image.convert("CMYK")
     turn[0x112] = 6  # to be turned clockwise
@@ -386,7 +386,7 @@ def test_a_czi_of_16_bits_is_read_by_the_bits_that_it_uses(picture, tmp_path, bi
 
 
 def test_openslide_reads_no_czi_of_16_bits_that_uses_fewer():
-    """Told by its properties: nothing here writes a CZI that OpenSlide opens."""
+    """The properties are replaced: no library here writes a CZI for OpenSlide."""
     said = {"zeiss.Information.Image.PixelType": "Bgr48", "zeiss.Information.Image.ComponentBitCount": "14"}
     assert wastes_bits(said) and wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": ""})
     assert not wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": "16"})

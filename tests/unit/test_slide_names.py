@@ -1,4 +1,4 @@
-"""Names of slides and patients are compared as people read them, whichever system wrote them."""
+"""Names of slides and patients are compared as people read them, from any operating system."""
 
 from pathlib import Path
 from unicodedata import normalize

@@ -1,4 +1,4 @@
-"""Slides as arrays: exact pixels, right level, honest errors."""
+"""Slides are read as arrays with exact pixels, the right level and clear errors."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""A slide that lies ends a child process, never the command; damaged slides give no wrong pixel."""
+"""A malformed slide ends a child process and never the command; damaged slides give no wrong pixel."""
 
 import io
 import os
@@ -31,7 +31,7 @@ openslide.OpenSlide(sys.argv[1]).read_region((0, 0), 0, (64, 64))
 
 
 def lying(path: Path, *, tile_px=256, n_bytes=None) -> Path:
-    """A BigTIFF of one tile that states its size or its bytes."""
+    """Write a BigTIFF of one tile with a false size or a false number of bytes."""
     picture = io.BytesIO()
     Image.fromarray(np.full((256, 256, 3), 180, np.uint8)).save(picture, "JPEG")
     data = picture.getvalue()
@@ -93,7 +93,7 @@ def test_a_slide_that_hangs_or_kills_the_child_twice_is_excluded(slide, fresh, m
 
 
 def test_a_ventana_slide_of_one_row_that_hangs_the_child_is_named(tmp_path, fresh, monkeypatch):
-    """The file is never opened here: all that counts is what its XML says."""
+    """The file is never opened here: only its XML matters."""
     for rows, why in ((1, "single row or column of tiles"), (2, "is its disk slow?")):
         path = tmp_path / f"{rows}.bif"
         xml = f'<EncodeInfo><AoiInfo XIMAGESIZE="64" NumRows="{rows}" NumCols="7"/></EncodeInfo>'.encode()

@@ -1,4 +1,4 @@
-"""Tables lose nothing: every row is used, of another site, or refused with its line; and none is cut by a terminal."""
+"""Every row of a table is used, assigned to another site, or refused with its line, and tables print whole."""
 
 from functools import partial
 

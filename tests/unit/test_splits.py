@@ -1,4 +1,4 @@
-"""Splits hold patients apart; samples balance labels; neither depends on the order of files."""
+"""Splits separate patients, samples balance labels, and neither depends on the order of files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_splits_that_contradict_each_other_or_lack_a_patient_are_refused(splits,
 
 
 def sampled(label, slide, **settings):
-    """`sample_rows` with each patch's slide by name."""
+    """Return the rows of `sample_rows` with each patch's slide by name."""
     names, which = np.unique(slide, return_inverse=True)
     return sample_rows(label, which, names.tolist(), **settings)
 
@@ -109,7 +109,7 @@ def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
 
 
 def kept_by_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.ndarray]:
-    """What is kept of each slide, of whose patches these are the labels."""
+    """Return the sampled rows of each slide, given the labels of its patches."""
     names = list(labels)
     planned = SimpleNamespace(slide_name=names.__getitem__, load_labels=lambda k: labels[names[k]])
     keep = sample_patches(planned, range(len(labels)), max_per_slide=50, balance=False, **settings)

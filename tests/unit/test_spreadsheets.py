@@ -1,4 +1,4 @@
-"""Tables as spreadsheets leave them: separators they declare, names they shorten, headings people spell their way."""
+"""Tables of spreadsheets are read with declared separators and heading variants, and damaged names are refused."""
 
 from functools import partial
 
@@ -124,7 +124,7 @@ def test_remarks_before_the_headings_are_skipped(tmp_path, remarks, separator):
 
 @pytest.mark.parametrize("needed", [["SEX"], ["OS_MONTHS", "SEX"], []])
 def test_a_remark_that_names_the_same_columns_is_still_none(tmp_path, needed):
-    """As in clinical tables of cBioPortal, which say above the headings what each column is for people."""
+    """Clinical tables of cBioPortal describe each column above the headings."""
     table = tmp_path / "data_clinical_patient.txt"
     remarks = "#Patient ID\tSex\tOS months\n#Identifier\tSex\tMonths\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\n"
     table.write_text(f"{remarks}PATIENT_ID\tSEX\tOS_MONTHS\nTCGA-02\tMale\t4.5\n")

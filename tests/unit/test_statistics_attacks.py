@@ -1,4 +1,4 @@
-"""Attacks on every unit of a letter, and letters that no honest site sends."""
+"""Membership attacks on class statistics, and refusal of forged class statistics."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ D = 24
 
 
 def a_cohort(n=300, planted=3, seed=0):
-    """Letters of n rows near each other, but for a few that lie where nobody else is."""
+    """Return class statistics of n similar rows with a few outliers."""
     rng = np.random.default_rng(seed)
     head = SharedHead(2, D, projection=16)
     z = torch.from_numpy(rng.normal(size=(n, 16)) * np.where(np.arange(16) < 12, 0.1, 0.005))
@@ -33,7 +33,7 @@ def a_cohort(n=300, planted=3, seed=0):
 
 
 def drawn(sigma, k, n):
-    """n times the noise of k sums."""
+    """Return n draws of the noise of k sums."""
     stream, mechanism, zeros = (
         CipherStream.from_seed(0),
         NoisyStatistics(sigma, 1.0, 1),
@@ -109,7 +109,7 @@ def test_redraws_agree_with_the_closed_form():
 
 
 def a_letter(n=60, sigma=2.0, *, rows=True, seed=0):
-    """(head, what it released, exact sums) of a hospital of n units of both classes."""
+    """Return (head, its released statistics, exact sums) of a hospital of n rows of both classes."""
     rng, each = np.random.default_rng(seed), 1 if rows else 3
     head = SharedHead(2, D, projection=16, patients=not rows)
     x = torch.from_numpy(rng.normal(size=(n * each, D)).astype(np.float32))

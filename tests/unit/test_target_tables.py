@@ -1,4 +1,4 @@
-"""What a hospital's own table says of its patients: whose a line is, and whether an event was seen."""
+"""Target tables of a hospital are matched to patients, and events are told from censoring."""
 
 import pytest
 from conftest import refused
@@ -10,7 +10,7 @@ from wsi_fl.study.site_file import SiteFile
 
 
 def said_by(tmp_path, table, *, patient=None, event="dead", time="days"):
-    """Time and event by patient, as `[target]` reads them."""
+    """Return time and event by patient, as `[target]` reads them."""
     (tmp_path / "table.csv").write_text(table)
     columns = {} if patient is None else {"patient": patient}
     site = SiteFile.model_validate({"name": "A", "slides": ["x"], "columns": columns})

@@ -1,4 +1,4 @@
-"""What others wrote reaches a terminal or a page as letters alone: nothing moves a cursor, hides or turns round."""
+"""Text of others reaches a terminal or page as printable characters without control sequences."""
 
 import json
 

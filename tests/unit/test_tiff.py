@@ -1,4 +1,4 @@
-"""TIFF of no known scanner: pixels that are colours are read right, others are refused by name, whoever reads them."""
+"""TIFF of unknown scanners: color pixels are read correctly by every reader, others are refused by name."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def write(path, pixels=PICTURE, **how):
 
 
 def write_pages(path, *pages):
-    """Pages of (pixels, what is said of them)."""
+    """Write pages of (pixels, their tags)."""
     with tifffile.TiffWriter(path) as tif:
         for pixels, how in pages:
             usual = {"photometric": "rgb" if pixels.ndim == 3 else "minisblack", "compression": "deflate"}
@@ -94,7 +94,7 @@ def test_an_imagej_stack_is_no_slide(tmp_path):
 
 
 def meanings():
-    """What → (pixels, how they are written, the colours that are meant by them, as Pillow has them)."""
+    """Return description → (pixels, writer options, the intended colors by Pillow)."""
     alpha, clear = np.full((200, 264, 1), 255, np.uint8), np.zeros((200, 264, 1), np.uint8)
     alpha[:, :100] = 0
     over = np.where(alpha > 0, PICTURE, 255)

@@ -1,4 +1,4 @@
-"""Tissue against background, padding and ink; and its share of a patch."""
+"""Tissue is separated from background, padding and ink, and its share of a patch is exact."""
 
 import numpy as np
 import pytest

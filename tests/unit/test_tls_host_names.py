@@ -1,4 +1,4 @@
-"""A hospital's connection to the server is to the host whose name the certificate has, and to no other."""
+"""A hospital connects only to a server whose certificate has the configured host name."""
 
 import socket
 import ssl
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip 
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
-    """The port of a server with its kit on 127.0.0.1, who got through to it, and the kit of a hospital."""
+    """Return the port of a server with its kit on 127.0.0.1, the list of its clients, and the kit of a hospital."""
     folder = tmp_path_factory.mktemp("called")
     provision_federation(folder, federation="one", server="localhost:1", sites=["C1"])
     startup, through = folder / "server" / "startup", []
@@ -38,7 +38,7 @@ def called(tmp_path_factory):
 
 
 def by_flare(kit, host, port):
-    """FLARE's driver, which a client, the process of a job and the coordinator use."""
+    """Connect by FLARE's driver, as a client, a job process and the coordinator do."""
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
     startup = kit / "startup"
@@ -70,7 +70,7 @@ def test_a_server_with_another_host_name_is_refused(called, monkeypatch, checked
 
 @pytest.mark.parametrize("module", ["client", "job", "jobs"])
 def test_every_connection_checks_host_names(module, monkeypatch):
-    """A client and its jobs as soon as they are processes, the coordinator's commands as soon as they connect."""
+    """Clients and job processes check from their start, the coordinator's commands from their connection."""
     from wsi_fl.hospitals.flare import jobs, processes
 
     checked = []

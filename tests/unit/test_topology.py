@@ -1,4 +1,4 @@
-"""Graphs as matrices: mass is kept, one message a site, everyone hears of everyone, whoever is there."""
+"""Topologies as matrices keep mass, send one message a site, and reach every present site."""
 
 import json
 
@@ -37,7 +37,7 @@ def assert_column_stochastic(matrix, n):
 
 @st.composite
 def documents(draw, n):
-    """A file over a ring and some more edges, of which some senders weigh theirs."""
+    """Draw a file over a ring and some more edges, some of them with weights."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     chosen = []
     for _ in range(draw(st.integers(1, 3))):
@@ -131,7 +131,7 @@ def coming_and_going(draw):
 
 @given(coming_and_going(), st.booleans())
 def test_a_leaving_site_hands_all_mass_to_the_next_present_site(who, listed):
-    """`present` may or may not list the leaving ones still."""
+    """`present` may or may not contain the leaving sites."""
     n, leaving, present = who
     matrix = graphs.build_handover(n, leaving, present + leaving if listed else present)
     assert_column_stochastic(matrix, n)
@@ -271,7 +271,7 @@ def test_vanishing_of_weights_depends_on_the_self_weight_and_on_all_rounds():
 
 
 def test_the_order_of_rounds_can_drain_a_site_though_every_edge_has_a_way_back():
-    """Without self-weight what A and B have is never where the edges to C begin."""
+    """Without self-weight the mass of A and B is never at the start of an edge to C."""
     drain = [["B", "C"], ["C", "B"]], [["A", "B"], ["B", "A"], ["B", "C"], ["C", "A"]]
     graph = parse_graph({"rounds": list(drain)}, ["A", "B", "C"])
     refused(lambda: graph.check_weights(0.0), "what C sends gets to A")

@@ -1,4 +1,4 @@
-"""Who answers for a site: by a validation split, or a stack of both models."""
+"""A site's prediction model is chosen by a validation split or is an ensemble of both models."""
 
 import json
 
@@ -26,7 +26,7 @@ def run(study, *overrides, method="proxyfl"):
 
 
 def evaluated(study, path, *overrides):
-    """The rows of an evaluation."""
+    """Return the rows of an evaluation."""
     return evaluate(study, str(path), overrides=overrides)["sites"]
 
 
@@ -35,7 +35,7 @@ def choice_of(path, site):
 
 
 def certain(classes, n_classes=2):
-    """Probabilities of a model that says these classes."""
+    """Return probabilities of a model that predicts these classes."""
     return np.eye(n_classes)[np.asarray(classes)] * 0.8 + 0.2 / n_classes
 
 
@@ -100,7 +100,7 @@ def test_the_best_model_weighs_classes_alike_and_ties_go_to_the_private_model():
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory):
-    """A study, a run with a validation split, and its evaluation."""
+    """Return a study, a run with a validation split, and its evaluation."""
     study = make_study(tmp_path_factory.mktemp("listening") / "study", n_sites=3)
     path = run(study, *SPLIT, "train.rounds=2")
     return study, path, evaluate(study, str(path))

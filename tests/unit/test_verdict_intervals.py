@@ -1,4 +1,4 @@
-"""Intervals of means over patients, seeds and noise, against scipy and simulations; the noise of a head drawn anew."""
+"""Intervals of means over patients, seeds and noise against scipy and simulations, with redrawn noise of a head."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from wsi_fl.report.benefit_figure import verdict_words
 
 
 def of(values, names=None, noise=None, weights=1.0):
-    """The estimate of values, of a patient each."""
+    """Return the estimate of values, one per patient."""
     values = np.atleast_2d(values)
     names = np.arange(values.shape[1]) if names is None else names
     return estimate_mean(values, np.full_like(values, weights), names.astype(str), noise)
@@ -97,7 +97,7 @@ def test_contributions_of_examples_have_the_score_as_their_mean():
 
 
 def test_redrawn_noise_moves_a_head_as_its_original_noise_did():
-    """The heads that fresh letters make scatter as much as those drawn around one of them."""
+    """Heads from fresh class statistics scatter as much as redraws around one of them."""
     rng = np.random.default_rng(5)
     d, sites, sd = 12, 4, 3.0
     y = torch.arange(400) % 2
