@@ -92,7 +92,7 @@ def planned(n, batch_size, epochs=1, **terms):
 
 
 def nightly(*cases):
-    """Return the cases of a parametrised test, of which all but one of each kind run in `make test-nightly` only."""
+    """Mark cases of a parametrised test as slow: they run in `make test-nightly` only, beside one unmarked case."""
     as_tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*one, marks=pytest.mark.slow) for one in as_tuples]
 

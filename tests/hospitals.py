@@ -84,14 +84,14 @@ class Bed:
         return plan
 
     def locally(self, method: str, *settings: str) -> dict[str, str]:
-        """Run the same settings in one process."""
+        """Run the same settings in one process; return the digests of each site's models."""
         study, given = Study(self.simulated), {"pipeline_name": self.pipeline, "backend": "local"}
         summary = train(study, method=method, overrides=[*INSECURE, *settings], **given)
         return {site: digests(study.root / summary["run"], site) for site in self.sites}
 
     @contextmanager
     def running(self, *names: str, watched: bool = False):
-        """Yield the processes of `federation start` once they are registered."""
+        """Start `federation start` for sites; yield once all are registered, and stop them at the end."""
         try:
             for name in names or ("server", *self.sites):
                 self.start(name, watched=watched)

@@ -40,7 +40,7 @@ def test_content_appears_only_when_the_block_ends(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError, None])
-def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
+def test_failed_write_leaves_the_old_file_unchanged(tmp_path, error):
     """A writer without any output fails as well."""
     path = tmp_path / "a.txt"
     write_text(path, "old")
@@ -125,7 +125,7 @@ def test_damaged_json_is_refused_in_one_line(tmp_path, content):
 
 @given(documents=st.lists(DOCUMENTS, max_size=4), last=DOCUMENTS, after=DOCUMENTS, data=st.data())
 def test_documents_read_back_and_log_lines_survive_a_crash_at_any_byte(tmp_path_factory, documents, last, after, data):
-    """All finished lines come back, whatever of the last one is lost, and the next line starts afresh."""
+    """All finished lines read back after any loss in the last one, and the next line starts afresh."""
     path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
     files.write_json(path.with_suffix(".json"), last)
     assert files.read_json(path.with_suffix(".json")) == last

@@ -311,7 +311,7 @@ def test_the_page_reports_the_gain_over_a_constant_local_model_with_its_interval
 
 @pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])
 @pytest.mark.parametrize("prevalence", [None, 0.05])
-def test_patients_of_one_class_alone_have_a_page(case, prevalence):
+def test_a_page_is_written_for_patients_of_one_class(case, prevalence):
     """Net benefit at another prevalence is unknown, so the model's curve is not drawn."""
     page = build_clinical_section(described_at(case, prevalence), {"C1": "#123456"})
     ((title, chart),) = page["curves"]

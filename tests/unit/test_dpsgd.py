@@ -61,7 +61,7 @@ def test_a_step_is_the_sum_of_clipped_gradients_over_B(engine, kind, b, clip, di
 
 
 @pytest.mark.parametrize("b", [0, 1, 9])
-def test_noise_has_standard_deviation_sigma_C_over_B_whatever_the_batch(b):
+def test_noise_has_standard_deviation_sigma_C_over_B_for_any_batch(b):
     sigma, clip, divisor = 1.4, 0.7, 32
     x, y = batch(b)
     quiet, noisy = net(), net()
@@ -229,7 +229,7 @@ def test_no_noise_and_no_clipping_is_plain_sgd(engine):
 
 
 class Halved(nn.Module):
-    """A linear layer; with `chance` it drops its output at random, whatever mode it is in."""
+    """A linear layer; with `chance` it drops its output at random in any mode."""
 
     def __init__(self, chance):
         super().__init__()
@@ -255,7 +255,7 @@ def another_thread_draws():
     thread.join()
 
 
-def test_what_another_thread_draws_is_not_blamed_on_a_model(another_thread_draws):
+def test_random_draws_of_another_thread_are_not_blamed_on_a_model(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     for _ in range(20):
         assert np.isfinite(step(Halved(0.0), x, y, sigma=1.0, clip=1.0, divisor=8))

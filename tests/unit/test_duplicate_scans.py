@@ -39,7 +39,7 @@ def test_an_empty_list_of_slides_is_split_without_error():
     assert assign_splits([], test_fraction=0.2) == []
 
 
-def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
+def test_a_scan_in_two_splits_of_a_table_is_used_for_training_only():
     records = [record("a", "p", "test"), record("b", "q", "train"), record("c", "r", "val"), record("d", "s", "test")]
     rest, aside = drop_leaks(records, marked(a="x", b="x", c="x", d="y"))
     assert [one.slide for one in rest] == ["b", "d"]

@@ -84,7 +84,7 @@ def test_the_next_slides_are_read_while_one_is_encoded_and_no_more_than_a_few():
 
 
 def out_of_memory_above(encoder, most):
-    """Return an encoder that runs out of memory above a number of patches."""
+    """Make the encoder run out of memory above a number of patches; return the list of tried batch sizes."""
     whole, tried = encoder.network.forward, []
 
     def forward(pixels):

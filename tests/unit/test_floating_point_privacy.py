@@ -71,7 +71,7 @@ def test_no_digit_of_a_sum_shows_through_the_noise():
 
 
 def rarely(_, x):
-    """Drops an example once in a thousand times, whatever the mode."""
+    """Drop an example once in a thousand times, in any mode."""
     return x * (torch.rand(len(x), 1) > 0.001)
 
 

@@ -21,7 +21,7 @@ UNKNOWN = "did not release these bytes"
 
 
 def spent(rounds):
-    """Return ε of a number of rounds, rounded for comparison."""
+    """Return ε of a number of rounds, approximate for comparison."""
     return pytest.approx(epsilon([ROUND] * rounds, DELTA))
 
 

@@ -138,7 +138,7 @@ def differences(path, n=40, seed=0, **given):
     ],
     ids=lambda kind: " ".join(f"{k}={str(v)[:6]}" for k, v in kind.items()) or "plain",
 )
-def test_pixels_are_openslides_whatever_the_tiles_and_their_colours(tmp_path, kind):
+def test_pixels_are_those_of_openslide_for_any_tiles_and_colors(tmp_path, kind):
     apart, mean = differences(write_slide(tmp_path / "s.tif", halves(IMAGE, 3), **kind))
     assert apart <= 2 and mean < 0.1
 

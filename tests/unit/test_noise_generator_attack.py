@@ -94,7 +94,7 @@ def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
 
 @pytest.mark.slow
 def test_the_attack_finds_no_state_from_a_step_of_wsi_fl():
-    """The step and its noise are wsi-fl's own, on a batch of nobody."""
+    """The step, on an empty batch, and its noise are wsi-fl's."""
     model = create_model("mlp", n_classes=2, shape=Images(3, 64), seed=0)
     vector = torch.nn.utils.parameters_to_vector
     before = vector(model.parameters()).detach().numpy().copy()

@@ -241,7 +241,7 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
 
 
 def holding(model, most):
-    """Limit the rows that fit the model's memory, and record the batch sizes."""
+    """Limit the rows that fit the model's memory; return the list of batch sizes."""
     shown = []
 
     def refuse(_, inputs):

@@ -222,7 +222,7 @@ NETS = {
 
 @EACH
 @pytest.mark.parametrize("name", NETS)
-def test_gradients_follow_what_a_model_does_with_its_layers(name, engine):
+def test_gradients_match_a_loop_for_unusual_uses_of_layers(name, engine):
     torch.manual_seed(0)
     size_px = 16 if name == "half frozen" else 6
     x, y = images(4, 4 if name == "twice" or "last" in name else 1, size_px)

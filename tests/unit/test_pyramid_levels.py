@@ -185,7 +185,7 @@ def test_tiles_that_a_coarse_level_lacks_come_from_a_finer_one(tmp_path, level):
 
 
 @pytest.mark.parametrize("glass", [(205, 205, 205), (235, 232, 225), (215, 210, 205)])
-def test_glass_that_level_0_alone_leaves_out_is_background_whatever_its_grey(tmp_path, glass):
+def test_glass_that_level_0_alone_leaves_out_is_background_of_any_gray(tmp_path, glass):
     grey = np.where((WHOLE == 255).all(-1, keepdims=True), np.uint8(glass), WHOLE).astype(np.uint8)
     levels = [grey, *(np.asarray(Image.fromarray(grey).reduce(n)) for n in (4, 16))]
     path = write(tmp_path / "a.tif", "deflate", levels)

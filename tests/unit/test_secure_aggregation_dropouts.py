@@ -186,7 +186,7 @@ class Adversary:
 
 
 def lied_to(n_sites, colluding, dropouts):
-    """Return honest sites, half of which colluding sites misinform about the last message."""
+    """Return a sum whose colluding sites misinform half of the honest ones about the last message, and the votes."""
     sum_ = Sum(n_sites, colluding, dropouts).join()
     adversary = Adversary(sum_, colluding)
     sum_.send()

@@ -69,7 +69,7 @@ LIES = {"bytes": {"n_bytes": 1 << 40}, "pixels": {"tile_px": 1 << 20}}
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
+def test_a_tile_of_2_to_the_40_ends_only_the_child_process(tmp_path, fresh, lie):
     path = lying(tmp_path / "a.tif", **LIES[lie])
     bare = subprocess.run([sys.executable, "-c", OPENSLIDE, path], capture_output=True, check=False)
     if bare.returncode != -signal.SIGABRT:  # what would become of the command

@@ -50,7 +50,7 @@ def test_split_is_disjoint_stratified_and_independent_of_order(cohort, fraction,
     assert {r.slide: r.split for r in shuffled} == {r.slide: r.split for r in split}
 
 
-def test_seed_decides_who_is_held_out():
+def test_the_seed_decides_which_patients_are_held_out():
     cohort = [record(k, k, k % 2 == 0) for k in range(40)]
     draws = {tuple(r.split for r in assign_splits(cohort, test_fraction=0.2, seed=seed)) for seed in range(8)}
     assert len(draws) > 4

@@ -74,7 +74,7 @@ def test_the_predicted_power_without_auxiliary_data_matches_the_attack():
 
 
 @pytest.mark.parametrize("sigma", [0.5, 3.7])
-def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
+def test_the_attack_on_noisy_statistics_finds_members_no_better_than_the_guarantee(sigma, monkeypatch):
     monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 600)
     parts, y = a_cohort()
     noise = iter(drawn(sigma, parts.shape[1], 600))

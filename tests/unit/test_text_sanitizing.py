@@ -60,7 +60,7 @@ def failure():
     ],
     ids=["line", "bars", "table", "failure", "json"],
 )
-def test_terminal_output_has_no_escapes_or_control_characters(capsys, monkeypatch, tell, times):
+def test_terminal_output_has_no_escapes_and_no_markup_of_others(capsys, monkeypatch, tell, times):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=200, highlight=False))
     monkeypatch.setattr(program, "app", fails)
     tell()

@@ -242,7 +242,7 @@ def test_masks_of_overviews_are_no_levels(tmp_path, what):
         assert np.abs(slide.thumbnail(66)[0].astype(int) - quarter).max() <= 1
 
 
-def test_a_level_whose_sides_are_reduced_differently_is_none(tmp_path):
+def test_a_picture_with_differently_reduced_sides_is_no_level(tmp_path):
     other = np.zeros((100, 176, 3), np.uint8)  # 2.0 and 1.5
     path = write_pages(
         tmp_path / "a.tif",

@@ -160,7 +160,7 @@ def test_a_returning_site_shares_evenly_with_its_host_and_other_returning_sites(
 
 
 @given(st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n))), rounds, self_weights)
-def test_a_file_gives_each_edge_its_weight_or_an_equal_part_of_what_is_not_kept(case, round_, self_weight):
+def test_a_graph_file_gives_each_edge_its_weight_or_an_equal_share_of_the_rest(case, round_, self_weight):
     n, document = case
     (matrix,) = parse_graph(document, names_of(n))(n, round_, self_weight)
     assert_column_stochastic(matrix, n)

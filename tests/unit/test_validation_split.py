@@ -46,7 +46,7 @@ def examples(patients):
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
-def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
+def test_whole_patients_are_held_out_reproducibly(fraction):
     everyone = np.array([f"p{k // 4}" for k in range(1600)])
 
     def drawn(seed=3, **given):

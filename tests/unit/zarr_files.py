@@ -9,7 +9,7 @@ def ome_zarr(version, axes="cyx", mpp=0.5, **attributes):
     """Return a writer of a picture into a folder as a.zarr, with a pyramid of three levels.
 
     Args:
-        attributes: what NGFF says beside its multiscales.
+        attributes: the NGFF metadata beside its multiscales.
     """
 
     def write(folder, picture):
