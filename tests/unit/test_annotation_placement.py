@@ -75,7 +75,7 @@ def tumour_patches(plan):
     return {tuple(xy) for xy in plan.xy_l0[plan.label == 1].tolist()}
 
 
-def inside(box):
+def find_patches_inside(box):
     """The corners of the patches of which at least half lies in a box, by exact areas."""
     grid = [(x, y) for y in range(0, SIZE[1], 64) for x in range(0, SIZE[0], 64)]
     area = shapely.box(*box)
@@ -108,7 +108,7 @@ def test_the_scanned_area_of_a_slide_is_read(slide, tmp_path):
 )
 def test_outlines_lie_where_they_were_drawn(slide, tmp_path, write, name, box, said):
     plan = plan_slide(record(slide, write(tmp_path / name, box)), SPEC)
-    assert tumour_patches(plan) == inside(shift(DRAWN)) and len(tumour_patches(plan)) == 9
+    assert tumour_patches(plan) == find_patches_inside(shift(DRAWN)) and len(tumour_patches(plan)) == 9
     assert len(plan.notes) == bool(said) and all(said in note and name in note for note in plan.notes)
     assert np.array(plan.outlines_l0).reshape(-1, 2).min(0).tolist() == list(shift(DRAWN)[:2])
 
@@ -122,7 +122,7 @@ def test_a_configured_origin_of_outlines_is_used_and_contrary_evidence_is_noted(
             assert np.array(plan.outlines_l0).min((0, 1)).tolist() == [300 + corner[0], 300 + corner[1]]
             assert plan.notes == ()
         else:
-            notes = read_annotations(path, {}, on(slide), origin).notes
+            notes = read_annotations(path, {}, read_geometry(slide), origin).notes
             assert 'with annotations_origin = "bounds" 100%' in notes[0]
 
 
@@ -136,7 +136,7 @@ def test_outlines_that_fit_tissue_from_either_corner_are_noted(tmp_path):
         assert sure.tumor.equals(shapely.box(*box)) and sure.notes == ()
 
 
-def on(slide):
+def read_geometry(slide):
     with Slide(slide) as opened:
         return build_slide_geometry(opened, TissueParams())
 
@@ -204,13 +204,13 @@ def test_the_qupath_export_of_predict_counts_from_the_scanned_area_and_reads_bac
     rings = [feature["geometry"]["coordinates"][0] for feature in json.loads(path.read_text())["features"]]
     corners = np.concatenate([np.array(one) for one in rings])
     assert corners.min(0).tolist() == [128, 192] and corners.max(0).tolist() == [384, 448]  # as QuPath shows it
-    found = read_annotations(path, {}, on(slide))
+    found = read_annotations(path, {}, read_geometry(slide))
     assert found.tumor.equals(shapely.union_all(shapely.box(*boxes.T))) and found.omissions == {"tile": 3}
     assert found.notes == ("tumor.geojson: left out as no outlined areas: 3 tiles",)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_slide(tmp_path_factory):
     """A slide that was scanned from edge to edge, with tissue from (448, 320) to (832, 704)."""
     return scan_areas.full(tmp_path_factory.mktemp("whole") / "x.tif", scan_areas.picture())
 
@@ -232,14 +232,14 @@ PLACE = np.array(shift(DRAWN), float)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_outlines_in_another_unit_are_refused_by_its_name(whole, tmp_path, box, unit):
+def test_outlines_in_another_unit_are_refused_by_its_name(full_slide, tmp_path, box, unit):
     path = geojson(tmp_path / "a.geojson", box.tolist(), **QUPATH)
     tissue = np.zeros(SIZE[::-1], bool)
     tissue[320:704, 448:832] = True
     ground = SlideGeometry(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], (1.0, 4.0), tissue)
     refused(lambda: read_annotations(path, {}, ground), "a.geojson", unit, "export it in level-0 pixels")
     if "level" not in unit:
-        refused(lambda: plan_slide(record(whole, path), SPEC), unit)
+        refused(lambda: plan_slide(record(full_slide, path), SPEC), unit)
 
 
 @pytest.mark.parametrize(
@@ -256,21 +256,21 @@ def test_flipped_axes_are_named_and_accepted_with_a_configured_origin(tmp_path, 
     assert sure.tumor.equals(shapely.box(*box)) and reading in sure.notes[0]
 
 
-def test_outlines_of_another_slide_or_beyond_the_edge_are_reported(whole, tmp_path):
+def test_outlines_of_another_slide_or_beyond_the_edge_are_reported(full_slide, tmp_path):
     beside = geojson(tmp_path / "beside.geojson", (10, 800, 200, 1100), (460, 340, 500, 380), **QUPATH)
-    found = plan_slide(record(whole, beside), SPEC)
+    found = plan_slide(record(full_slide, beside), SPEC)
     assert any("is it of another slide?" in note for note in found.notes)
     beyond = geojson(tmp_path / "beyond.geojson", (448, 320, 832, 704), (900, 0, 1500, 100), **QUPATH)
-    (note,) = plan_slide(record(whole, beyond), SPEC).notes
+    (note,) = plan_slide(record(full_slide, beyond), SPEC).notes
     assert (
         note
         == f"beyond.geojson: {(1500 - 1024) * 100 / (384**2 + 60000):.0%} of what it outlines lies outside the slide"
     )
 
 
-def test_a_positive_slide_without_a_tumor_patch_is_reported(whole, tmp_path):
+def test_a_positive_slide_without_a_tumor_patch_is_reported(full_slide, tmp_path):
     small = geojson(tmp_path / "small.geojson", (520, 460, 540, 480), **QUPATH)
-    plan = plan_slide(record(whole, small), SPEC)
+    plan = plan_slide(record(full_slide, small), SPEC)
     assert (plan.label == 0).all()
     (note,) = plan.notes
     assert note.startswith("labelled tumour and outlined, but none of its") and "10% of a patch" in note
@@ -291,15 +291,15 @@ def test_a_tiled_tiff_with_an_orientation_tag_is_noted_as_not_rotated(tmp_path, 
     assert plan_slide(record(strips), SPEC).notes == ()
 
 
-def test_correctly_placed_outlines_raise_no_note(whole, tmp_path):
+def test_correctly_placed_outlines_raise_no_note(full_slide, tmp_path):
     for name, box in (
         ("tissue", (448, 320, 832, 704)),
         ("strokes", (400, 280, 900, 760)),
         ("cell", (600, 500, 612, 512)),
     ):
         path = geojson(tmp_path / f"{name}.geojson", box, **QUPATH)
-        with Slide(whole) as opened:
+        with Slide(full_slide) as opened:
             ground = build_slide_geometry(opened, TissueParams())
-        seen = survey_slide(record(whole), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
+        seen = survey_slide(record(full_slide), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
         for one in (ground, seen.slide_geometry, replace(seen.slide_geometry, tissue=None)):
             assert read_annotations(path, {}, one).notes == ()

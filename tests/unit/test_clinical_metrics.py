@@ -285,7 +285,7 @@ def test_narrow_intervals_need_patients_in_inverse_square_of_their_width():
     assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
 
 
-def described_at(case, prevalence):
+def describe_site(case, prevalence):
     """Return the document of one site with a perfect model beside a constant local one."""
     score, at = np.where(case, 0.9, 0.1), [0.1, 0.25, 0.5]
     more = clinical_metrics.auroc_difference(score, np.full(len(case), 0.5), case)
@@ -305,7 +305,7 @@ def described_at(case, prevalence):
 
 
 def test_the_page_reports_the_gain_over_a_constant_local_model_with_its_interval():
-    found = " ".join(list_clinical_findings(described_at(np.arange(6) > 2, None)))
+    found = " ".join(list_clinical_findings(describe_site(np.arange(6) > 2, None)))
     assert "AUROC is 0.50 above that of its local model (−0.21 to +0.50)" in found
 
 
@@ -313,7 +313,7 @@ def test_the_page_reports_the_gain_over_a_constant_local_model_with_its_interval
 @pytest.mark.parametrize("prevalence", [None, 0.05])
 def test_a_page_is_written_for_patients_of_one_class(case, prevalence):
     """Net benefit at another prevalence is unknown, so the model's curve is not drawn."""
-    page = build_clinical_section(described_at(case, prevalence), {"C1": "#123456"})
+    page = build_clinical_section(describe_site(case, prevalence), {"C1": "#123456"})
     ((title, chart),) = page["curves"]
     assert title == "Net benefit, tumor" and ("C1" in chart.alt) == (prevalence is None)
     assert page["cells"][0]["AUROC"] == "–"
@@ -356,7 +356,7 @@ def test_average_precision_needs_cases_and_non_cases(score):
 )
 def test_a_stated_prevalence_is_reported_as_stated(tumours, prevalence, words):
     case = tumours[1]
-    document = described_at(case, prevalence)
+    document = describe_site(case, prevalence)
     assert {f"PPV at {words}", f"NPV at {words}"} <= set(build_clinical_cells(document)[0])
     assert build_clinical_section(document, {"C1": "#123456"})["share"] == f"{words} of patients"
 

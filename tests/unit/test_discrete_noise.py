@@ -151,7 +151,7 @@ def test_the_noise_multiplier_is_the_wanted_one_and_never_above_the_true_one(n_s
     assert Fraction(z) ** 2 <= (n_sites - colluding) * Fraction(share) ** 2 / Fraction(moved) ** 2
 
 
-def summed(one, n):
+def convolve_draws(one, n):
     """Return the distribution of the sum of n draws."""
     return reduce(np.convolve, [one] * n)
 
@@ -175,7 +175,7 @@ def test_shares_too_coarse_for_one_gaussian_are_refused():
 @pytest.mark.parametrize("n_shares", [2, 3, 5])
 def test_a_sum_of_shares_is_within_the_bound_of_one_discrete_gaussian(sigma, n_shares):
     """Log-probabilities out to 5 σ, where sums of float64 are exact enough; its last term alone is too little."""
-    total = summed(pmf(sigma, 40), n_shares)
+    total = convolve_draws(pmf(sigma, 40), n_shares)
     m, reach = len(total) // 2, int(5 * sigma * sqrt(n_shares))
     centre = slice(m - reach, m + reach + 1)
     apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
@@ -213,7 +213,7 @@ def test_discrete_and_normal_noise_have_the_same_delta(z):
 def test_no_renyi_divergence_of_the_sum_is_above_that_on_the_account(n_sites, colluding, order):
     """D_a(sum ‖ shifted sum) by its definition, against a / (2 z²)."""
     share, shift, honest = 6.0, 5, n_sites - colluding
-    total = np.maximum(summed(pmf(share, 200), honest), 1e-300)
+    total = np.maximum(convolve_draws(pmf(share, 200), honest), 1e-300)
     x = np.arange(len(total)) - len(total) // 2
     near = abs(x) < 5 * share * sqrt(honest) + order * shift
     p, q = np.log(total[shift:][near[shift:]]), np.log(total[:-shift][near[shift:]])

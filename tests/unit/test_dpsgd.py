@@ -113,7 +113,7 @@ def test_each_row_enters_each_batch_independently_at_its_rate():
     assert len(poisson_rows(n, 0.0, sampler)) == 0
 
 
-def scaled(change, **layers):
+def scaled_network(change, **layers):
     """Convolution, a change of its output or a layer by name, and a linear head on 1 × 8 × 8 images."""
 
     def run(net, x):
@@ -133,12 +133,12 @@ def test_the_check_passes_our_models_and_leaves_them_and_the_generator_as_they_w
 
 
 def test_the_gradient_check_handles_weights_initialized_to_zero():
-    silent = scaled(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
+    silent = scaled_network(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
     nn.init.zeros_(silent.head.weight)
     refused(lambda: check_per_example_gradients(silent, (1, 8, 8), 3), "ties the rows")
 
 
-def outside(net, x):
+def use_weight_outside(net, x):
     """Uses the weight of a module without calling the module."""
     return net.head(functional.conv2d(x, net.conv.weight).flatten(1))
 
@@ -146,13 +146,13 @@ def outside(net, x):
 @pytest.mark.parametrize(
     ("model", "shape", "n_classes", "message"),
     [
-        (scaled(lambda z: z - z.mean(0, keepdim=True)), (1, 8, 8), 3, "ties the rows of a batch together"),
-        (scaled(nn.ReLU(), idle=nn.Linear(2, 2)), (1, 8, 8), 3, "does not depend on idle.weight; freeze it"),
-        (scaled(nn.ReLU()), (1, 9, 9), 3, "cannot take images of 1×9×9: "),
-        (scaled(nn.ReLU()), (3, 8, 8), 3, "cannot take images of 3×8×8: "),
-        (scaled(nn.ReLU()), (1, 8, 8), 4, "4 logits"),
-        (scaled(lambda z: z.add_(1).detach()), (1, 8, 8), 3, "cannot be trained"),
-        (scaled("norm", norm=nn.BatchNorm2d(2)), (1, 8, 8), 3, "BatchNorm"),
+        (scaled_network(lambda z: z - z.mean(0, keepdim=True)), (1, 8, 8), 3, "ties the rows of a batch together"),
+        (scaled_network(nn.ReLU(), idle=nn.Linear(2, 2)), (1, 8, 8), 3, "does not depend on idle.weight; freeze it"),
+        (scaled_network(nn.ReLU()), (1, 9, 9), 3, "cannot take images of 1×9×9: "),
+        (scaled_network(nn.ReLU()), (3, 8, 8), 3, "cannot take images of 3×8×8: "),
+        (scaled_network(nn.ReLU()), (1, 8, 8), 4, "4 logits"),
+        (scaled_network(lambda z: z.add_(1).detach()), (1, 8, 8), 3, "cannot be trained"),
+        (scaled_network("norm", norm=nn.BatchNorm2d(2)), (1, 8, 8), 3, "BatchNorm"),
     ],
 )
 def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_classes, message):
@@ -178,7 +178,7 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-def twisted(z):
+def twist_in_place(z):
     """Read an output under another name after an operator changed it in place."""
     z = z * 1
     same = z
@@ -192,9 +192,9 @@ def twisted(z):
         (lambda: net("gn_cnn"), "ghost"),
         (lambda: flat(nn.Dropout(0.5)), "ghost"),
         (lambda: flat(nn.PReLU()), "hooks"),
-        (lambda: scaled(twisted), "singly"),
-        (lambda: scaled("scale", scale=Scale()), "singly"),
-        (lambda: Net(outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
+        (lambda: scaled_network(twist_in_place), "singly"),
+        (lambda: scaled_network("scale", scale=Scale()), "singly"),
+        (lambda: Net(use_weight_outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
     ],
 )
 def test_the_check_selects_the_correct_engine(model, right):

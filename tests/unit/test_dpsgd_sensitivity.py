@@ -87,13 +87,13 @@ def looped_sum(case, x, y, clip, whose):
     units = []
     for k in range(int(whose.max()) + 1):
         rows = (whose == k).nonzero().flatten()
-        loss = sum(case.loss(y)(alone_among(model(x[r : r + 1]), r, len(x))) for r in rows.tolist())
+        loss = sum(case.loss(y)(among_constants(model(x[r : r + 1]), r, len(x))) for r in rows.tolist())
         units.append(torch.autograd.grad(loss * len(x) / len(rows), weights))
     each_unit = [torch.stack(column) for column in zip(*units, strict=True)]
     return torch.cat([g.flatten().double() for g in clipped(each_unit, clip)])
 
 
-def alone_among(output, row, n):
+def among_constants(output, row, n):
     """Return outputs [n, …] whose other rows are constants."""
     return torch.cat([output.detach() if k != row else output for k in range(n)])
 

@@ -16,7 +16,7 @@ def record(slide, patient, split=None, positive=False):
     return SlideRecord(Path(f"{slide}.tif"), slide, patient, "A", "weak", positive, split=split)
 
 
-def marked(**marks):
+def parse_marks(**marks):
     return {slide: frozenset(text.split()) for slide, text in marks.items()}
 
 
@@ -27,10 +27,10 @@ def scan(slide, patient, mark, split="train", site="A"):
 @pytest.mark.parametrize("seed", range(6))
 def test_patients_who_share_a_scan_are_in_one_split(seed):
     records = [record(f"s{k}", f"p{k}", positive=k % 2 == 0) for k in range(12)]
-    marks = marked(s0="x", s5="x y", s9="y", s11="z")  # p0, p5 and p9 hang together
+    marks = parse_marks(s0="x", s5="x y", s9="y", s11="z")  # p0, p5 and p9 hang together
     split = {one.patient: one.split for one in assign_splits(records, test_fraction=0.4, seed=seed, marks=marks)}
     assert split["p0"] == split["p5"] == split["p9"] and set(split.values()) == {"train", "test"}
-    assert assign_splits(records, test_fraction=0.4, seed=seed, marks=marked(s0="x", s1="y")) == assign_splits(
+    assert assign_splits(records, test_fraction=0.4, seed=seed, marks=parse_marks(s0="x", s1="y")) == assign_splits(
         records, test_fraction=0.4, seed=seed
     )
 
@@ -41,7 +41,7 @@ def test_an_empty_list_of_slides_is_split_without_error():
 
 def test_a_scan_in_two_splits_of_a_table_is_used_for_training_only():
     records = [record("a", "p", "test"), record("b", "q", "train"), record("c", "r", "val"), record("d", "s", "test")]
-    rest, aside = drop_leaks(records, marked(a="x", b="x", c="x", d="y"))
+    rest, aside = drop_leaks(records, parse_marks(a="x", b="x", c="x", d="y"))
     assert [one.slide for one in rest] == ["b", "d"]
     assert {one.slide: one.reason for one in aside} == dict.fromkeys(
         "ac", "it is the same scan as b of patient q, which is in train"

@@ -82,7 +82,7 @@ def forgetful(net, x):
 
 def test_private_training_has_no_dropout():
     """Dropout masks would have to stay secret. The same noise gives the same step for any state of PyTorch."""
-    model, x, y = made("linear", 4)
+    model, x, y = build_case("linear", 4)
     model, found = nn.Sequential(nn.Dropout(0.5), model), []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -127,7 +127,7 @@ MODELS = {
 EVERY = pytest.mark.parametrize(("name", "way"), itertools.product(MODELS, WAYS))
 
 
-def made(name, b):
+def build_case(name, b):
     """Return the model, x[b, …] and y."""
     torch.manual_seed(0)
     model, shape = MODELS[name]
@@ -140,7 +140,7 @@ def made(name, b):
 @EVERY
 def test_one_example_moves_the_sum_by_at_most_C(name, way):
     for factor in (0.0, 1.0, 1e4, 1e12, 1e18, 1e30):
-        model, x, y = made(name, 1)
+        model, x, y = build_case(name, 1)
         found = gradient(model, x * factor, loss_for(y), way=way, clip=0.3)
         assert float(found.double().norm()) <= 0.3, factor
 
@@ -148,7 +148,7 @@ def test_one_example_moves_the_sum_by_at_most_C(name, way):
 @EVERY
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38, 1e25, "teacher"])
 def test_an_example_without_a_finite_gradient_has_no_part_in_the_step(name, way, value):
-    model, x, y = made(name, 5)
+    model, x, y = build_case(name, 5)
     teacher, others = torch.randn(5, N_CLASSES), torch.tensor([0, 1, 3, 4])
 
     def stepped(rows):
@@ -181,7 +181,7 @@ def test_a_gradient_near_the_end_of_float32_is_clipped_to_C_too(clip):
 
 @EVERY
 def test_a_batch_without_finite_gradients_is_a_step_of_noise(name, way):
-    model, x, y = made(name, 3)
+    model, x, y = build_case(name, 3)
     x.view(3, -1)[:, 0] = torch.nan
     found = gradient(model, x, loss_for(y), way=way, sigma=2.0, seed=4)
     assert torch.equal(found, gradient(model, x[:0], loss_for(y[:0]), sigma=2.0, seed=4))

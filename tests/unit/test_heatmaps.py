@@ -25,7 +25,7 @@ def heat_of(n_classes, *, n=60, name="subtype number"):
     return PatchPredictions(np.concatenate([left, left + 400], 1), tuple(f"{name} {k}" for k in range(n_classes)), said)
 
 
-def apart(colors):
+def color_distance(colors):
     values = np.array(colors)
     distance = ((values[:, None] - values) ** 2 @ [2, 4, 3]) ** 0.5
     return distance[~np.eye(len(values), dtype=bool)].min()
@@ -34,12 +34,12 @@ def apart(colors):
 @pytest.mark.parametrize("n", [3, 6, 7, 14, 30])
 def test_no_two_classes_have_colours_that_look_alike(n):
     colors = choose_colors([str(k) for k in range(n)])
-    assert len(colors) == n and apart(colors) >= LEAST_APART
+    assert len(colors) == n and color_distance(colors) >= LEAST_APART
     assert colors[:6] == choose_colors(list("abcdefgh"))[: min(n, 6)]  # and those of few stay what they were
 
 
 def test_groups_of_a_mosaic_have_colours_of_their_own():
-    assert apart([qc_thumbnail._group_color(k) for k in range(24)]) > 60
+    assert color_distance([qc_thumbnail._group_color(k) for k in range(24)]) > 60
 
 
 @pytest.mark.parametrize("n", [7, 13])

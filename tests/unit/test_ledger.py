@@ -20,7 +20,7 @@ VECTOR = np.arange(5, dtype=np.float32)
 UNKNOWN = "did not release these bytes"
 
 
-def spent(rounds):
+def expected_epsilon(rounds):
     """Return ε of a number of rounds, approximate for comparison."""
     return pytest.approx(epsilon([ROUND] * rounds, DELTA))
 
@@ -91,7 +91,7 @@ def test_the_account_survives_reopening_and_only_grows(open_ledger):
         now = ledger.path.read_bytes()
         assert now.startswith(before)
         before = now
-    assert open_ledger().epsilon() == ledger.epsilon() == spent(3)
+    assert open_ledger().epsilon() == ledger.epsilon() == expected_epsilon(3)
     assert open_ledger("other").epsilon() is None
     line = json.loads(before.splitlines()[0])
     assert line["mechanism"] == {"sigma": 1.4, "clip": 0.7, "sample_rate": 0.1, "steps": 10}
@@ -105,9 +105,9 @@ def test_a_line_cut_short_by_a_crash_is_forgotten_and_does_not_spoil_the_next(op
     for cut in (1, 20, len(whole) - 2):
         ledger.path.write_bytes(whole + whole[:cut])
         again = open_ledger()
-        assert again.epsilon() == spent(1)
+        assert again.epsilon() == expected_epsilon(1)
         release(again, 2)
-        assert open_ledger().epsilon() == spent(2)
+        assert open_ledger().epsilon() == expected_epsilon(2)
 
 
 def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
@@ -121,9 +121,9 @@ def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
 def test_a_round_redone_at_once_counts_once_and_an_older_round_counts_again(open_ledger):
     ledger = open_ledger()
     record(ledger, 1, 2, 2, 2, 3)
-    assert ledger.epsilon() == spent(3)
+    assert ledger.epsilon() == expected_epsilon(3)
     record(ledger, 1)  # from the beginning, with new noise
-    assert ledger.epsilon() == spent(4)
+    assert ledger.epsilon() == expected_epsilon(4)
 
 
 def test_interleaved_runs_are_kept_apart(open_ledger):
@@ -132,14 +132,14 @@ def test_interleaved_runs_are_kept_apart(open_ledger):
         record(a, round_)
         record(b, round_)
     again = open_ledger("a")
-    assert again.epsilon() == spent(2) and again.epsilon(lifetime=True) == spent(4)
+    assert again.epsilon() == expected_epsilon(2) and again.epsilon(lifetime=True) == expected_epsilon(4)
 
 
 def test_epsilon_is_none_after_a_release_without_privacy(open_ledger):
     release(open_ledger("bare", allow=("model",)), 1, None)
     ledger = open_ledger("protected")
     release(ledger, 1)
-    assert ledger.epsilon() == spent(1) and ledger.epsilon(lifetime=True) is None
+    assert ledger.epsilon() == expected_epsilon(1) and ledger.epsilon(lifetime=True) is None
 
 
 def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(open_ledger):
@@ -170,7 +170,7 @@ def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
     release(a, 1)
     with pytest.raises(BudgetSpent):
         release(b, 1)
-    assert not b.fits_budget(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
+    assert not b.fits_budget(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == expected_epsilon(1)
 
 
 def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
@@ -178,7 +178,7 @@ def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
     assert open_ledger().last_final_round() == 0
     again = open_ledger().release_again(4, VECTOR, schema=SCHEMA, weight=0.5)
     assert again.vector.tolist() == VECTOR.tolist() and again.weight == 0.5
-    assert open_ledger().last_final_round() == 4 and open_ledger().epsilon() == spent(1)
+    assert open_ledger().last_final_round() == 4 and open_ledger().epsilon() == expected_epsilon(1)
     for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
         with pytest.raises(WsiFlError, match=UNKNOWN):
             open_ledger(run).release_again(round_, vector, schema=SCHEMA)
@@ -189,7 +189,7 @@ def test_summary_counts_steps(open_ledger):
     for round_ in (1, 2, 2):
         release(ledger, round_)
     summary = ledger.summary()
-    assert summary["steps"] == 20 and summary["epsilon"] == spent(2)
+    assert summary["steps"] == 20 and summary["epsilon"] == expected_epsilon(2)
     assert (summary["guarantee"], summary["max_epsilon"], summary["insecure"]) == ("nominal", 9.0, False)
     json.dumps(summary, allow_nan=False)
 
@@ -221,7 +221,7 @@ def test_included_entries_count_for_their_run_alone(open_ledger):
     with pytest.raises(BudgetSpent):
         record(mine, 2)
     assert (mine.last_round(), mine.count_rounds()) == (1, 1)
-    assert open_ledger("one").epsilon() == spent(1) and open_ledger("two").epsilon() is None
+    assert open_ledger("one").epsilon() == expected_epsilon(1) and open_ledger("two").epsilon() is None
 
 
 def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger):

@@ -32,7 +32,7 @@ def predictions(draw):
     return p / p.sum(1, keepdims=True), rng.integers(0, k, n)
 
 
-def named(p):
+def choose_classes_slowly(p):
     """Return the classes of rows one by one: of two the second from one half on, else the first of the largest."""
     return np.array([int(row[1] >= 0.5) if len(row) == 2 else row.tolist().index(max(row)) for row in p], int)
 
@@ -41,7 +41,7 @@ def named(p):
 @given(predictions(), st.integers(1, 12))
 def test_confusion_and_calibration_match_counting(case, n_bins):
     p, y = case
-    guess, k = named(p), range(p.shape[1])
+    guess, k = choose_classes_slowly(p), range(p.shape[1])
     counted = [[sum(a == t and b == g for a, b in zip(y, guess, strict=True)) for g in k] for t in k]
     assert np.array_equal(confusion_matrix(p, y), counted)
     ece = 0.0
@@ -99,7 +99,7 @@ def slowly_scored(p, y, classes=()):
     """Score rows repeated as in the resample and sorted anew; no mean over fewer classes."""
     if not len(y):
         return UNKNOWN
-    right, present = named(p) == y, np.unique(y)
+    right, present = choose_classes_slowly(p) == y, np.unique(y)
     if set(classes) > set(present):
         return UNKNOWN | {"accuracy": right.mean()}
     areas = []
@@ -127,7 +127,7 @@ def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once
     """The result is the same for any number of resamples in memory."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
-    right = named(p) == y
+    right = choose_classes_slowly(p) == y
 
     def exact(name, value):
         n_of = {c: len(set(cluster[y == c])) for c in set(y.tolist())}

@@ -27,7 +27,7 @@ MANAGERS = {
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def no_launcher(monkeypatch):
     """Remove launchers and settings of threads from the environment."""
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT")
     for name in (*names, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -35,7 +35,7 @@ def alone(monkeypatch):
 
 
 @pytest.fixture
-def within(monkeypatch, tmp_path):
+def other_machines(monkeypatch, tmp_path):
     """Put a resource manager's job on other machines into the environment."""
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{ELSEWHERE}\n")
@@ -48,16 +48,16 @@ def within(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_the_environment_of_local_ranks_omits_other_machines_of_the_manager(within, manager, tmp_path):
-    within(manager)
+def test_the_environment_of_local_ranks_omits_other_machines_of_the_manager(other_machines, manager, tmp_path):
+    other_machines(manager)
     environment = launch.rank_environment(2)
     assert not {ELSEWHERE, str(tmp_path / "hosts")} & set(environment.values())
     assert environment["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize("manager", ["Slurm", "PBS", "Cobalt"])  # those that Open MPI follows to the last
-def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
-    within(manager)
+def test_two_ranks_start_here_within_a_job_on_other_machines(other_machines, manager):
+    other_machines(manager)
     assert "two ranks communicate" in doctor._check_mpi()
 
 
@@ -119,7 +119,7 @@ def test_ranks_without_their_mpi_fail_in_one_line(monkeypatch, module, error, sa
         load_mpi(4)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_launcher")
 def test_the_terminal_of_srun_is_no_rank(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert count_ranks() == 4
@@ -129,7 +129,7 @@ def test_the_terminal_of_srun_is_no_rank(monkeypatch):
     assert count_ranks() == 2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize(
     ("asked", "ranks", "taken"),
     [
@@ -154,7 +154,7 @@ def test_a_rank_takes_its_share_of_the_cores_with_open_mpi_and_mkl(monkeypatch, 
     assert threads == [taken, taken]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_launcher")
 def test_a_single_process_takes_the_default_threads_of_pytorch(monkeypatch):
     threads = []
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)

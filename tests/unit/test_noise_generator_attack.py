@@ -21,7 +21,7 @@ SIGMA, CLIP, BATCH_SIZE, LR, ADAM_EPS = 3.7, 0.01, 150, 1e-3, 1e-8
 
 
 @pytest.fixture
-def small():
+def small_twister():
     """Return a Mersenne Twister like PyTorch's, of 521 bits and period 2⁵²¹ − 1."""
     return Twister(n=17, m=8, r=23, a=0xC14C343C)
 
@@ -32,7 +32,7 @@ def outputs(twister, n):
     return tempered(twister.words(first, twister.n + n)[twister.n :])
 
 
-def released(noise, sizes):
+def release_step(noise, sizes):
     """Return a peer's view of one step of Adam on gradients under this noise, float64[d] in units of σC."""
     rng = np.random.default_rng(0)
     true = rng.standard_normal(len(noise))
@@ -46,7 +46,7 @@ def released(noise, sizes):
     return Release(start, after, sizes, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)
 
 
-def found_nothing(told, unknowns):
+def has_found_nothing(told, unknowns):
     """Return whether the equations have full rank, and half of the others contradict them, within five deviations."""
     spare = told["beyond_the_rank"]
     assert told["rank"] == unknowns and spare > 400
@@ -54,16 +54,18 @@ def found_nothing(told, unknowns):
     return not told["found"] and "cosine" not in told and told["cosine_with_noise"] < 0.1
 
 
-def found_all(told):
+def has_found_all(told):
     assert told["beyond_the_rank"] > 400 and told["contradictions"] == 0
     assert told["cosine_with_noise"] < 0.1 and told["correlation"] > 0.999
     return told["found"] and told["cosine"] > 0.999
 
 
-def test_the_noise_of_a_linear_generator_is_removed_from_a_release_and_that_of_a_cipher_is_not(small):
-    told = attack(released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES), small)
-    assert told["rank"] == small.n_bits == 521 and found_all(told)
-    assert found_nothing(attack(released(CipherStream.from_entropy().normal(sum(SIZES)), SIZES), small), 521)
+def test_the_noise_of_a_linear_generator_is_removed_from_a_release_and_that_of_a_cipher_is_not(small_twister):
+    told = attack(release_step(noise_of(outputs(small_twister, words_of(SIZES)), SIZES), SIZES), small_twister)
+    assert told["rank"] == small_twister.n_bits == 521 and has_found_all(told)
+    assert has_found_nothing(
+        attack(release_step(CipherStream.from_entropy().normal(sum(SIZES)), SIZES), small_twister), 521
+    )
 
 
 def test_the_noise_of_the_attack_is_that_of_pytorch():
@@ -88,8 +90,8 @@ FULL = (200 * 12_288, 200, 200 * 200, 200, 400, 2)
 
 @pytest.mark.slow
 def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
-    told = attack(released(noise_of(outputs(MT19937, words_of(FULL)), FULL), FULL))
-    assert told["rank"] == 19_937 and found_all(told)
+    told = attack(release_step(noise_of(outputs(MT19937, words_of(FULL)), FULL), FULL))
+    assert told["rank"] == 19_937 and has_found_all(told)
 
 
 @pytest.mark.slow
@@ -104,4 +106,4 @@ def test_the_attack_finds_no_state_from_a_step_of_wsi_fl():
     after = vector(model.parameters()).detach().numpy()
     true = np.random.default_rng(0).standard_normal(len(after))
     release = Release(before, after, FULL, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)
-    assert found_nothing(attack(release), 19_937)
+    assert has_found_nothing(attack(release), 19_937)

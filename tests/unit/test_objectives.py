@@ -52,7 +52,7 @@ def learner(seed=0, *, dp=None, kind="mlp", size=8):
     return Learner(model, lr=0.01, weight_decay=0.0, device=CPU, dp=dp)
 
 
-def one_batch(b=6):
+def make_batch(b=6):
     return next(load_batches(examples_of(pixels_of(b)), iter([np.arange(b)]), augment=None, device=CPU))
 
 
@@ -80,11 +80,11 @@ def test_a_zero_weight_computes_no_teacher(monkeypatch):
     private, proxy, plain = learner(), learner(1), learner()
     monkeypatch.setattr(proxy, "predict_logits", lambda _: pytest.fail("a teacher was asked"))
     step, learners = METHODS["proxyfl"].step, {"private": private, "proxy": proxy}
-    step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
-    take_supervised_step(plain, one_batch(), CipherStream.from_entropy())
+    step(learners, make_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
+    take_supervised_step(plain, make_batch(), CipherStream.from_entropy())
     assert private.parameter_vector().tobytes() == plain.parameter_vector().tobytes()
     with pytest.raises(pytest.fail.Exception, match="was asked"):
-        step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.from_entropy())
+        step(learners, make_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.from_entropy())
 
 
 @pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
@@ -107,7 +107,7 @@ def test_the_proxy_steps_first_and_the_private_model_learns_from_the_moved_proxy
     """Algorithm 1, lines 3–4."""
     learners = {"private": learner(1), "proxy": learner(2)}
     by_hand = {"private": learner(1), "proxy": learner(2)}
-    batch, noise = one_batch(), CipherStream.from_entropy()
+    batch, noise = make_batch(), CipherStream.from_entropy()
     METHODS["proxyfl"].step(learners, batch, Weights(0.3, 0.4), noise)
     x, y = batch
     for student, teacher, weight in (("proxy", "private", 0.4), ("private", "proxy", 0.3)):
@@ -134,7 +134,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
     def steps(mine, n, seed):
         noise = CipherStream.from_seed(seed)
         for _ in range(n):
-            take_supervised_step(mine, one_batch(), noise)
+            take_supervised_step(mine, make_batch(), noise)
 
     straight, first, second = learner(dp=dp), learner(dp=dp), learner(3, dp=dp)
     steps(straight, 2, 0)
@@ -147,7 +147,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
 
 def test_a_parameter_vector_round_trips_and_leaves_the_optimizer_unchanged():
     mine, other = learner(0), learner(1)
-    take_supervised_step(mine, one_batch(), CipherStream.from_entropy())
+    take_supervised_step(mine, make_batch(), CipherStream.from_entropy())
     state = {k: v for k, v in mine.state_tensors().items() if k.startswith("optimizer/")}
     mine.load_vector(other.parameter_vector())
     assert (
@@ -240,7 +240,7 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
 
 
-def holding(model, most):
+def limit_memory(model, most):
     """Limit the rows that fit the model's memory; return the list of batch sizes."""
     shown = []
 
@@ -262,7 +262,7 @@ WAYS = {
 }
 
 
-def alike(whole, parts, batch, answers):
+def assert_same_step(whole, parts, batch, answers):
     """Check that a step of both has the same loss and leaves the same predictions."""
     losses = [take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -274,11 +274,11 @@ def alike(whole, parts, batch, answers):
 def test_a_step_that_exceeds_memory_is_computed_in_parts(way, monkeypatch):
     monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=WAYS[way], kind="gn_cnn_small", size=16) for _ in range(2))
-    x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), one_batch()
+    x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), make_batch()
     batch = (x, y, torch.tensor([0, 0, 0, 1, 1, 1])) if way == "patients" else (x, y)
-    shown = holding(parts.model, 2)
+    shown = limit_memory(parts.model, 2)
     for _ in range(2):
-        alike(whole, parts, batch, logits(1, b=6, k=2))
+        assert_same_step(whole, parts, batch, logits(1, b=6, k=2))
     assert {6, 3} & set(shown) and max(shown[-3:]) <= 2  # the second step knows what fits
     for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # a step is 0.01
@@ -293,7 +293,7 @@ def test_small_batches_on_a_cpu_give_the_same_step(dp, monkeypatch):
     loss = take_mutual_step(whole, answers, 0.4, (x, y), CipherStream.from_entropy())
     said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     monkeypatch.setattr(direct_io, "_PIXELS_AT_ONCE", 2 * 16 * 16)
-    shown = holding(parts.model, 5)
+    shown = limit_memory(parts.model, 5)
     assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
     found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     np.testing.assert_allclose(found, said, atol=1e-4)
@@ -305,9 +305,9 @@ def test_small_batches_on_a_cpu_give_the_same_step(dp, monkeypatch):
 
 def test_an_example_that_exceeds_memory_is_refused_in_one_line():
     one = learner()
-    holding(one.model, 0)
+    limit_memory(one.model, 0)
     words = "the GPU's memory does not hold one example; lower train.input_px"
-    refused(lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
+    refused(lambda: take_supervised_step(one, make_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
 
 
 def test_a_model_may_train_in_bfloat16_and_predicts_in_float32():

@@ -176,7 +176,7 @@ def test_a_hundred_slides_are_read_where_the_system_allows_64_open_files(tmp_pat
     np.testing.assert_array_equal(found, pixels[rows])
 
 
-def interrupted():
+def interrupt_writing():
     yield pixels_of(2)
     raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, had_one):
     shard = add_shard(tmp_path, "a", 3) if had_one else tmp_path / "slides" / "a.h5"
     before = shard.read_bytes() if had_one else None
     with pytest.raises(KeyboardInterrupt):
-        write_shard(shard, SHARD, table_of("a", 5), interrupted())
+        write_shard(shard, SHARD, table_of("a", 5), interrupt_writing())
     assert [p.name for p in shard.parent.iterdir()] == (["a.h5"] if had_one else [])
     assert not had_one or shard.read_bytes() == before
 

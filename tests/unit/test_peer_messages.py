@@ -51,7 +51,7 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
     assert names - {"federation.loop", "stages.runtime.rank_job"} <= {*fuzz_peers.MODULES, *fuzz_peers.SLOW_MODULES}
 
 
-def kept(values, rest=b""):
+def membership_report(values, rest=b""):
     """Return a site's membership report with these values."""
     return b'{"kept": [%s], "returning": true%s}' % (values, rest)
 
@@ -61,19 +61,19 @@ def kept(values, rest=b""):
     [
         (b"[" * 100_000, "recursion limit exceeded"),
         (b'{"kept":' * 100_000, "recursion limit exceeded"),
-        (kept(b"[" * 150 + b"]" * 150), "kept.0: Input should be a valid integer"),
-        (kept(b"NaN"), "kept.0: Input should be a valid integer"),
-        (kept(b"Infinity"), "kept.0"),
-        (kept(b"1e999"), "kept.0"),
-        (kept(b"9" * 10_000), "number out of range"),
-        (kept(b"2147483648"), "less than or equal to 2147483647"),
-        (kept(b"true"), "kept.0: Input should be a valid integer"),
+        (membership_report(b"[" * 150 + b"]" * 150), "kept.0: Input should be a valid integer"),
+        (membership_report(b"NaN"), "kept.0: Input should be a valid integer"),
+        (membership_report(b"Infinity"), "kept.0"),
+        (membership_report(b"1e999"), "kept.0"),
+        (membership_report(b"9" * 10_000), "number out of range"),
+        (membership_report(b"2147483648"), "less than or equal to 2147483647"),
+        (membership_report(b"true"), "kept.0: Input should be a valid integer"),
         (b'{"kept": [], "returning": 0}', "returning: Input should be a valid boolean"),
-        (kept(b",".join([b"1"] * 1001)), "kept: List should have at most 1000 items"),
-        (kept(b"", b', "a\\nb\\u001b": 1'), "a?b?: Extra inputs are not permitted"),
-        (kept(b"", b', "%s": 1' % (b"x" * 100_000)), "xxx: Extra inputs are not permitted"),
-        (kept(b"", b', "\xff": 1'), "invalid unicode"),
-        (kept(b"").decode().encode("utf-16"), "Invalid JSON"),
+        (membership_report(b",".join([b"1"] * 1001)), "kept: List should have at most 1000 items"),
+        (membership_report(b"", b', "a\\nb\\u001b": 1'), "a?b?: Extra inputs are not permitted"),
+        (membership_report(b"", b', "%s": 1' % (b"x" * 100_000)), "xxx: Extra inputs are not permitted"),
+        (membership_report(b"", b', "\xff": 1'), "invalid unicode"),
+        (membership_report(b"").decode().encode("utf-16"), "Invalid JSON"),
         (b"", "Invalid JSON: EOF"),
         (b"null", "Input should be an object"),
         (b"[]" * 9, "trailing characters"),
@@ -186,7 +186,7 @@ def test_no_document_takes_much_more_memory_than_the_longest_text():
         lambda: b"[" + b"[]," * (most // 3) + b"[]]",
         lambda: b"[" * most,
         lambda: b"{" + b",".join(b'"%d":1' % k for k in range(values)) + b"}",
-        lambda: kept(b"-1," * (values - 2) + b"-1"),
+        lambda: membership_report(b"-1," * (values - 2) + b"-1"),
         lambda: b'{"kept": "' + b"x" * most + b'"}',
         lambda: b'{"kept": ["' + b"\\u20ac" * (most // 6) + b'"]}',
         lambda: b'{"' + b"k" * most + b'": 1}',

@@ -24,7 +24,7 @@ N_CLASSES = 3
 EACH = pytest.mark.parametrize("engine", ENGINES)
 
 
-def made(name, size_px=16, channels=1):
+def build_model(name, size_px=16, channels=1):
     return create_model(name, n_classes=N_CLASSES, shape=Images(channels, size_px), seed=0)
 
 
@@ -60,7 +60,7 @@ MODELS = {"mlp": 16, "lenet5": 28, "cnn1": 16, "cnn2": 16, "gn_cnn": 16, "resnet
 @EACH
 @pytest.mark.parametrize("name", MODELS)
 def test_every_engine_sums_the_clipped_gradients_of_a_loop(name, engine):
-    compare(engine, vary(made(name, MODELS[name], 3)).train(), *images(4, 3, MODELS[name]))
+    compare(engine, vary(build_model(name, MODELS[name], 3)).train(), *images(4, 3, MODELS[name]))
 
 
 TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3_small_050")]
@@ -68,7 +68,7 @@ TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3
 
 @pytest.mark.parametrize("name", TIMM)
 def test_the_engine_that_a_timm_model_gets_sums_the_clipped_gradients_of_a_loop(name):
-    model = vary(made(f"timm:{name}", 32, 3)).train()
+    model = vary(build_model(f"timm:{name}", 32, 3)).train()
     compare("hooks" if _find_obstacle(model) else "ghost", model, *images(2, 3, 32))
 
 
@@ -192,13 +192,13 @@ def branches(net, x):
     return net.one(x.flatten(1)) + net.other(x.flatten(1))
 
 
-def mixed(net, x):
+def mix_layers(net, x):
     """Layers with Opacus's own rule for their gradients."""
     return net.fc(net.spread(net.conv(net.norm(x.squeeze(1)))).square().mean(2))
 
 
 def half_frozen():
-    model = frozen(made("cnn1"), "3.bias")
+    model = frozen(build_model("cnn1"), "3.bias")
     model[0].requires_grad_(False)
     return model
 
@@ -208,7 +208,7 @@ NETS = {
     "in place": lambda: Net(in_place, conv=nn.Conv2d(1, 4, 3), fc=nn.Linear(4 * 16, N_CLASSES)),
     "branches": lambda: Net(branches, one=nn.Linear(36, N_CLASSES), other=nn.Linear(36, N_CLASSES)),
     "mixed": lambda: Net(
-        mixed,
+        mix_layers,
         conv=nn.Conv1d(6, 8, 3, padding=1),
         norm=nn.LayerNorm(6),
         spread=nn.InstanceNorm1d(8, affine=True),
@@ -243,7 +243,7 @@ def spoiling(requires_grad):
     return net
 
 
-def folded(net, x):
+def fold_images(net, x):
     """Makes one batch of all rows of all images."""
     return net.head(x.reshape(-1, 6)).view(len(x), -1, N_CLASSES).mean(1)
 
@@ -253,7 +253,7 @@ def folded(net, x):
     [
         (spoiling(True), "modified by an inplace operation"),  # what autograd says
         (spoiling(False), "changed in place"),  # where autograd has not kept the input
-        (Net(folded, head=nn.Linear(6, N_CLASSES)), "18 rows"),
+        (Net(fold_images, head=nn.Linear(6, N_CLASSES)), "18 rows"),
         (Net(lambda net, x: net.head(input=x.flatten(1)), head=nn.Linear(36, N_CLASSES)), "by position"),
     ],
 )
@@ -325,7 +325,7 @@ def test_a_network_of_timm_with_group_norms_goes_by_ghost():
 
 @EACH
 def test_a_model_is_left_unchanged_without_warnings(engine, recwarn):
-    model = made("gn_cnn")
+    model = build_model("gn_cnn")
     x, y = images(3, 1, 16)
     ENGINES[engine](model, x, loss_for(y), torch.ones_like)
     assert not [w for w in recwarn if "backward hook" in str(w.message)]

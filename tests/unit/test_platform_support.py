@@ -25,7 +25,7 @@ with file_lock(Path(sys.argv[1])):
 
 
 @pytest.fixture(params=["here", "elsewhere"])
-def where(request, monkeypatch):
+def platform(request, monkeypatch):
     """Use this system, and one without the functions of Linux."""
     if request.param == "elsewhere":
         for name in ("sched_getaffinity", "posix_fallocate", "O_DIRECT", "sysconf"):
@@ -34,7 +34,7 @@ def where(request, monkeypatch):
     return request.param
 
 
-def test_cores_memory_and_files_are_numbers_to_count_on(where):
+def test_cores_memory_and_files_are_numbers_to_count_on(platform):
     assert machine.n_cores() == len(machine.list_cores()) >= 1
     assert machine.free_bytes() > 1 << 20 and machine.max_open_files() >= 8
     assert machine.peak_bytes() > 1 << 20
@@ -54,7 +54,7 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
     assert path.read_bytes() == b"kept"
 
 
-def test_arrays_are_written_at_their_offset(tmp_path, where):
+def test_arrays_are_written_at_their_offset(tmp_path, platform):
     path = tmp_path / "pixels"
     path.write_bytes(b"")
     first, second = empty_aligned((4096,)), empty_aligned((100,))

@@ -17,7 +17,7 @@ class Halo(Section):
     """How wide a halo is."""
 
 
-def joining(monkeypatch, **sections):
+def add_sections(monkeypatch, **sections):
     """Add sections as an installed plugin does."""
     real = pipelines.load_entries
     monkeypatch.setattr(pipelines, "load_entries", lambda group: real(group) | sections)
@@ -26,7 +26,7 @@ def joining(monkeypatch, **sections):
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    joining(monkeypatch, halo=Halo)
+    add_sections(monkeypatch, halo=Halo)
     for name in ("pipelines", "sites"):
         (tmp_path / name).mkdir()
     (tmp_path / "pipelines/p.toml").write_text("[halo]\nwidth_px = 5\n")
@@ -49,6 +49,6 @@ def test_a_plugin_section_is_registered_under_its_name(study, tmp_path):
 
 def test_a_pipeline_made_without_a_section_has_its_defaults_and_no_section_is_replaced(study, monkeypatch):
     assert Pipeline().find_section(Halo) == Halo() and read_setting(Pipeline(), "halo.width_px") is None
-    joining(monkeypatch, train=Halo)
+    add_sections(monkeypatch, train=Halo)
     with pytest.raises(ValueError, match="section of every pipeline"):
         pipeline_model()

@@ -158,7 +158,7 @@ def cut(lines):
     return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
 
 
-def saying(column, value):
+def replace_cell(column, value):
     def change(lines):
         cells = lines[2].split(",")
         cells[column] = value
@@ -173,13 +173,13 @@ DAMAGE = {
     "doubled": lambda lines: [lines[0], *[line for line in lines[1:] for _ in range(2)]],
     "empty": lambda lines: [],
     "cut off": cut,
-    "2.0": saying(-1, "2.0"),
-    "NaN": saying(-1, "nan"),
-    "inf": saying(-2, "inf"),
-    "negative": saying(-1, "-0.25"),
-    "no sum": saying(-1, "0.123"),
-    "no number": saying(-1, "0,5"),
-    "strange class": saying(-3, "benign"),
+    "2.0": replace_cell(-1, "2.0"),
+    "NaN": replace_cell(-1, "nan"),
+    "inf": replace_cell(-2, "inf"),
+    "negative": replace_cell(-1, "-0.25"),
+    "no sum": replace_cell(-1, "0.123"),
+    "no number": replace_cell(-1, "0,5"),
+    "strange class": replace_cell(-3, "benign"),
 }
 
 

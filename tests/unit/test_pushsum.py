@@ -114,7 +114,7 @@ def assert_all_hold(states, present, mean):
         np.testing.assert_allclose(states[k].z, mean, atol=3e-4)
 
 
-def some_sites(n, seed, n_away):
+def draw_sites(n, seed, n_away):
     """Return random starts of n sites, the remaining sites and the others; at least one remains."""
     rng = np.random.default_rng(seed)
     start = rng.normal(size=(n, 3)).astype(np.float32)
@@ -129,7 +129,7 @@ def cases(test):
 
 @cases
 def test_remaining_sites_reach_the_mean_of_all_after_others_hand_over_and_leave(graph, n, n_away, seed):
-    start, states, leaving, staying = some_sites(n, seed, n_away)
+    start, states, leaving, staying = draw_sites(n, seed, n_away)
     states = exchange(mixed(states, graph, range(n), range(3)), graphs.build_handover(n, leaving, staying))
     assert [states[k].w for k in leaving] == [0] * len(leaving)
     states = mixed(states, graph, staying, range(3, 120))
@@ -139,7 +139,7 @@ def test_remaining_sites_reach_the_mean_of_all_after_others_hand_over_and_leave(
 
 @cases
 def test_returning_sites_start_from_their_host_and_reach_the_mean_of_all(graph, n, n_away, seed):
-    start, states, away, staying = some_sites(n, seed, n_away)
+    start, states, away, staying = draw_sites(n, seed, n_away)
     states = exchange(mixed(states, graph, range(n), range(2)), graphs.build_handover(n, away, staying))
     before = mixed(states, graph, staying, range(2, 6))
     states = exchange(before, graphs.build_welcome(n, away, staying))
@@ -154,7 +154,7 @@ def test_returning_sites_start_from_their_host_and_reach_the_mean_of_all(graph, 
 
 @cases
 def test_the_mass_of_a_crashed_site_is_lost_and_the_others_reach_the_mean_of_the_rest(graph, n, n_away, seed):
-    _, states, crashed, staying = some_sites(n, seed, n_away)
+    _, states, crashed, staying = draw_sites(n, seed, n_away)
     states = mixed(states, graph, range(n), range(2))
     x, w = mass([states[k] for k in staying])
     assert w < n

@@ -282,7 +282,7 @@ def test_levels_of_one_slide_have_one_ratio():
     assert select_levels([(64, 64), (32, 32), (32, 32)], {1}) == [0, 2]
 
 
-def padded(picture, tile=TILE):
+def pad_picture(picture, tile=TILE):
     """The picture with the rest of its last tiles in white."""
     height, width = (-side % tile for side in picture.shape[:2])
     return np.pad(picture, [(0, height), (0, width), (0, 0)], constant_values=255)
@@ -326,7 +326,7 @@ def test_levels_that_are_filled_up_to_whole_tiles_do_not_move_the_tissue(tmp_pat
     picture = np.full((*size, 3), 255, np.uint8)
     picture[384:448, 384:448] = (150, 60, 120)
     writer, name = PADDED[how]
-    levels = [padded(np.asarray(Image.fromarray(picture).reduce(2**k))) for k in range(4)]
+    levels = [pad_picture(np.asarray(Image.fromarray(picture).reduce(2**k))) for k in range(4)]
     with Slide(writer(tmp_path / name, levels=levels), MPP) as slide:
         assert all(float(each).is_integer() for each in slide.level_downsamples)
         small, scale = slide.thumbnail(levels[0].shape[1] // 8)

@@ -30,7 +30,7 @@ def rows(seed, n=200, d=8):
     return (rng.normal(size=(n, d)) + 2 * label[:, None]).astype(np.float32), label
 
 
-def given(section):
+def build_names(section):
     """Return the names that a section of the page presumes; files lie in the current folder."""
     rng = np.random.default_rng(0)
     if section == "A slide":
@@ -55,7 +55,7 @@ def given(section):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    known = {"torch": torch, "cross_entropy": functional.cross_entropy, **given(section)}
+    known = {"torch": torch, "cross_entropy": functional.cross_entropy, **build_names(section)}
     test = doctest.DocTestParser().get_doctest(SECTIONS[section], known, section, str(PAGE), 0)
     assert test.examples
     said = []

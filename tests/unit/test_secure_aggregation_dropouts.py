@@ -88,16 +88,16 @@ class Sum:
 
 
 @pytest.fixture(scope="module", params=[20, *nightly(50)])
-def dealt(request):
+def dealt_sites(request):
     """Return sites after dealing their shares, which takes seconds; a fifth of them may drop out."""
     n = request.param
     return {k: SecureSum(k, range(n), 1, n // 5, CONTEXT) for k in range(n)}
 
 
 @pytest.mark.parametrize("phase", ["sends", *nightly(*(one for one in PHASES if one != "sends"))])
-def test_the_sum_is_exact_when_a_fifth_of_many_sites_drop_out(dealt, phase):
-    n = len(dealt)
-    sum_ = Sum(n, lost={phase: range(3, n, 5)}, parts=deepcopy(dealt)).until_opened()
+def test_the_sum_is_exact_when_a_fifth_of_many_sites_drop_out(dealt_sites, phase):
+    n = len(dealt_sites)
+    sum_ = Sum(n, lost={phase: range(3, n, 5)}, parts=deepcopy(dealt_sites)).until_opened()
     before = phase in PHASES[:3]  # later its message is in the sum
     inside = [k for k in range(n) if not (before and k % 5 == 3)]
     assert sum_.total(0) == sum_.of(inside) and sum_.parts[0].survivors == inside
@@ -185,7 +185,7 @@ class Adversary:
         return found
 
 
-def lied_to(n_sites, colluding, dropouts):
+def vote_with_liars(n_sites, colluding, dropouts):
     """Return a sum whose colluding sites misinform half of the honest ones about the last message, and the votes."""
     sum_ = Sum(n_sites, colluding, dropouts).join()
     adversary = Adversary(sum_, colluding)
@@ -201,7 +201,7 @@ def lied_to(n_sites, colluding, dropouts):
 @pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(5, 1, 1), (6, 1, 2), (9, 2, 3), (9, 4, 2)])
 def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
     """Colluding sites vote for both sets; they recover both keys of no site, and at most one set opens."""
-    sum_, adversary, honest, votes = lied_to(n_sites, colluding, dropouts)
+    sum_, adversary, honest, votes = vote_with_liars(n_sites, colluding, dropouts)
     assert len(set(votes.values())) == 2
     opened_for = set()
     for k in honest:
@@ -219,7 +219,7 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
 def test_a_lower_vote_threshold_would_open_two_survivor_sets(monkeypatch):
     """The same adversary wins with a lower threshold, so the test above can fail."""
     monkeypatch.setattr(secagg, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
-    sum_, adversary, honest, votes = lied_to(6, 1, 2)
+    sum_, adversary, honest, votes = vote_with_liars(6, 1, 2)
     for k in honest:
         adversary.hear(k, sum_.parts[k].open_shares(votes | dict.fromkeys(adversary.sites, votes[k])))
     assert adversary.keys_of(5, 3) == {0, 1} and len({votes[k] for k in honest}) == 2

@@ -28,7 +28,7 @@ def digests(folder):
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def rasterized(xml):
+def rasterize_annotation(xml):
     """Return the annotation as a mask: pixel centers inside islands, then holes."""
     mask = np.zeros((SIZE_PX, SIZE_PX), np.bool_)
     found = ET.parse(xml).getroot().findall("./Annotations/Annotation")
@@ -64,7 +64,7 @@ def test_simulated_outlines_match_the_tumor_pixels_exactly(archive, slide):
     truth = simulated_slides.tumor_mask(anatomy)
     border = sum(np.abs(np.diff(truth.astype(int), axis=axis)).sum() for axis in (0, 1))
     assert truth.mean() > 0.05
-    assert (rasterized(archive / f"annotations/{slide.name}.xml") != truth).sum() < 0.5 * border
+    assert (rasterize_annotation(archive / f"annotations/{slide.name}.xml") != truth).sum() < 0.5 * border
     painted = np.isin(anatomy.label, [k for k in TissueKind if k >= TissueKind.TUMOUR_SOLID])
     truth = truth[LABEL_PX // 2 :: LABEL_PX, LABEL_PX // 2 :: LABEL_PX]
     assert (painted & ~truth).sum() < 0.01 * truth.sum()  # a label covers 4 × 4 pixels

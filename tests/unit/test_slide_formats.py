@@ -249,12 +249,12 @@ def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(mo
     refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 
 
-def saved(picture, name, **how):
+def save_picture(picture, name, **how):
     """Saved by Pillow."""
     return lambda folder: picture.save(folder / name, **how) or folder / name
 
 
-def written_tiff(pixels, **how):
+def write_gray_tiff(pixels, **how):
     return lambda folder: tifffile.imwrite(folder / "a.tif", pixels, **how) or folder / "a.tif"
 
 
@@ -267,13 +267,13 @@ def unlike(picture):
     opaque = (np.arange(1300) >= 600)[None].repeat(1100, 0)[..., None]
     clear = np.concatenate([picture * opaque, opaque * 255], 2).astype(np.uint8)
     return {
-        "palette": (saved(palette, "a.tif"), np.asarray(palette.convert("RGB"))),
-        "cmyk": (saved(cmyk, "a.tif"), np.asarray(cmyk.convert("RGB"))),
+        "palette": (save_picture(palette, "a.tif"), np.asarray(palette.convert("RGB"))),
+        "cmyk": (save_picture(cmyk, "a.tif"), np.asarray(cmyk.convert("RGB"))),
         "clear tiff": (
-            written_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]),
+            write_gray_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]),
             np.where(opaque, picture, 255),
         ),
-        "turned png": (saved(image, "a.png", exif=turn), np.rot90(picture, -1)),
+        "turned png": (save_picture(image, "a.png", exif=turn), np.rot90(picture, -1)),
     }
 
 
@@ -288,7 +288,7 @@ def test_a_plain_picture_is_read_with_its_intended_colors(unlike, tmp_path, what
 def channels_ome(n, dtype=np.uint8, **channel):
     said = {"axes": "CYX", "Channel": channel} if channel else {"axes": "CYX"}
     how = {"ome": True, "metadata": said, "photometric": "minisblack", "tile": (256, 256)}
-    return written_tiff(np.zeros((n, 600, 600), dtype), **how)
+    return write_gray_tiff(np.zeros((n, 600, 600), dtype), **how)
 
 
 def channels_zarr(n, **attributes):
@@ -307,10 +307,10 @@ def channels_czi(dtype, n):
 
 
 NO_COLOURS = {
-    "16-bit grey png": (saved(Image.new("I;16", (600, 600)), "a.png"), "more than 8 bits"),
-    "16-bit tiff": (written_tiff(np.zeros((600, 600, 3), np.uint16), photometric="rgb"), "16-bit RGB"),
-    "16-bit grey tiff": (written_tiff(np.zeros((600, 600), np.uint16)), "more than 8 bits"),
-    "bilevel tiff": (saved(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
+    "16-bit grey png": (save_picture(Image.new("I;16", (600, 600)), "a.png"), "more than 8 bits"),
+    "16-bit tiff": (write_gray_tiff(np.zeros((600, 600, 3), np.uint16), photometric="rgb"), "16-bit RGB"),
+    "16-bit grey tiff": (write_gray_tiff(np.zeros((600, 600), np.uint16)), "more than 8 bits"),
+    "bilevel tiff": (save_picture(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
     "ome-tiff of 2 channels": (channels_ome(2), "MINISBLACK"),
     "ome-tiff of 4 channels": (channels_ome(4), "axes CYX"),
     "ome-tiff of named stains": (channels_ome(3, Name=["DAPI", "FITC", "TRITC"]), "channels DAPI, FITC, TRITC"),
@@ -321,7 +321,7 @@ NO_COLOURS = {
     "ome-tiff of blue first": (channels_ome(3, Name=["Blue", "Green", "Red"]), "channels Blue, Green, Red"),
     "16-bit ome-tiff of 3 channels": (channels_ome(3, np.uint16), "1 × uint16"),
     "16-bit ome-tiff": (
-        written_tiff(np.zeros((600, 600, 3), np.uint16), ome=True, photometric="rgb", tile=(256, 256)),
+        write_gray_tiff(np.zeros((600, 600, 3), np.uint16), ome=True, photometric="rgb", tile=(256, 256)),
         "3 × uint16",
     ),
     "ome-zarr of 4 channels": (channels_zarr(4), "three channels"),

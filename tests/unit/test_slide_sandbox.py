@@ -30,7 +30,7 @@ openslide.OpenSlide(sys.argv[1]).read_region((0, 0), 0, (64, 64))
 """
 
 
-def lying(path: Path, *, tile_px=256, n_bytes=None) -> Path:
+def write_false_tiff(path: Path, *, tile_px=256, n_bytes=None) -> Path:
     """Write a BigTIFF of one tile with a false size or a false number of bytes."""
     picture = io.BytesIO()
     Image.fromarray(np.full((256, 256, 3), 180, np.uint8)).save(picture, "JPEG")
@@ -70,12 +70,12 @@ LIES = {"bytes": {"n_bytes": 1 << 40}, "pixels": {"tile_px": 1 << 20}}
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_tile_of_2_to_the_40_ends_only_the_child_process(tmp_path, fresh, lie):
-    path = lying(tmp_path / "a.tif", **LIES[lie])
+    path = write_false_tiff(tmp_path / "a.tif", **LIES[lie])
     bare = subprocess.run([sys.executable, "-c", OPENSLIDE, path], capture_output=True, check=False)
     if bare.returncode != -signal.SIGABRT:  # what would become of the command
         pytest.skip("this machine has the memory")
     refused(lambda: check_opens_safely(path), "a.tif", "ended the reader (SIGABRT); the file is damaged")
-    check_opens_safely(lying(tmp_path / "b.tif"))
+    check_opens_safely(write_false_tiff(tmp_path / "b.tif"))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_tile_excludes_a_slide_with_false_sizes_and_continues(archive, slide, tm
     study, folder = Study(tmp_path / "study"), tmp_path / "slides"
     folder.mkdir()
     shutil.copy(slide, folder / "good.tif")
-    lying(folder / "lie.tif", n_bytes=1 << 40)
+    write_false_tiff(folder / "lie.tif", n_bytes=1 << 40)
     rows = "slide,patient,site,label\ngood.tif,p,G,normal\nlie.tif,q,G,normal\n"
     (study.root / "slides.csv").write_text(rows)
     site = f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'

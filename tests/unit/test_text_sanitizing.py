@@ -15,7 +15,7 @@ EVIL = "\x1b[2J\x1b]0;owned\x07 \u202egnp\u2066\u200b\x9b31m \u2028[bold red]C1[
 HIDDEN = "\x1b\x07\u202e\u2066\u200b\x9b\u2028"
 
 
-def shown(text):
+def check_visible(text):
     assert not set(text) & set(HIDDEN), ascii(text)
     return text
 
@@ -23,7 +23,7 @@ def shown(text):
 def test_printable_text_is_unchanged():
     text = "Universitätsklinik 病院, site\tC1\nε = 1.0\u00a0(δ)"
     assert make_printable(text) == text and len(make_printable(EVIL)) == len(EVIL)
-    shown(make_printable(EVIL + "\ud800"))
+    check_visible(make_printable(EVIL + "\ud800"))
 
 
 def test_a_page_has_no_escapes():
@@ -31,7 +31,7 @@ def test_a_page_has_no_escapes():
     loss = {"site": EVIL, "round": 1, "reason": EVIL}
     sums = {"messages": 1, "bytes": 1, "seconds": 1.0}
     summary = {"run": EVIL, "method": "proxyfl", "seconds": 1.0, "sites": [row], "losses": [loss]}
-    shown(render_coordinator(summary | {"communication": sums}, None))
+    check_visible(render_coordinator(summary | {"communication": sums}, None))
 
 
 def bars():
@@ -65,5 +65,5 @@ def test_terminal_output_has_no_escapes_and_no_markup_of_others(capsys, monkeypa
     monkeypatch.setattr(program, "app", fails)
     tell()
     said = capsys.readouterr()
-    assert shown(said.out + said.err).count("[bold red]C1[/]") == times
+    assert check_visible(said.out + said.err).count("[bold red]C1[/]") == times
     assert not said.out or json.loads(said.out) == {"said": EVIL}

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip 
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory):
+def kit_server(tmp_path_factory):
     """Return the port of a server with its kit on 127.0.0.1, the list of its clients, and the kit of a hospital."""
     folder = tmp_path_factory.mktemp("called")
     provision_federation(folder, federation="one", server="localhost:1", sites=["C1"])
@@ -37,7 +37,7 @@ def called(tmp_path_factory):
     listener.close()
 
 
-def by_flare(kit, host, port):
+def connect_by_flare(kit, host, port):
     """Connect by FLARE's driver, as a client, a job process and the coordinator do."""
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
@@ -49,7 +49,7 @@ def by_flare(kit, host, port):
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_server_with_another_host_name_is_refused(called, monkeypatch, checked):
+def test_a_server_with_another_host_name_is_refused(kit_server, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
@@ -60,11 +60,11 @@ def test_a_server_with_another_host_name_is_refused(called, monkeypatch, checked
     monkeypatch.setattr(aio_http_driver, "aiohttp", aio_http_driver.aiohttp)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
         patch_connections()
-    port, through, kit = called
+    port, through, kit = kit_server
     for host, welcome in (("localhost", True), ("127.0.0.1", not checked)):
         through.clear()
         with pytest.raises(Exception) as ended:
-            by_flare(kit, host, port)
+            connect_by_flare(kit, host, port)
         assert bool(through) == welcome and ("certificate is not valid for" in str(ended.value)) != welcome
 
 

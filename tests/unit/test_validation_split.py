@@ -25,7 +25,7 @@ def run(study, *overrides, method="proxyfl"):
     return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
 
 
-def evaluated(study, path, *overrides):
+def evaluate_rows(study, path, *overrides):
     """Return the rows of an evaluation."""
     return evaluate(study, str(path), overrides=overrides)["sites"]
 
@@ -34,7 +34,7 @@ def choice_of(path, site):
     return json.loads((path / "sites" / site / "prediction_model.json").read_text())
 
 
-def certain(classes, n_classes=2):
+def predict_classes(classes, n_classes=2):
     """Return probabilities of a model that predicts these classes."""
     return np.eye(n_classes)[np.asarray(classes)] * 0.8 + 0.2 / n_classes
 
@@ -89,8 +89,8 @@ def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):
 
 def test_the_best_model_weighs_classes_alike_and_ties_go_to_the_private_model():
     labels = np.repeat([0, 1], [18, 2])
-    always = certain(np.zeros(20, int))
-    knows = 0.1 + 0.8 * certain([*[0] * 12, *[1] * 6, 1, 1])  # less sure, so that their mean is no tie
+    always = predict_classes(np.zeros(20, int))
+    knows = 0.1 + 0.8 * predict_classes([*[0] * 12, *[1] * 6, 1, 1])  # less sure, so that their mean is no tie
     assert select_model({"private": always, "proxy": knows}, labels) == "proxy"
     assert select_model({"private": knows, "proxy": always}, labels) == "private"
     assert select_model({"private": knows, "proxy": knows}, labels) == "private"
@@ -99,15 +99,15 @@ def test_the_best_model_weighs_classes_alike_and_ties_go_to_the_private_model():
 
 
 @pytest.fixture(scope="module")
-def validated(tmp_path_factory):
+def validated_run(tmp_path_factory):
     """Return a study, a run with a validation split, and its evaluation."""
     study = make_study(tmp_path_factory.mktemp("listening") / "study", n_sites=3)
     path = run(study, *SPLIT, "train.rounds=2")
     return study, path, evaluate(study, str(path))
 
 
-def test_the_chosen_model_is_saved_logged_and_evaluated(validated):
-    study, path, document = validated
+def test_the_chosen_model_is_saved_logged_and_evaluated(validated_run):
+    study, path, document = validated_run
     pipeline = load_run_settings(study, RunFolder(path), ())
     for row in document["sites"]:
         choice, models = choice_of(path, row["site"]), row["models"]
@@ -130,9 +130,9 @@ def test_the_chosen_model_is_saved_logged_and_evaluated(validated):
 
 
 @pytest.mark.parametrize("answer", ["private", "proxy", "mean", "local", "ensemble"])
-def test_evaluate_uses_the_configured_prediction_model(validated, answer):
-    study, path, chosen = validated
-    for row, before in zip(evaluated(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
+def test_evaluate_uses_the_configured_prediction_model(validated_run, answer):
+    study, path, chosen = validated_run
+    for row, before in zip(evaluate_rows(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
         assert row["model"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
     evaluate(study, str(path))
 
@@ -140,12 +140,12 @@ def test_evaluate_uses_the_configured_prediction_model(validated, answer):
 def test_every_round_predicts_with_the_configured_model(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "predict.model=mean", "train.rounds=1", "train.local_baseline=false")
-    (line,), row = metrics(path, "S0"), evaluated(study, path)[0]
+    (line,), row = metrics(path, "S0"), evaluate_rows(study, path)[0]
     assert (line["model"], row["model"]) == ("mean", "mean")
     assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
-    refused(lambda: evaluated(study, path, "predict.model=local"), "train.local_baseline = false")
-    refused(lambda: evaluated(study, path, "predict.model=ensemble"), "trained without")
-    row = evaluated(study, run(study, "predict.model=proxy", "train.rounds=1", method="regular"))[0]
+    refused(lambda: evaluate_rows(study, path, "predict.model=local"), "train.local_baseline = false")
+    refused(lambda: evaluate_rows(study, path, "predict.model=ensemble"), "trained without")
+    row = evaluate_rows(study, run(study, "predict.model=proxy", "train.rounds=1", method="regular"))[0]
     assert row["model"] == "private" and set(row["models"]) == {"private"}
 
 
@@ -153,7 +153,7 @@ def test_every_round_predicts_with_the_configured_model(tmp_path):
 def test_a_site_without_validation_rows_uses_its_default_prediction_model(tmp_path, alone, answer):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "train.rounds=1", f"train.local_baseline={alone}")
-    assert [row["model"] for row in evaluated(study, path)] == [answer] * 2
+    assert [row["model"] for row in evaluate_rows(study, path)] == [answer] * 2
     for method, n in (("proxyfl", (24, 12)), ("regular", (36, 0))):  # nothing to choose
         row = dry_run(study, method=method, overrides=SPLIT[:2])["sites"][0]
         assert (row["n_train"], row["n_validation"]) == n
@@ -162,7 +162,7 @@ def test_a_site_without_validation_rows_uses_its_default_prediction_model(tmp_pa
 def test_a_run_predicts_with_an_ensemble_in_every_round_and_saves_it(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, *SPLIT, "predict.model=ensemble", "train.rounds=1")
-    for row in evaluated(study, path):
+    for row in evaluate_rows(study, path):
         choice = choice_of(path, row["site"])
         said = {choice["model"], choice["by"], row["model"], metrics(path, row["site"])[-1]["model"]}
         assert said == {"ensemble"} and 0 <= choice["ensemble"]["weight"] <= 1

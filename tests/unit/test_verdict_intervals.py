@@ -21,7 +21,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.report.benefit_figure import verdict_words
 
 
-def of(values, names=None, noise=None, weights=1.0):
+def estimate_values(values, names=None, noise=None, weights=1.0):
     """Return the estimate of values, one per patient."""
     values = np.atleast_2d(values)
     names = np.arange(values.shape[1]) if names is None else names
@@ -30,7 +30,7 @@ def of(values, names=None, noise=None, weights=1.0):
 
 def test_patients_with_one_example_each_have_the_t_interval():
     values = np.random.default_rng(0).choice([-1.0, 1.0], 400)
-    found = of(values)
+    found = estimate_values(values)
     low, high = stats.t.interval(0.95, 399, values.mean(), stats.sem(values))
     assert (found.low, found.high) == pytest.approx((low, high), rel=2e-3)
     assert found.patients == pytest.approx(stats.sem(values)) and found.seeds is found.noise is None
@@ -38,24 +38,24 @@ def test_patients_with_one_example_each_have_the_t_interval():
 
 def test_examples_of_a_patient_vary_together_and_a_single_patient_has_no_interval():
     values = np.repeat(np.random.default_rng(1).normal(size=20), 10)
-    together = of(values, np.repeat(np.arange(20), 10))
-    assert together.patients / of(values).patients == pytest.approx(10**0.5, rel=0.05)
-    assert of(values, np.full(200, "a")) == Estimate(values.mean(), None, None)
+    together = estimate_values(values, np.repeat(np.arange(20), 10))
+    assert together.patients / estimate_values(values).patients == pytest.approx(10**0.5, rel=0.05)
+    assert estimate_values(values, np.full(200, "a")) == Estimate(values.mean(), None, None)
 
 
 def test_a_mean_dominated_by_one_patient_is_inconclusive():
-    found = of(np.where(np.arange(100) == 0, 5.0, 0.0))
+    found = estimate_values(np.where(np.arange(100) == 0, 5.0, 0.0))
     assert found.low < 0 and decide_verdict(found, None) == "inconclusive"
 
 
 def test_seeds_and_noise_add_their_variance_and_noise_is_the_least_that_seeds_have():
     same, moves = np.tile(np.random.default_rng(2).normal(size=300), (4, 1)), [-0.3, 0.1, 0.0, 0.2]
-    assert of(same).seeds == pytest.approx(0, abs=1e-12)
-    assert of(same + np.array(moves)[:, None]).seeds == pytest.approx(stats.sem(moves))
-    noisy = of(same, noise=np.full(4, 0.2))
+    assert estimate_values(same).seeds == pytest.approx(0, abs=1e-12)
+    assert estimate_values(same + np.array(moves)[:, None]).seeds == pytest.approx(stats.sem(moves))
+    noisy = estimate_values(same, noise=np.full(4, 0.2))
     half = stats.norm.ppf(0.975) * np.hypot(0.1, noisy.patients)
     assert noisy.noise == pytest.approx(0.1) and noisy.high - noisy.mean == pytest.approx(half, rel=5e-3)
-    single = of(same[0], noise=np.array([0.2]))
+    single = estimate_values(same[0], noise=np.array([0.2]))
     assert single.noise == pytest.approx(0.2) and single.seeds is None
 
 
@@ -138,7 +138,7 @@ def test_class_counts_add_no_variance_where_classes_weigh_alike():
     n, right = np.array([900, 100]), np.array([0.95, 0.4])
     values = np.concatenate([np.arange(n[k]) < right[k] * n[k] for k in (0, 1)]).astype(float)
     weights = np.repeat(1000 / 2 / n, n)
-    found = of(values, weights=weights)
+    found = estimate_values(values, weights=weights)
     known = np.sqrt((right * (1 - right) / n).sum()) / 2
     assert found.mean == pytest.approx(0.675) and found.patients == pytest.approx(known, rel=0.02)
     drawn_too = estimate_ratio((values * weights)[None], weights[None], np.arange(1000).astype(str))
@@ -148,12 +148,12 @@ def test_class_counts_add_no_variance_where_classes_weigh_alike():
 def test_three_of_three_correct_give_a_wide_interval():
     label = np.repeat([0, 1], [40, 3])
     weights = 43 / 2 / np.array([40, 3])[label]
-    found = of((label == 1).astype(float), weights=weights)
+    found = estimate_values((label == 1).astype(float), weights=weights)
     assert found.mean == pytest.approx(0.5) and 0.2 < found.high - found.low < 1
 
 
 def test_the_interval_of_an_accuracy_is_clipped_at_one():
-    found = of(np.ones(6), noise=np.array([0.3]))
+    found = estimate_values(np.ones(6), noise=np.array([0.3]))
     assert found.high > 1 and found.clip_interval(0.0, 1.0) == replace(found, high=1.0)
     assert Estimate(0.5, None, None).clip_interval(0.0, 1.0) == Estimate(0.5, None, None)
 
@@ -163,21 +163,21 @@ def test_the_interval_of_an_accuracy_is_clipped_at_one():
 def test_identical_patients_have_the_exact_binomial_interval(n, value):
     """By Clopper and Pearson's interval of none of n that is otherwise."""
     others = stats.binomtest(0, n).proportion_ci(method="exact").high
-    found = of(np.full(n, value)).clip_interval(-1.0, 1.0)
+    found = estimate_values(np.full(n, value)).clip_interval(-1.0, 1.0)
     assert found.low == pytest.approx(value - others * (value + 1))
     assert found.high == pytest.approx(value + others * (1 - value)) and found.mean == value
     assert decide_verdict(found, None) == (
         {1.0: "join", -1.0: "local"}.get(value, "inconclusive") if n > 5 else "inconclusive"
     )
-    share = of(np.ones(n)).clip_interval(0.0, 1.0)
+    share = estimate_values(np.ones(n)).clip_interval(0.0, 1.0)
     assert (share.low, share.high) == pytest.approx(stats.binomtest(n, n).proportion_ci(method="exact"))
 
 
 def test_equivalence_needs_more_than_a_few_patients_without_a_difference():
-    same = {"gain": of(np.zeros(20)).clip_interval(-1.0, 1.0).build_document(), "verdict": "inconclusive"}
+    same = {"gain": estimate_values(np.zeros(20)).clip_interval(-1.0, 1.0).build_document(), "verdict": "inconclusive"}
     assert verdict_words(same, "C1") == "its local model makes the same predictions, on 20 test patients"
-    gain = of(np.array([0.1, -0.1] * 30))
-    few, many = (of(np.zeros(n)).clip_interval(-1.0, 1.0) for n in (20, 200))
+    gain = estimate_values(np.array([0.1, -0.1] * 30))
+    few, many = (estimate_values(np.zeros(n)).clip_interval(-1.0, 1.0) for n in (20, 200))
     assert (decide_verdict(gain, few), decide_verdict(gain, many)) == ("inconclusive", "nothing to gain")
 
 
